@@ -35,6 +35,7 @@ from .nn._replace import restore_attention as restore_attention
 from .observables._entropy import AttentionStatistics as AttentionStatistics
 from .observables._entropy import ScoreMoments as ScoreMoments
 from .record._record import record as record
+from .record._weigh import weigh as weigh
 from .sparse._tsallis import Tsallis as Tsallis
 
 try:

@@ -74,6 +74,9 @@ from .call._state import share as share
 from .call._state import unfused as unfused
 from .call._target import AssumedGPU as AssumedGPU
 from .call._target import Device as Device
+from .call._weighing import TOKEN_SCORES as TOKEN_SCORES
+from .call._weighing import TokenScores as TokenScores
+from .call._weighing import weighing as weighing
 from .dispatch._attend_and_merge import attend_and_merge as attend_and_merge
 from .dispatch._derivative import AbstractDerivative as AbstractDerivative
 from .dispatch._derivative import Attention as Attention

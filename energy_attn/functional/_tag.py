@@ -1,6 +1,7 @@
 """Where recordings find the energies that run: a primitive that a program has only while it is recorded."""
 
 import abc
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,15 @@ class AbstractRecorder(abc.ABC):
 recorders = jax.make_user_context(())
 
 
+# Where in a model the calls are that are traced; part of the caches' keys, and so set only while recorders are at work.
+_place = jax.make_user_context("")
+
+
+def placed(place: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which recorded calls are named by where they are, as `layers[0].attention`."""
+    return _place(place) if recorders.value else contextlib.nullcontext()
+
+
 def tagged(
     name: str,
     source: Any,
@@ -48,6 +58,7 @@ def tagged(
     then depends on, so that no transformation of JAX drops them while the call is there.
     """
     given, active = (source, query, key, value, bias, mask), recorders.value
+    name = f"{_place.value}.{name}" if _place.value else name
     for level, recorder in enumerate(active):
         with recorders(()):  # what is asked is not recorded itself
             found = recorder.observe(*given, **options)

@@ -89,7 +89,7 @@ def _indices(name: str, given: object, size: int) -> Any:
         return None if name == "rows" else jnp.arange(size, dtype=jnp.int32)
     if isinstance(given, slice):
         return jnp.arange(size, dtype=jnp.int32)[given]
-    array: Any = given if isinstance(given, jax.Array) else np.asarray(given)
+    array: Any = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
     if array.size == 0:
         array = array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim > 1:

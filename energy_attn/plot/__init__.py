@@ -11,3 +11,5 @@ Examples:
 
 from ._energy_report import energy_report as energy_report
 from ._landscape import landscape as landscape
+from ._positions import mask as mask
+from ._positions import weights as weights

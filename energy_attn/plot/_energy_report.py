@@ -8,6 +8,7 @@ import numpy as np
 from energy_attn.kernels.internal import received
 
 from ..report._report import EnergyReport
+from ._figure import colour_bar, new_figure, saved, ticks
 
 # Field, title, unit and colours; quantities of one kind share theirs.
 _PANELS = (
@@ -57,48 +58,28 @@ def energy_report(report: EnergyReport, path: str | PathLike[str] | None = None)
             f"report: wanted means of shape (layers, heads), got {received(report.energy)}; "
             "leave per_query out"
         )
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "plot.energy_report: wanted matplotlib, which is not installed (pip install matplotlib)"
-        ) from error
-
     layers, heads = shape
     across = min(max(1.6 + 0.42 * heads, 2.7), 5.5)
     down = min(max(1.2 + 0.34 * layers, 1.9), 5.5)
-    figure = Figure(figsize=(3 * across, 2 * down), layout="constrained")
+    figure = new_figure("energy_report", 3 * across, 2 * down)
     panels = figure.subplots(2, 3).ravel()
-    labels = [report.names[i] for i in _ticks(layers)] if report.names else None
+    labels = [report.names[i] for i in ticks(layers)] if report.names else None
     for panel, (field, title, unit, colours) in zip(panels, _PANELS, strict=False):
         values = np.asarray(getattr(report, field), np.float64)
         shown = np.ma.masked_invalid(values)
         image = panel.imshow(shown, aspect="auto", cmap=colours, interpolation="nearest")
         panel.set(title=title, xlabel="head", ylabel="layer")
-        panel.set_xticks(_ticks(heads))
-        panel.set_yticks(_ticks(layers))
+        panel.set_xticks(ticks(heads))
+        panel.set_yticks(ticks(layers))
         if labels and panel in panels[::3]:
-            panel.set_yticks(_ticks(layers), labels, fontsize=7)
+            panel.set_yticks(ticks(layers), labels, fontsize=7)
         panel.tick_params(length=0)
         panel.spines[:].set_visible(False)
-        _bar(figure, panel, image, unit)
+        colour_bar(figure, panel, image, unit)
         if layers * heads <= _READABLE:
             _annotate(panel, image, values)
     _compare(figure, panels[-1], report)
-    if path is not None:
-        figure.savefig(path, dpi=150)
-    return figure
-
-
-def _ticks(count: int) -> range:
-    """The rows or columns that have a tick, out of `count`."""
-    return range(0, count, 1 if count <= 16 else 4 if count <= 64 else 16)
-
-
-def _bar(figure: Any, panel: Any, drawn: Any, label: str, **options: Any) -> None:
-    bar = figure.colorbar(drawn, ax=panel, pad=0.02, **options)
-    bar.set_label(label)
-    bar.outline.set_visible(False)
+    return saved(figure, path)
 
 
 def _compare(figure: Any, panel: Any, report: EnergyReport) -> None:
@@ -110,7 +91,7 @@ def _compare(figure: Any, panel: Any, report: EnergyReport) -> None:
     )
     panel.set(title="every head", xlabel="free energy F, nats", ylabel="entropy H, nats")
     panel.spines[["top", "right"]].set_visible(False)
-    _bar(figure, panel, drawn, "layer", ticks=_ticks(layers))
+    colour_bar(figure, panel, drawn, "layer", ticks=ticks(layers))
 
 
 def _annotate(panel: Any, image: Any, values: np.ndarray) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from energy_attn.kernels.internal import received
 
 from ..report._landscape import Landscape
+from ._figure import new_figure
 
 
 def landscape(plane: Landscape, axes: Iterable[Any] | None = None) -> Any:
@@ -40,14 +41,8 @@ def landscape(plane: Landscape, axes: Iterable[Any] | None = None) -> Any:
     """
     if not isinstance(plane, Landscape):
         raise TypeError(f"plane: wanted a Landscape, got {received(plane)}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "plot.landscape: wanted matplotlib, which is not installed (pip install matplotlib)"
-        ) from error
     if axes is None:
-        left, right = Figure(figsize=(8.4, 3.9), layout="constrained").subplots(1, 2)
+        left, right = new_figure("landscape", 8.4, 3.9).subplots(1, 2)
     else:
         left, right = axes
     _draw_free_energy(left, plane)

@@ -73,7 +73,8 @@ def record(
 
         - the path of the `FreeEnergy` in `function`, if that is a module, as `layers[0].attention.energy`;
         - else, for one that is an argument, closed over or made on the way, its own `name`, or
-          `FreeEnergy`, `attention` or `free_energy`;
+          `FreeEnergy`, `attention` or `free_energy`, behind its layer in a decoder of
+          [`models`][energy_attn.models.AbstractDecoder]: `layers[0].attention`;
         - with `#2`, `#3` and so on for the later calls under one name.
 
     Raises:

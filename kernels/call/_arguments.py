@@ -31,6 +31,7 @@ from ._options import KernelOptions, check_options
 from ._sink import check_sink
 from ._source import with_source
 from ._state import lse_dtype
+from ._weighing import with_token_scores
 
 Scales = tuple[Array | None, Array | None]
 # What a layout says of a call's tokens, and whether masks, scores or lengths of keys read their positions.
@@ -132,6 +133,7 @@ def check_scored(
     scores = (batch, heads, query_len, key_len)
     predicate, mask = split_mask(mask)
     bias, mask = check_scores(bias, mask, scores)
+    bias = with_token_scores(bias, batch, key_len)
     is_causal = check_flag("is_causal", options.get("is_causal", False))
     window = check_window(options.get("local_window_size"))
     score, score_arrays = check_score(options.get("score"), scores, lse_dtype(query.dtype))

@@ -530,6 +530,15 @@ CASES = {
             | SINK
         ),
     ),
+    "weigh": Case(
+        "weigh",
+        lambda weights, segments, **x: ea.weigh(lambda: ea.attention(**x, is_causal=True))(
+            weights, segments
+        ),
+        lambda: (
+            rows() | drawn(26, weights=(2,)) | {"segments": np.asarray([0, 1, 1, -1, 0], np.int32)}
+        ),
+    ),
     "retrieve": Case(
         "hopfield.retrieve",
         retrieved,

@@ -20,7 +20,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ...functional._attention import attention
-from ...functional._tag import recorders
+from ...functional._tag import placed, recorders
 from ...prefix_tree import PrefixTree, tree_decode
 from ._cache import DecoderCache, TreeOutput, check_cache, growing
 from ._output import Trace, joined
@@ -57,8 +57,9 @@ def read_alone(
         return out, Trace(query, out, energy)
 
     x, traces = model.embed_tokens(tokens), []
-    for layer in model.layers:
-        x, trace = layer(x, rope, see)
+    for i, layer in enumerate(model.layers):
+        with placed(f"layers[{i}]"):
+            x, trace = layer(x, rope, see)
         traces.append(trace)
     return model.norm(x), joined(traces)
 
@@ -85,7 +86,7 @@ def read_on(
         x, positions = (split_along(array, 1, parallel) for array in (x, positions))
     rope = model.rope(positions)
     layers, traces = [], []
-    for layer, stored in zip(model.layers, cache.layers, strict=True):
+    for i, (layer, stored) in enumerate(zip(model.layers, cache.layers, strict=True)):
 
         def see(
             query: Array, key: Array, value: Array, stored: KVCache | ForkedCache = stored
@@ -108,7 +109,8 @@ def read_on(
             )
             return out, (stored, Trace(query, out, energy))
 
-        x, (stored, trace) = layer(x, rope, see)
+        with placed(f"layers[{i}]"):
+            x, (stored, trace) = layer(x, rope, see)
         layers.append(stored)
         traces.append(trace)
     return model.norm(x), DecoderCache(tuple(layers)), joined(traces)

@@ -1,0 +1,156 @@
+"""Pictures by position: which weights the rows give to the keys, and which keys a mask shows."""
+
+import math
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from energy_attn.kernels.internal import check_array, check_floating, check_integer, received
+from energy_attn.kernels.masks import AbstractMask
+
+from ._figure import colour_bar, new_figure, saved, ticks
+
+
+def weights(
+    weights: Float[Array | np.ndarray, "R N J"],
+    path: str | PathLike[str] | None = None,
+    *,
+    rows: Sequence[object] | None = None,
+    keys: Sequence[object] | None = None,
+) -> Any:
+    """Draws attention weights, a panel for each head: rows from top to bottom, keys from left to right.
+
+    Colours go by the square root of a weight, so that those of 1% are seen beside those of 1.
+
+    Args:
+        weights: `[R, N, J]` from 0 to 1, as [`Gibbs.weights`][energy_attn.Gibbs.weights] returns them without a batch.
+        path: the file to write; its suffix (`.png`, `.svg`, `.pdf`) is the format. None writes no file.
+        rows: a label for each row, as its position or its token; None: 0, 1, 2 and so on.
+        keys: likewise for each key.
+
+    Returns:
+        The `matplotlib.figure.Figure`.
+
+    Raises:
+        TypeError: `weights` is not a floating array.
+        ValueError: it has another number of axes, or there are more or fewer labels than rows or keys.
+        ImportError: matplotlib is not installed; the extra `plot` installs it.
+
+    Examples:
+        >>> import jax
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> F = ea.FreeEnergy(is_causal=True).at(q, k, v)
+        >>> figure = ea.plot.weights(F.weights(rows=slice(2, 5)), rows=range(2, 5))
+        >>> [panel.get_title() for panel in figure.axes[:2]]
+        ['head 0', 'head 1']
+    """
+    shown = np.asarray(check_floating("weights", weights), np.float64)
+    if shown.ndim != 3 or 0 in shown.shape:
+        raise ValueError(
+            f"weights: wanted weights of shape (rows, heads, keys) of one row of a batch, got {received(weights)}"
+        )
+    count, heads, key_count = shown.shape
+    labels = _labels("rows", rows, count), _labels("keys", keys, key_count)
+    across = math.ceil(math.sqrt(heads))
+    down = math.ceil(heads / across)
+    figure = new_figure("weights", 0.8 + 2.2 * across, 0.4 + 2.2 * down)
+    panels = figure.subplots(down, across, squeeze=False).ravel()
+    drawn = None
+    for head, panel in enumerate(panels):
+        if head >= heads:
+            panel.set_axis_off()
+            continue
+        drawn = panel.imshow(
+            shown[:, head], "viridis", norm=_root(), aspect="auto", interpolation="nearest"
+        )
+        panel.set_title(f"head {head}", fontsize=9)
+        _label(panel, *labels)
+    colour_bar(figure, list(panels), drawn, "weight")
+    return saved(figure, path)
+
+
+def mask(
+    mask: AbstractMask | Bool[Array | np.ndarray, "T S"],
+    query_len: int | None = None,
+    key_len: int | None = None,
+    path: str | PathLike[str] | None = None,
+) -> Any:
+    """Draws which query sees which key: queries from top to bottom, keys from left to right.
+
+    Args:
+        mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], of which the first entry of a batch is
+            drawn; or boolean, `[T, S]`.
+        query_len: the number of queries, whose positions count from 0; needed for a mask without an array's shape.
+        key_len: that of keys; None: as many.
+        path: as for [`weights`][energy_attn.plot.weights].
+
+    Returns:
+        The `matplotlib.figure.Figure`.
+
+    Raises:
+        TypeError: neither a mask nor a boolean array, or sizes that are not integers.
+        ValueError: sizes below one, or beside an array; an array that has not two axes.
+        ImportError: matplotlib is not installed; the extra `plot` installs it.
+
+    Examples:
+        >>> import energy_attn as ea
+        >>> figure = ea.plot.mask(ea.masks.Causal() & ea.masks.Window(4, 0), 16)
+        >>> figure.axes[0].get_title()
+        '70 of 256 pairs'
+    """
+    seen = _visible(mask, query_len, key_len)
+    count, key_count = seen.shape
+    figure = new_figure("mask", 3.6, 3.6)
+    panel = figure.subplots()
+    panel.imshow(seen, "Blues", vmin=0, vmax=1.4, aspect="auto", interpolation="nearest")
+    panel.set_title(f"{seen.sum()} of {seen.size} pairs", fontsize=9)
+    _label(panel, range(count), range(key_count))
+    return saved(figure, path)
+
+
+def _visible(mask: Any, query_len: int | None, key_len: int | None) -> np.ndarray:
+    if not isinstance(mask, AbstractMask):
+        array = check_array("mask", mask)
+        if array.dtype != bool:
+            raise TypeError(f"mask: wanted a mask or booleans, got {received(mask)}")
+        if array.ndim != 2 or 0 in array.shape:
+            raise ValueError(f"mask: wanted shape (queries, keys), got {received(mask)}")
+        if query_len is not None or key_len is not None:
+            raise ValueError(f"query_len: wanted None beside an array, got {query_len}, {key_len}")
+        return np.asarray(array)
+    rows = check_integer("query_len", query_len, 1)
+    columns = rows if key_len is None else check_integer("key_len", key_len, 1)
+    leaves, tree = jax.tree.flatten(mask)
+    first = [x[0] if x.ndim > rank else x for x, rank in zip(leaves, mask.ranks, strict=True)]
+    queries, keys = (jnp.arange(size, dtype=jnp.int32) for size in (rows, columns))
+    seen = jax.tree.unflatten(tree, first).visible(queries[:, None], keys[None])
+    return np.asarray(jnp.broadcast_to(seen, (rows, columns)))
+
+
+def _root() -> Any:
+    from matplotlib.colors import PowerNorm
+
+    return PowerNorm(0.5, 0, 1)
+
+
+def _labels(name: str, labels: Sequence[object] | None, count: int) -> Sequence[object]:
+    if labels is None:
+        return range(count)
+    if len(labels) != count:
+        raise ValueError(f"{name}: wanted {count} labels, got {len(labels)}")
+    return labels
+
+
+def _label(panel: Any, rows: Sequence[object], keys: Sequence[object]) -> None:
+    for axis, labels, name in ((panel.yaxis, rows, "query"), (panel.xaxis, keys, "key")):
+        at = ticks(len(labels))
+        axis.set_ticks(at, [str(labels[i]) for i in at], fontsize=7)
+        axis.set_label_text(name, fontsize=8)
+    panel.tick_params(length=0)
+    panel.spines[:].set_visible(False)

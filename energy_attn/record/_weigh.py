@@ -1,0 +1,205 @@
+"""Weights of the documents of a context, whose derivative is what each did for an answer."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, jaxpr_as_fun
+from jaxtyping import Array, Float, Int, PyTree
+
+from energy_attn.kernels.internal import (
+    TOKEN_SCORES,
+    TokenScores,
+    check_floating,
+    check_integer,
+    check_integral,
+    received,
+    weighing,
+)
+
+from ..flax._nnx import holds_nnx, run_pure
+from ._lift import programs
+from ._record import check_callable
+
+
+def weigh(function: Callable[..., Any], *, path: int | None = None) -> Callable[..., Any]:
+    r"""A function whose attention weighs the documents of its context, in every layer of any model.
+
+    $$s_{ia} \to s_{ia} + w_{d(a)}$$
+
+    in each [`attention`][energy_attn.attention], [`free_energy`][energy_attn.free_energy] or
+    [`FreeEnergy`][energy_attn.FreeEnergy] that runs inside `function`, where $d(a)$ is the document of key $a$. At
+    $w = 0$ it is the function itself; $w_d = -\infty$ hides document $d$ from all that follows it. The
+    derivative $\partial f / \partial w_d$ is what the document did for $f$, to first order, for all documents in one
+    backward pass:
+
+        answer = lambda model, tokens: log_probability_of_the_answer(model(tokens))
+        effects = jax.grad(ea.weigh(answer))(jnp.zeros(16), documents, model, tokens)
+
+    Far from first order, as where two documents say the same, a path is more faithful. With `path=n` values are the
+    same, and the derivative in $w$ is the mean along the path on which all documents grow from nothing,
+
+    $$\int_0^1 \frac{\partial f}{\partial t_d}\, dt, \qquad w_d \to w_d + \log t_d, \quad t_1 = \dots = t_D = t$$
+
+    by $n$ points of Gauss and Legendre. Its entries sum up to $f$ less its value without any of the documents.
+
+    What it costs: `function` and its backward, and a number for each key in every attention; with a path, $n$ times
+    that, one point after the other in the memory of one. Where keys lie on many devices, so do these numbers.
+
+    Args:
+        function: any function or Equinox module, or a method of one, as for [`record`][energy_attn.record]; models of
+            Flax's NNX, too. It attends to its whole context at once: a cache has other keys than
+            the context.
+        path: None; or the number of points, at least 1; eight do. `function` then returns floating arrays.
+
+    Returns:
+        A function `(log_weights, segments, *args, **kwargs)` that returns what `function(*args, **kwargs)` does.
+        `log_weights` are $w$, floating `[D]` or `[B, D]`, in nats. `segments` are integers `[S]` or `[B, S]`, the
+        document of each key; a negative one is that of a key without one, which keeps its scores. For a
+        weight of each token, `segments` are `jnp.arange(S)`.
+
+    Raises:
+        TypeError: `function` is not callable, `path` no integer; when called: `log_weights` is not a floating array,
+            `segments` not an integer one, or with a path a result that is no floating array.
+        ValueError: `path` is below 1; when called: shapes that do not match, a segment that is no document, an
+            attention over another number of keys, or no attention in `function`.
+        NotImplementedError: when called: an attention inside a `jax.custom_jvp` or `jax.custom_vjp` of the user's.
+
+    Source: Sundararajan et al. (arXiv 1703.01365), equation 1, for the integral.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 6, 2, 4))
+        >>> answer = lambda v: ea.attention(q, k, v)[-1].sum()
+        >>> documents = jnp.array([0, 0, 1, 1, -1, -1])
+        >>> effects = jax.grad(ea.weigh(answer))(jnp.zeros(2), documents, v)
+        >>> along = jax.grad(ea.weigh(answer, path=16))(jnp.zeros(2), documents, v)
+        >>> without = ea.weigh(answer)(jnp.full(2, -jnp.inf), documents, v)
+        >>> effects.shape, bool(jnp.allclose(along.sum(), answer(v) - without, atol=1e-3))
+        ((2,), True)
+    """
+    check_callable(function)
+    if path is not None:
+        check_integer("path", path, 1)
+    return eqx.Partial(_weighed, path, function)
+
+
+def _weighed(
+    path: int | None,
+    function: Any,
+    /,
+    log_weights: Float[Array | np.ndarray, "*B documents"],
+    segments: Int[Array | np.ndarray, "*B S"],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    weights, numbers = _checked(log_weights, segments)
+    run = functools.partial(_run, path, weights, numbers)
+    if holds_nnx((function, args, kwargs)):
+        return run_pure(lambda *x, **y: (run(*x, **y), None), function, args, kwargs)[0]
+    return run(function, *args, **kwargs)
+
+
+def _checked(log_weights: object, segments: object) -> tuple[Array, Array]:
+    weights = jnp.asarray(check_floating("log_weights", log_weights))
+    numbers = check_integral("segments", segments)
+    if weights.ndim not in (1, 2):
+        raise ValueError(
+            f"log_weights: wanted shape (documents,) or (batch, documents), got {received(log_weights)}"
+        )
+    if numbers.ndim not in (1, 2) or (
+        weights.ndim == numbers.ndim == 2 and len(weights) != len(numbers)
+    ):
+        raise ValueError(
+            f"segments: wanted shape (keys,) or (batch, keys) beside log_weights {weights.shape}, "
+            f"got {received(segments)}"
+        )
+    if not isinstance(numbers, jax.core.Tracer):
+        last = int(np.max(np.asarray(numbers), initial=-1))
+        if last >= weights.shape[-1]:
+            raise ValueError(f"segments: wanted documents below {weights.shape[-1]}, got {last}")
+    return weights, jnp.asarray(numbers)
+
+
+@eqx.filter_jit
+def _run(
+    path: int | None, weights: Array, numbers: Array, function: Any, /, *args: Any, **kwargs: Any
+) -> Any:
+    rest: list[Any] = []
+
+    def traced(weights: Array) -> PyTree[Array]:
+        active = TokenScores(_scores_of(weights, numbers))
+        with weighing((*weighing.value, active)):
+            found = function(*args, **kwargs)
+        if not active.used:
+            raise ValueError(
+                f"function: wanted one that calls a FreeEnergy, got {received(function)}, which calls none"
+            )
+        arrays, others = eqx.partition(found, eqx.is_array)
+        rest.append(others)
+        return arrays
+
+    program, types = jax.make_jaxpr(traced, return_shape=True)(weights)
+    _check_rules(program.jaxpr)
+
+    def value(weights: Array) -> Any:
+        found = jaxpr_as_fun(program)(weights)
+        return eqx.combine(jax.tree.unflatten(jax.tree.structure(types), found), rest[0])
+
+    return value(weights) if path is None else _along(path, value, weights)
+
+
+def _check_rules(program: Jaxpr, name: str | None = None) -> None:
+    """Raises `NotImplementedError` for an attention inside a function whose own rule would not see the weights."""
+    for equation in program.eqns:
+        if name is not None and equation.params.get("name") == TOKEN_SCORES:
+            raise NotImplementedError(
+                "function: wanted attention outside of functions with a derivative of their own, which would "
+                f"lose that in log_weights, got one inside a {name}"
+            )
+        kind = equation.primitive.name
+        own = kind if kind.startswith(("custom_jvp", "custom_vjp")) else name
+        for inner in programs(equation.params):
+            _check_rules(inner, own)
+
+
+def _scores_of(weights: Array, numbers: Array) -> Array:
+    """The weight of each key's document, `[B or 1, S]`; zero without one, NaN for a number that is none."""
+    weights, numbers = (x if x.ndim == 2 else x[None] for x in (weights, numbers))
+    rows = max(len(weights), len(numbers))
+    weights = jnp.broadcast_to(weights, (rows, weights.shape[1]))
+    numbers = jnp.broadcast_to(numbers, (rows, numbers.shape[1]))
+    taken = jax.vmap(lambda x, i: x.at[jnp.maximum(i, 0)].get(mode="fill", fill_value=jnp.nan))
+    return jnp.where(numbers < 0, 0.0, taken(weights, numbers))
+
+
+def _along(path: int, value: Callable[[Array], Any], weights: Array) -> PyTree[Array]:
+    """The value, whose derivative in the weights is the mean along the path."""
+    nodes, factors = np.polynomial.legendre.leggauss(path)
+    growth, factors = (nodes + 1) / 2, factors / 2
+    # d/dt at a point is d/dw there over t
+    points = tuple(jnp.asarray(x, weights.dtype) for x in (np.log(growth), factors / growth))
+    constant = jax.lax.stop_gradient(weights)
+    out = value(constant)
+    for x in jax.tree.leaves(out):
+        if not (eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)):
+            raise TypeError(f"function: wanted floating results along a path, got {received(x)}")
+
+    # Zero, as is its derivative in all else; a backward computes the point again instead of keeping it.
+    @jax.checkpoint
+    def change(shift: Array, factor: Array) -> PyTree[Array]:
+        def difference(x: Array, y: Array) -> Array:
+            return factor.astype(x.dtype) * jnp.where(jnp.isfinite(y), x - y, 0.0)
+
+        return jax.tree.map(difference, value(weights + shift), value(constant + shift))
+
+    def add(total: PyTree[Array], point: tuple[Array, ...]) -> tuple[PyTree[Array], None]:
+        return jax.tree.map(jnp.add, total, change(*point)), None
+
+    return jax.lax.scan(add, out, points)[0]

@@ -1,0 +1,187 @@
+"""Weights of documents: added to the scores of their keys wherever attention runs, and differentiated there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn as ea
+from energy_attn.distributed import KVCache
+from energy_attn.models import Llama
+from tests.support.compare import close
+from tests.support.llama import CONFIG
+from tests.support.meshes import mesh_of, parallel_of
+
+RNG = np.random.default_rng(0)
+Q, K, V = (jnp.asarray(RNG.standard_normal((2, 6, 2, 4))) for _ in range(3))
+SEGMENTS = jnp.asarray([[0, 0, 2, -1, 1, 1], [1, 1, 1, 1, -3, 0]])
+WEIGHTS = jnp.asarray(RNG.standard_normal((2, 3)))
+BIAS = jnp.asarray(RNG.standard_normal((1, 2, 6, 6)))
+
+
+def written_out(weights):
+    """The same numbers as a bias of the user's own."""
+    rows = jnp.take_along_axis(weights, jnp.maximum(SEGMENTS, 0), 1)
+    return BIAS + jnp.where(SEGMENTS < 0, 0.0, rows)[:, None, None]
+
+
+def several(bias):
+    """What attends inside a function, each in its way."""
+    energy = ea.FreeEnergy(is_causal=True)
+    F = energy.at(Q, K, V, bias=bias)
+    return (
+        ea.attention(Q, K, V, bias),
+        ea.free_energy(Q, K, V, bias=bias, source=V),
+        energy.attention(Q, K, V, bias=bias),
+        F.tilt(V).entropy(),
+        ea.FreeEnergy(regulariser=ea.Tsallis(1.5)).attention(Q, K, V, bias=bias),
+    )
+
+
+def inside(bias):
+    """The same inside transformations."""
+    step = lambda total, _: (total + jax.jit(jax.checkpoint(several))(bias)[0], None)  # noqa: E731
+    looped, _ = jax.lax.scan(step, jnp.zeros_like(V), None, length=2)
+    one = lambda q, k, v: jax.grad(lambda v: (ea.attention(q, k, v) ** 2).sum())(v)  # noqa: E731
+    taken = jax.lax.cond(jnp.asarray(True), several, several, bias)[2]
+    return looped, jax.vmap(one, 1, 1)(*(x.reshape(2, 1, 6, 2, 4) for x in (Q, K, V))), taken
+
+
+def total(function):
+    return lambda w: sum((x**2).sum() for x in jax.tree.leaves(function(w)))
+
+
+@pytest.mark.parametrize("function", [several, inside])
+def test_scores(function):
+    """A call that is not weighed, a document of another row, a key without one; a derivative that stops at a loop."""
+    ours = lambda w: ea.weigh(lambda: function(BIAS))(w, segments)  # noqa: E731
+    if function is inside:
+        weights, segments = WEIGHTS[0], SEGMENTS[0]
+        theirs = lambda w: _inside_written(w, segments)  # noqa: E731
+    else:
+        weights, segments = WEIGHTS, SEGMENTS
+        theirs = lambda w: several(written_out(w))  # noqa: E731
+    asked = (lambda f: f, lambda f: jax.grad(total(f)), lambda f: jax.jacfwd(jax.grad(total(f))))
+    for ask in asked:
+        close(jax.jit(ask(ours))(weights), jax.jit(ask(theirs))(weights))
+
+
+def _inside_written(weights, segments):
+    added = jnp.where(segments < 0, 0.0, weights[jnp.maximum(segments, 0)])[None, None, None]
+    bias = BIAS + added
+    first = ea.attention(Q, K, V, bias)
+    one = lambda q, k, v: jax.grad(lambda v: (ea.attention(q, k, v, added) ** 2).sum())(v)  # noqa: E731
+    mapped = jax.vmap(one, 1, 1)(*(x.reshape(2, 1, 6, 2, 4) for x in (Q, K, V)))
+    return 2 * first, mapped, ea.FreeEnergy(is_causal=True).attention(Q, K, V, bias=bias)
+
+
+TOKENS = jnp.asarray(RNG.integers(0, CONFIG.vocab_size, (2, 16)))
+DOCUMENTS = jnp.where(jnp.arange(16) < 12, jnp.arange(16) // 4, -1)  # and a question
+
+
+def answer(model, tokens, **options):
+    return jax.nn.log_softmax(model(tokens, **options).logits[:, -1])[0, 3]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Llama(CONFIG, jnp.float64, key=jax.random.key(0))
+
+
+def test_model(model):
+    """A layer that is left out; a path that does not sum up to what all documents do; on eight devices, too."""
+    at = jax.jit(lambda w: ea.weigh(answer)(w, DOCUMENTS, model, TOKENS))
+    zeros, along = jnp.zeros(3), jnp.asarray(RNG.standard_normal(3))
+    gradient = jax.jit(jax.grad(at))(zeros)
+    by_path = jax.jit(jax.grad(lambda w: ea.weigh(answer, path=24)(w, DOCUMENTS, model, TOKENS)))
+    step = 1e-4
+    difference = (at(step * along) - at(-step * along)) / (2 * step)
+    np.testing.assert_allclose(jnp.vdot(gradient, along), difference, rtol=1e-6)
+    effect = at(zeros) - at(jnp.full(3, -jnp.inf))
+    np.testing.assert_allclose(by_path(zeros).sum(), effect, rtol=1e-6)
+    close(at(zeros), answer(model, TOKENS))
+
+    @jax.jit
+    def over_devices(weights):
+        return jax.grad(ea.weigh(answer))(
+            weights, DOCUMENTS, model, TOKENS, parallel=parallel_of("8")
+        )
+
+    with jax.set_mesh(mesh_of("8")):
+        close(jax.device_get(over_devices(zeros)), np.asarray(gradient))
+
+
+def test_path_and_other_derivatives():
+    """A path that changes the value or its derivative in other arguments, or whose mixed derivative is another's."""
+
+    def f(v, weights=None):
+        bias = (
+            None if weights is None else weights[jnp.asarray([0, 0, 1, 1, 2, 2])][None, None, None]
+        )
+        return (ea.attention(Q, K, v, bias) ** 2).sum()
+
+    segments = jnp.arange(6) // 2
+    nodes, factors = np.polynomial.legendre.leggauss(3)
+    points = (nodes + 1) / 2
+
+    def integral(w, v):
+        slopes = (
+            jax.grad(f, 1)(v, w + np.log(t)) * c / 2 / t
+            for t, c in zip(points, factors, strict=True)
+        )
+        return sum(slopes)
+
+    w = WEIGHTS[0]
+    by_path = ea.weigh(f, path=3)
+    close(by_path(w, segments, V), f(V, w))
+    close(jax.grad(by_path, 2)(w, segments, V), jax.grad(f)(V, w))
+    close(jax.grad(by_path)(w, segments, V), integral(w, V))
+    mixed = jax.jit(jax.jacrev(jax.grad(by_path), 2))(w, segments, V)
+    close(mixed, jax.jit(jax.jacrev(integral, 1))(w, V))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_refused():
+    """Weights of keys that a call has not, or a derivative that a rule of the user's would lose: silently zero."""
+    attend = lambda v: ea.attention(Q, K, v)  # noqa: E731
+    weights, segments = jnp.zeros(3), jnp.arange(6) // 2
+    bad = {
+        "function: wanted a function": lambda: ea.weigh(3),
+        "path: wanted at least 1, got 0": lambda: ea.weigh(attend, path=0),
+        "log_weights: wanted shape": lambda: ea.weigh(attend)(weights[0], segments, V),
+        "segments: wanted shape": lambda: ea.weigh(attend)(WEIGHTS, SEGMENTS[:1], V),
+        "segments: wanted documents below 3, got 5": lambda: ea.weigh(attend)(
+            weights, jnp.arange(6), V
+        ),
+        "segments: wanted one for each key .* of 2 rows of 6 keys; got 1 of 5": (
+            lambda: ea.weigh(attend)(weights, segments[:5], V)
+        ),
+        "function: wanted one that calls": lambda: ea.weigh(jnp.sin)(weights, segments, V),
+    }
+    for words, call in bad.items():
+        with pytest.raises((TypeError, ValueError), match=words):
+            call()
+    with pytest.raises(
+        TypeError, match="function: wanted floating results along a path, got int 1"
+    ):
+        ea.weigh(lambda v: (attend(v), 1), path=2)(weights, segments, V)
+
+    @jax.custom_jvp
+    def own(v):
+        return ea.attention(Q, K, v)
+
+    own.defjvp(lambda primals, tangents: (own(*primals), own(*tangents)))
+    with pytest.raises(NotImplementedError, match="log_weights, got one inside a custom_jvp"):
+        ea.weigh(lambda v: jax.jit(own)(v))(weights, segments, V)
+
+    def cached(k):
+        return KVCache.empty(2, 8, 2, 4, dtype=jnp.float64, block_size=8).append(k, V).attend(Q).out
+
+    with pytest.raises(ValueError, match="of 2 rows of 8 keys; got 1 of 6"):
+        ea.weigh(cached)(weights, segments, K)
+
+
+def test_traced_segments():
+    """A number that is no document, in a program that cannot raise: another document's weight."""
+    found = jax.jit(lambda s: ea.weigh(lambda: ea.attention(Q, K, V))(jnp.zeros(3), s))
+    assert bool(jnp.isnan(found(jnp.asarray([0, 1, 2, 3, 0, 0]))).all())
