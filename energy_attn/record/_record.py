@@ -18,6 +18,7 @@ from ..flax._nnx import holds_nnx, run_pure
 from ..functional._tag import recorders
 from ._figures import Recorder, recorder
 from ._lift import Asked, Seen, lift
+from ._partial import Partial
 
 # How Equinox's methods and transformed modules hold the module, in paths.
 _WRAPPER = re.compile(r"^(\.__self__|\._fun)*\.?")
@@ -104,7 +105,7 @@ def record(
         (7, 4)
     """
     check_callable(function)
-    return eqx.Partial(_recorded, recorder(quantities, functions), function)
+    return Partial(_recorded, (recorder(quantities, functions), function))
 
 
 def check_callable(function: object) -> None:

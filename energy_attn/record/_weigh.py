@@ -24,6 +24,7 @@ from energy_attn.kernels.internal import (
 
 from ..flax._nnx import holds_nnx, run_pure
 from ._lift import programs
+from ._partial import Partial
 from ._record import check_callable
 
 
@@ -87,7 +88,7 @@ def weigh(function: Callable[..., Any], *, path: int | None = None) -> Callable[
     check_callable(function)
     if path is not None:
         check_integer("path", path, 1)
-    return eqx.Partial(_weighed, path, function)
+    return Partial(_weighed, (path, function))
 
 
 def _weighed(

@@ -185,3 +185,11 @@ def test_traced_segments():
     """A number that is no document, in a program that cannot raise: another document's weight."""
     found = jax.jit(lambda s: ea.weigh(lambda: ea.attention(Q, K, V))(jnp.zeros(3), s))
     assert bool(jnp.isnan(found(jnp.asarray([0, 1, 2, 3, 0, 0]))).all())
+
+
+def test_jit_of_transformed():
+    """A transformed function that `jax.jit` does not take, as it has no hash."""
+    attend = lambda v: ea.attention(Q, K, v)  # noqa: E731
+    out, seen = jax.jit(ea.record(attend, "energy"))(V)
+    weighed = jax.jit(ea.weigh(attend))(jnp.zeros(1), jnp.zeros(6, jnp.int32), V)
+    close((out, seen["attention"]["energy"]), (weighed, ea.free_energy(Q, K, V)))

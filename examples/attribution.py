@@ -1,0 +1,179 @@
+"""Which of sixteen documents a model answers from: by derivatives in their weights, and by leaving each out.
+
+Writes the numbers of docs/attribution.md:
+
+    python examples/attribution.py --out docs/attribution/report.json
+"""
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import energy_attn as ea
+from energy_attn.cli._byte_llama import byte_llama
+from energy_attn.distributed import SequenceParallel, make_mesh
+
+DOCUMENTS, QUESTIONS, POINTS = 16, 32, 8
+LENGTHS = (32768, 65536, 131072)
+WORDS = (
+    "action buffer client config device filter folder format header kernel length matrix module number object "
+    "option parser record result search server signal source stream string symbol target thread update vector "
+    "window worker"
+).split()
+SIZE = 6  # bytes of a word, which is the answer
+LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", np.uint8)
+
+
+def text_of(seed: int) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """Bytes, the document of each (-1: the question), where the answer begins, and the document that has it.
+
+    Each document is a method of a name of its own that calls a word of its own; the question calls something of one
+    of these names, and the answer is its word.
+    """
+    rng = np.random.default_rng(seed)
+    names = [rng.choice(LETTERS, 6).tobytes().decode() for _ in range(DOCUMENTS)]
+    words = list(rng.choice(WORDS, DOCUMENTS, replace=False))
+    documents = [
+        f"    def set_{name}(self):\n        return self.{name}.{word}()\n\n"
+        for name, word in zip(names, words, strict=True)
+    ]
+    chosen = int(rng.integers(DOCUMENTS))
+    question = f"    def reset(self):\n        return self.{names[chosen]}."
+    text = "".join([*documents, question, words[chosen]])
+    number = np.full(len(text), -1)
+    sizes = [len(x) for x in documents]
+    number[: sum(sizes)] = np.repeat(np.arange(DOCUMENTS), sizes)
+    return np.frombuffer(text.encode(), np.uint8), number, len(text) - SIZE, chosen
+
+
+def log_probability(model: Any, tokens: Array, start: Array, **options: Any) -> Array:
+    """Of the bytes from `start` on, given those before them."""
+    logits = model(tokens[None, :-1], **options).logits[0]
+    each = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[1:, None], 1)[:, 0]
+    return jnp.where(jnp.arange(1, len(tokens)) >= start, each, 0.0).sum()
+
+
+def removals(model: Any, numbers: Array, tokens: Array, start: Array) -> Array:
+    """What hiding each document takes from the answer, one run for each."""
+    at = ea.weigh(log_probability)
+    hidden = jnp.where(jnp.eye(DOCUMENTS, dtype=bool), -jnp.inf, 0.0)
+    whole = log_probability(model, tokens, start)
+    return whole - jax.lax.map(lambda w: at(w, numbers, model, tokens, start), hidden)
+
+
+def ways() -> dict[str, Callable[..., Array]]:
+    """What each document did, `[documents]`, by each way."""
+    zeros = jnp.zeros(DOCUMENTS)
+    first, along = (jax.grad(ea.weigh(log_probability, path=path)) for path in (None, POINTS))
+    return {
+        "gradient": lambda model, *rest: first(zeros, rest[0], model, *rest[1:]),
+        "path": lambda model, *rest: along(zeros, rest[0], model, *rest[1:]),
+        "removals": removals,
+    }
+
+
+def measure(model: Any) -> dict[str, Any]:
+    """The ways beside each other on all questions; times are medians, taken in turns."""
+    asked = [text_of(seed) for seed in range(QUESTIONS)]
+    longest = max(len(x[0]) for x in asked)
+    compiled = {name: jax.jit(way) for name, way in ways().items()}
+    found: dict[str, list[np.ndarray]] = {name: [] for name in compiled}
+    seconds: dict[str, list[float]] = {name: [] for name in compiled}
+    rates, effects, sums = [], [], []
+    at = jax.jit(ea.weigh(log_probability))
+    for text, number, start, _ in asked:
+        # behind the answer, where nothing before it sees it
+        tokens = jnp.asarray(np.pad(text, (0, longest - len(text))), jnp.int32)
+        numbers = jnp.asarray(np.pad(number, (0, longest - len(text)), constant_values=-1))[:-1]
+        arguments = model, numbers, tokens, jnp.asarray(start)
+        value = lambda w, x=arguments: at(w, x[1], x[0], *x[2:])  # noqa: E731
+        whole = float(_answer(model, tokens, start, len(text)))
+        rates.append(np.exp(whole / SIZE))
+        for name, way in compiled.items():
+            jax.block_until_ready(way(*arguments))
+            begun = time.perf_counter()
+            found[name].append(np.asarray(jax.block_until_ready(way(*arguments))))
+            seconds[name].append(time.perf_counter() - begun)
+        nothing = value(jnp.full(DOCUMENTS, -jnp.inf))
+        effects.append(float(value(jnp.zeros(DOCUMENTS)) - nothing))
+        sums.append(float(found["path"][-1].sum()))
+    right = np.asarray([x[3] for x in asked])
+    others = found["removals"]
+    return {
+        "bytes": longest,
+        "probability_of_a_byte": float(np.median(rates)),
+        "named": {name: int((np.argmax(x, 1) == right).sum()) for name, x in found.items()},
+        "correlation": {
+            name: [
+                round(float(np.corrcoef(*pair)[0, 1]), 3) for pair in zip(x, others, strict=True)
+            ]
+            for name, x in found.items()
+            if name != "removals"
+        },
+        "milliseconds": {name: round(1e3 * float(np.median(x)), 1) for name, x in seconds.items()},
+        "effect_of_all": [round(x, 2) for x in effects],
+        "sum_along_the_path": [round(x, 2) for x in sums],
+        "first": {name: [round(float(y), 3) for y in x[0]] for name, x in found.items()}
+        | {"right": int(right[0])},
+    }
+
+
+def _answer(model: Any, tokens: Array, start: int, length: int) -> Array:
+    return log_probability(model, tokens[:length], jnp.asarray(start))
+
+
+def memory(model: Any) -> dict[str, float]:
+    """MiB of temporary memory on each of eight devices for the gradient of long contexts; compiled, not run."""
+    parallel = SequenceParallel("device")
+
+    def gradient(weights: Array, numbers: Array, tokens: Array, start: Array) -> Array:
+        return jax.grad(ea.weigh(log_probability))(
+            weights, numbers, model, tokens, start, parallel=parallel
+        )
+
+    found = {}
+    with jax.set_mesh(make_mesh((8,), ("device",))):
+        for length in LENGTHS:
+            shapes = [jax.ShapeDtypeStruct(x, jnp.int32) for x in ((length,), (length + 1,), ())]
+            weights = jax.ShapeDtypeStruct((DOCUMENTS,), jnp.float32)
+            program = jax.jit(gradient).lower(weights, *shapes).compile()
+            found[str(length)] = round(program.memory_analysis().temp_size_in_bytes / 2**20, 1)
+    return found
+
+
+def main() -> None:
+    """Measures, writes and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=None)
+    out = parser.parse_args().out
+    model = byte_llama()
+    report = {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "jax": jax.__version__,
+        "documents": DOCUMENTS,
+        "questions": QUESTIONS,
+        "points": POINTS,
+        **measure(model),
+        "mebibytes_on_each_of_8_devices": memory(model),
+    }
+    lines = [f"  {json.dumps(name)}: {json.dumps(x)}" for name, x in report.items()]
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    print(text)
+    if out is not None:
+        out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
