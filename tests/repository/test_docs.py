@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("papers/*/*.md")])
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+# What the theme's column of text shows of a line of code, in a window of 1400 pixels.
+COLUMNS = 80
 
 
 def anchors(page: Path) -> set[str]:
@@ -48,6 +50,30 @@ def test_a_dangling_link_is_found(tmp_path):
         "# Two words: `code`\n[a](page.md#two-words-code) [b](#lost) [c](none.md) `[d](none.md)`\n"
     )
     assert dangling(page) == ["#lost", "none.md"]
+
+
+def wide(text: str) -> list[str]:
+    """The lines of a page's blocks of code that its column of text cuts off."""
+    blocks = re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()[1:] if len(line) > COLUMNS]
+
+
+@pytest.mark.structure
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_code_fits_on_its_page(page):
+    """Code whose right end a reader has to scroll to, as in all blocks of the start page once."""
+    assert wide(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_wide_line_is_found():
+    """A search for wide lines that would pass whatever stands there, or that finds them in prose."""
+    fits, long = "x" * COLUMNS, "x" * (COLUMNS + 1)
+    page = f"{long}\n```python\n{fits}\n{long}\n```\n{long}\n```console\n{long}\n```\n"
+    assert wide(page) == [long, long]
 
 
 def test_modes_of_libraries():
