@@ -13,7 +13,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
 
 # A sample of what people ask a library of attention for.
-WORDS = ("causal", "Flax", "mask", "NaN", "serving", "sharding")
+WORDS = ("FAQ", "Flax", "FSDP", "GQA", "induction", "mask", "NaN", "Qwen", "serving", "sharding")
 FETCHED = re.compile(
     r"<(?:script|img|iframe)\b[^>]*\bsrc=[\"']?https?:|<link\b[^>]*\brel=[\"']?stylesheet[^>]*https?:"
 )
