@@ -29,8 +29,11 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / ".docs_cache"
 BLOCK = re.compile(r"^```python exec=[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OPENING = re.compile(r"^```python exec=.*$", re.MULTILINE)
-# Where files are that the code of a page may use.
-USED = ("energy_attn", "kernels", "distributed", "examples", "papers", "tools")
+# Files, and folders of files, that the code of a page may use; and this one.
+USED = (
+    *("energy_attn", "kernels", "distributed", "examples", "papers"),
+    *("tools/executed.py", "tools/figures.py"),
+)
 _log = logging.getLogger("mkdocs.hooks.executed")
 
 
@@ -89,12 +92,18 @@ def surroundings() -> str:
     """A hash of the files that pages may use, and of the versions of Python and of what is installed."""
     found = hashlib.sha256(sys.version.encode())
     found.update(repr(sorted((x.name, x.version) for x in metadata.distributions())).encode())
-    for folder in USED:
-        for directory, inside, names in os.walk(ROOT / folder):
-            inside[:] = sorted(set(inside) - {"__pycache__"})
-            for path in (Path(directory, name) for name in sorted(names)):
-                found.update(f"{path.relative_to(ROOT)} ".encode() + path.read_bytes())
+    for path in _used():
+        found.update(f"{path.relative_to(ROOT)} ".encode() + path.read_bytes())
     return found.hexdigest()
+
+
+def _used() -> Iterator[Path]:
+    for name in USED:
+        if (ROOT / name).is_file():
+            yield ROOT / name
+        for directory, inside, names in os.walk(ROOT / name):
+            inside[:] = sorted(set(inside) - {"__pycache__"})
+            yield from (Path(directory, name) for name in sorted(names))
 
 
 _surroundings: str

@@ -1,6 +1,7 @@
 """Pages whose code runs when the site is built: run when they have to, and only then."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,3 +114,16 @@ def test_a_failure_is_not_kept(tree):
         said, _ = build(tree, fails=True)
         assert runs(tree) == n
         assert 'print("it says", 2 * y)' in said and "NameError" in said
+
+
+def test_what_pages_import_is_noticed():
+    """A page that shows the work of a module in tools/ as it was before the module changed."""
+    from executed import BLOCK, USED
+
+    pages = (ROOT / "docs").glob("*.md")
+    code = "\n".join(x for page in pages for x in BLOCK.findall(page.read_text(encoding="utf-8")))
+    imported = set(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE))
+    tools = {
+        f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py") if path.stem in imported
+    }
+    assert tools and tools <= set(USED)
