@@ -1,13 +1,14 @@
 """The picture of the demo: the free energy of each head while the text is generated."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 _SHOWN = {"\n": "↵", "\t": "⇥", " ": "·"}
 # A grey that reads on white and on black, and no background: pages are either.
 _INK = "#7f7e7d"
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "axes.labelcolor": _INK,
     "savefig.transparent": True,
     "text.color": _INK,
