@@ -71,10 +71,12 @@ def test_where_others_are_faster():
     loops = [times for times, peer, _ in losses.compared("loops") if peer == "PyTorch"]
     slower = [times for times in loops if times < 1]
     compiled = [x for x, _, row in losses.compared("cpu") if row["name"].startswith("compilation")]
+    with_amx = min(times for times, _, _ in losses.compared("cpu-amx"))
     front = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Where we lose")[2]
     front = " ".join(front.split())
     assert f"in {len(slower)} of {len(loops)} [programs" in front
     assert f"{min(slower):.2f} to {max(slower):.2f} of its speed" in front
+    assert f"With AMX, prefill in bfloat16 had {with_amx:.2f} of its speed" in front
     assert f"compile at {min(compiled):.2f} to {max(compiled):.2f} of the speed" in front
 
 
