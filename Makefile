@@ -71,7 +71,7 @@ help:
 	@echo "make check   format, lint, types, structure, the documentation's links"
 	@echo "make mutants    planted faults, and which test of their folder finds each"
 	@echo "make bench   times and memory beside jax.nn and PyTorch; SUITES='masks llama': some suites"
-	@echo "make docs    the documentation, into site/; the examples in its pages run"
+	@echo "make docs    the documentation, into site/; examples in pages that have changed run; EXECUTE=1: in all pages"
 	@echo "make clean   remove what the targets made, the environment included"
 
 demo: $(VENV)/.installed-plot
@@ -151,7 +151,7 @@ environment-cuda13: environment-newest
 .installed: $(VENV)/.installed-$(TEST_EXTRAS)
 
 clean:
-	rm -rf $(VENV) $(addprefix $(VENV)-,python newest tpu cuda12 cuda13 flash fa4 device) .jax_cache build dist site energy_attn.egg-info demo.png
+	rm -rf $(VENV) $(addprefix $(VENV)-,python newest tpu cuda12 cuda13 flash fa4 device) .docs_cache .jax_cache build dist site energy_attn.egg-info demo.png
 
 PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"), end="")'
 

@@ -11,9 +11,13 @@ import draw_first_light
 import list_kernels
 import pytest
 
+from benchmarks import losses
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("papers/*/*.md")])
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+# What the theme's column of text shows of a line of code, in a window of 1400 pixels.
+COLUMNS = 80
 
 
 def anchors(page: Path) -> set[str]:
@@ -48,6 +52,56 @@ def test_a_dangling_link_is_found(tmp_path):
         "# Two words: `code`\n[a](page.md#two-words-code) [b](#lost) [c](none.md) `[d](none.md)`\n"
     )
     assert dangling(page) == ["#lost", "none.md"]
+
+
+def test_the_start_page_has_every_page():
+    """A page that only the navigation leads to, as those of a GPT, of second derivatives and of QK-clip once."""
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = re.findall(r"[\w/]+\.md", settings.partition("\nnav:\n")[2].partition("\n\n")[0])
+    start = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert len(pages) > 40
+    assert set(pages) - set(re.findall(r"\]\(([\w/]+\.md)", start)) == {"index.md"}
+
+
+def test_where_others_are_faster():
+    """A row of the benchmarks in which another library is faster that the pages leave out, or other figures there."""
+    page = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- python -m benchmarks.losses -->\n")[2].partition("<!-- end -->")[0]
+    assert shown.strip() == losses.table()
+    loops = [times for times, peer, _ in losses.compared("loops") if peer == "PyTorch"]
+    slower = [times for times in loops if times < 1]
+    compiled = [x for x, _, row in losses.compared("cpu") if row["name"].startswith("compilation")]
+    with_amx = min(times for times, _, _ in losses.compared("cpu-amx"))
+    front = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Where we lose")[2]
+    front = " ".join(front.split())
+    assert f"in {len(slower)} of {len(loops)} [programs" in front
+    assert f"{min(slower):.2f} to {max(slower):.2f} of its speed" in front
+    assert f"With AMX, prefill in bfloat16 had {with_amx:.2f} of its speed" in front
+    assert f"compile at {min(compiled):.2f} to {max(compiled):.2f} of the speed" in front
+
+
+def wide(text: str) -> list[str]:
+    """The lines of a page's blocks of code that its column of text cuts off."""
+    blocks = re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()[1:] if len(line) > COLUMNS]
+
+
+@pytest.mark.structure
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_code_fits_on_its_page(page):
+    """Code whose right end a reader has to scroll to, as in all blocks of the start page once."""
+    assert wide(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_wide_line_is_found():
+    """A search for wide lines that would pass whatever stands there, or that finds them in prose."""
+    fits, long = "x" * COLUMNS, "x" * (COLUMNS + 1)
+    page = f"{long}\n```python\n{fits}\n{long}\n```\n{long}\n```console\n{long}\n```\n"
+    assert wide(page) == [long, long]
 
 
 def test_modes_of_libraries():

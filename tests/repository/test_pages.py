@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("papers/*/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SITE = re.compile(r"^```python exec=[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What a newcomer pastes.
+FIRST = ("README.md", "docs/tour.md")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
@@ -56,12 +58,12 @@ def program(text: str, blocks: list[re.Match[str]]) -> str:
     return code
 
 
-# A newcomer's first page runs on the newest JAX in every landing, all pages in the rotating part.
+# A newcomer's first pages run on the newest JAX in every landing, all pages in the rotating part.
 @pytest.mark.full
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=name, marks=[pytest.mark.readme] if name == "README.md" else [])
+        pytest.param(page, id=name, marks=[pytest.mark.readme] if name in FIRST else [])
         for page in PAGES
         if "```python\n" in page.read_text(encoding="utf-8")
         for name in [page.relative_to(ROOT).as_posix()]
@@ -74,10 +76,7 @@ def test_page(page, user_settings, unchecked):
     assert len(blocks) == len(re.findall(r"```python(?! exec=)", text)), (
         "a block is indented or left open"
     )
-    # README's tour is pasted by itself: nothing of what stands before it is there.
-    tour = text.find("## A quick tour") if page.name == "README.md" else 0
-    for part in ([b for b in blocks if b.start() < tour], [b for b in blocks if b.start() > tour]):
-        exec(compile(program(text, part), page, "exec"), {"__name__": "page"})
+    exec(compile(program(text, blocks), page, "exec"), {"__name__": "page"})
 
 
 @pytest.mark.full
@@ -99,10 +98,12 @@ def test_what_the_site_executes(page, user_settings, unchecked):
         exec(compile(program(text, blocks), page, "exec"), {"__name__": "page"})
 
 
-def test_the_tour_can_be_pasted_into_a_prompt():
+@pytest.mark.parametrize("page", FIRST)
+def test_the_first_pages_can_be_pasted_into_a_prompt(page):
     """Python's prompt until 3.12 takes a line at a time: what is indented wants a blank line behind it, none inside."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8").split("## A quick tour")[1]
-    for block in BLOCK.findall(text):
+    blocks = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+    assert blocks
+    for block in blocks:
         pending: list[str] = []
         for line in [*block.splitlines(), ""]:
             pending.append(line)
