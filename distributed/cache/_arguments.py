@@ -93,6 +93,18 @@ def check_stored(name: str, x: object, dtype: jnp.dtype) -> Array:
     return array
 
 
+def check_importance(x: object, key: Array) -> Array:
+    """Numbers of each slot of `key`, as `[B, S, 1]`, or `[B, S, K]` for each head.
+
+    Raises `TypeError` if they are no floating array and `ValueError` for another shape.
+    """
+    array, shapes = jnp.asarray(check_floating("importance", x)), (key.shape[:2], key.shape[:3])
+    if array.shape not in shapes:
+        wanted = " or ".join(map(str, shapes))
+        raise ValueError(f"importance: wanted shape {wanted}, got {received(x)}")
+    return array if array.ndim == 3 else array[..., None]
+
+
 def check_new(
     key: Array,
     value: Array,

@@ -12,12 +12,14 @@ from energy_attn.kernels.internal import dequantize, received
 from ..methods._parallel import SequenceParallel
 from ._arguments import (
     check_counts,
+    check_importance,
     check_indices,
     check_new,
     check_rows,
     check_same,
     check_whole,
 )
+from ._keep import keep_important
 from ._quantize import quantize
 from ._rows import empty_rows, replace_rows
 from ._slots import Slots
@@ -117,16 +119,36 @@ class AbstractTokens(eqx.Module):
         count: int | Int[Array, " B"] | None = None,
         *,
         before: int | Int[Array, " B"] | None = None,
+        importance: Float[Array, "..."] | None = None,
     ) -> Tokens:
-        """The cache without its oldest tokens, whose slots become free; no data moves.
+        """The cache without some of its tokens, whose slots become free: the oldest, or the least important.
+
+        Without `importance` no data moves. With it the tokens that stay move, in order, to the slots of the
+        newest ones, whose `positions` they then have: later queries see them all, and keys keep the turns that they
+        have. Each device gathers the slots of all for a moment. Of equal tokens the newer one stays.
 
         Args:
             count: how many tokens of each row to evict, for all rows or `[B]`; all if there are fewer.
             before: instead, the position before which tokens are evicted, for all rows or `[B]`.
+            importance: a number for each slot, `[B, capacity]`, or `[B, capacity, K]`, by which each head keeps
+                tokens of its own: [`importance`][energy_attn.Gibbs.importance] of the queries so far, say; infinity
+                for what has to stay.
 
         Raises:
-            TypeError: no integers.
-            ValueError: both arguments or none, negative numbers, or another number of rows.
+            TypeError: no integers; `importance` is no floating array.
+            ValueError: both of `count` and `before` or none, negative numbers, or another number of rows; an
+                `importance` of another shape, beside `before`, or for a cache with a window, whose positions count.
+
+        Source: of the importance, H2O (arXiv 2306.14048).
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> from energy_attn.distributed import KVCache
+            >>> cache = KVCache.empty(1, 4, 1, 1, dtype=jnp.float32)
+            >>> cache = cache.append(*[jnp.arange(4.0).reshape(1, 4, 1, 1)] * 2)
+            >>> kept = cache.evict(2, importance=jnp.array([[0.9, 0.1, 0.2, 0.8]]))
+            >>> kept.keys()[kept.positions >= 0].ravel().tolist(), kept.lengths.tolist()
+            ([0.0, 3.0], [4])
         """
         if (count is None) == (before is None):
             raise ValueError(
@@ -139,7 +161,23 @@ class AbstractTokens(eqx.Module):
             stored = self.lengths - self.starts
             first = self.starts + jnp.minimum(check_whole("count", count, rows), stored)
         starts = jnp.clip(first, self.starts, self.lengths)
-        return dataclasses.replace(self, starts=starts)
+        if importance is None:
+            return dataclasses.replace(self, starts=starts)
+        if before is not None or self.window is not None:
+            raise ValueError(
+                "importance: wanted None beside before and in a cache with a window, "
+                f"got {received(importance)}"
+            )
+        stored = keep_important(
+            self._sharding(),
+            self.slots,
+            self._stored(),
+            self.starts,
+            self.lengths,
+            starts,
+            check_importance(importance, self.key),
+        )
+        return dataclasses.replace(self, **stored._asdict(), starts=starts)
 
     def reset(self: Tokens, rows: Bool[Array, " B"] | Int[Array, " n"]) -> Tokens:
         """The cache with some of its rows empty, which begin at position 0 again.

@@ -52,9 +52,9 @@ def sharded_reduction(
     device keeps the results for its own. Among `rows` may be the operands of another call with as many rows and
     keys, which are sharded likewise. Raises as `reduction.find` does.
     """
-    operands, *rows = (
-        without_lengths(x._replace(sink=None)) if isinstance(x, Operands) else x
-        for x in (operands, *rows)
+    operands = without_lengths(operands._replace(sink=None))
+    rows = tuple(
+        without_lengths(x._replace(sink=None)) if isinstance(x, Operands) else x for x in rows
     )
     if plan is None:
         return _unsharded(reduction, settings, operands, *rows)
@@ -83,9 +83,10 @@ def _sharded(
     def run(operands: Operands, *rows: Array | Operands) -> Any:
         own = operands.query.shape[1]
         if plan.queries:
-            operands, *rows = (
+            operands = with_all_queries(operands, axes)
+            rows = tuple(
                 with_all_queries(x, axes) if isinstance(x, Operands) else joined(x, axes, 1)
-                for x in (operands, *rows)
+                for x in rows
             )
         found = reduction.find(settings, operands, *rows)
         if axes:
