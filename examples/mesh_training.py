@@ -159,11 +159,11 @@ class Trainer:
 
     def train(self, training: tuple[Any, Any], numbers: range) -> tuple[tuple[Any, Any], list]:
         """The training after these steps, and their losses."""
-        losses = []
+        losses, (model, state) = [], training
         for number in numbers:
-            *training, loss = self.step(*training, *self.batch(number))
+            model, state, loss = self.step(model, state, *self.batch(number))
             losses.append(float(loss))
-        return tuple(training), losses
+        return (model, state), losses
 
 
 def axes_of(groups: Any, mesh: Any) -> str:

@@ -95,7 +95,7 @@ def test_levanter(mask, monkeypatch):
 
     theirs = attention.dot_product_attention
     monkeypatch.setattr(attention, "dot_product_attention", theirs)  # and back
-    ours = run("named_axes", "levanter_attention").dot_product_attention
+    ours = run("named_axes", "levanter_attention").levanter_attention
     assert attention.dot_product_attention is ours
     size = {"hidden_dim": 32, "intermediate_dim": 48, "num_layers": 2, "max_seq_len": 24}
     config = LlamaConfig(num_heads=4, num_kv_heads=2, gradient_checkpointing=False, **size)
