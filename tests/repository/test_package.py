@@ -1,17 +1,41 @@
-"""The installed files: one package with the two linked folders inside, and nothing beside it."""
+"""What is released: one package with the two linked folders inside, nothing beside it, and what an index shows."""
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import release
 from check_structure import LINKED, ROOMS, sources
 
 ROOT = Path(__file__).resolve().parents[2]
+FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
+
+
+class Built(NamedTuple):
+    """What the sdist of this tree and the wheel made from it are and hold."""
+
+    sdist: Path
+    wheel: Path
+    names: set[str]  # in the sdist
+    installed: Path  # the wheel, unpacked
+
+
+def copy(tree: Path) -> None:
+    """What is tracked, by and large: all sources, the tests, too, but nothing that was built or compiled."""
+    for name in (*ROOMS, "tests", "tools"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
+    for name in FILES:
+        shutil.copy(ROOT / name, tree)
 
 
 def build(kind: str, tree: Path, to: Path) -> Path:
@@ -27,19 +51,11 @@ def build(kind: str, tree: Path, to: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> tuple[set[str], Path]:
-    """The names in the sdist of this tree, and the wheel made from that sdist, unpacked; it has 2 MB at most."""
+def built(tmp_path_factory) -> Built:
+    """Both, built without network access; the wheel has 2 MB at most."""
     work = tmp_path_factory.mktemp("build")
-    tree = work / "tree"
-    tree.mkdir()
-    for name in (*ROOMS, "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, tree)
-    shutil.copy(ROOT / "CITATION.cff", tree)
-    sdist = build("sdist", tree, work / "sdist")
+    copy(work / "tree")
+    sdist = build("sdist", work / "tree", work / "sdist")
     names = set()
     with tarfile.open(sdist) as archive:
         for member in filter(tarfile.TarInfo.isfile, archive):
@@ -52,7 +68,7 @@ def built(tmp_path_factory) -> tuple[set[str], Path]:
     installed = work / "installed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-    return names, installed
+    return Built(sdist, wheel, names, installed)
 
 
 def modules() -> set[str]:
@@ -65,15 +81,16 @@ def modules() -> set[str]:
 
 
 def test_sdist(built):
-    names, _ = built
-    missing = modules() | {"energy_attn/py.typed", "LICENSE", "CITATION.cff", "CHANGELOG.md"}
-    assert missing - names == set()
-    assert {name for name in names if name.startswith(tuple(f"{r}/" for r in LINKED))} == set()
+    """A source, the data, or a file that building needs, left out; tests, or a linked folder twice."""
+    assert (modules() | {"energy_attn/py.typed", *FILES}) - built.names == set()
+    assert {name for name in built.names if name.startswith((*LINKED, "tests", "tools"))} == set()
 
 
 def test_wheel(built):
-    _, installed = built
-    files = {p.relative_to(installed).as_posix() for p in installed.rglob("*") if p.is_file()}
+    """A package, `py.typed` or the demo's model left out, or anything that is not of the package."""
+    files = {
+        p.relative_to(built.installed).as_posix() for p in built.installed.rglob("*") if p.is_file()
+    }
     package = {name for name in files if not name.split("/")[0].endswith(".dist-info")}
     model = {f"cli/demo/model/{name}" for name in ("config.json", "model.safetensors")}
     data = {"py.typed", *model}
@@ -81,17 +98,116 @@ def test_wheel(built):
 
 
 def test_wheel_imports(built, tmp_path):
-    _, installed = built
     code = "import energy_attn.kernels, energy_attn.distributed as d; print(d.__file__, end='')"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed)},
+        env={**os.environ, "PYTHONPATH": str(built.installed)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout) == installed / "energy_attn" / "distributed" / "__init__.py"
+    assert Path(done.stdout) == built.installed / "energy_attn" / "distributed" / "__init__.py"
+
+
+def test_metadata(built):
+    """What an index would show of another version, license or Python, or without its long description."""
+    (path,) = built.installed.glob("*.dist-info/METADATA")
+    found = email.message_from_string(path.read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for field, wanted in {
+        "Name": project["name"],
+        "Version": project["version"],
+        "Summary": project["description"],
+        "Requires-Python": project["requires-python"],
+        "License-Expression": "Apache-2.0",
+        "License-File": "LICENSE",
+        "Description-Content-Type": "text/markdown",
+    }.items():
+        assert found[field] == wanted, field
+    assert found.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+    wanted = {x for x in found.get_all("Requires-Dist") if "extra ==" not in x}
+    assert wanted == set(project["dependencies"])
+
+
+def strictly(*files: Path) -> None:
+    """What an index would refuse, or show as it was not meant."""
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_twine(built):
+    """Metadata that an index refuses."""
+    strictly(built.sdist, built.wheel)
+
+
+def test_long_description():
+    """Links that lead nowhere on an index, an equation that Markdown takes for text, or other code than in README."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = release.long_description(readme, "https://example.org/us/ours", "v1.2")
+    prose = re.sub("^```.*?^```$", "", shown, flags=re.M | re.S)
+    links = re.findall(r"\]\(([^)]*)\)", prose)
+    assert len(links) >= 20 and all(link.startswith("https://") for link in links)
+    assert "(https://example.org/us/ours/blob/v1.2/docs/benchmarks.md#in-a-loop)" in prose
+    assert (
+        "![Free energies of each head over the decoded text](https://example.org/us/ours/raw/"
+        in prose
+    )
+    assert "$" not in re.sub("`[^`]*`", "", prose)
+    code = [
+        re.findall(r"^```(?:python|console)\n.*?^```$", x, re.M | re.S) for x in (readme, shown)
+    ]
+    assert code[0] == code[1] and "```latex\nF(" in shown
+
+
+def test_the_changelog_is_of_this_version():
+    """A version that the changelog does not have on top, below what is unreleased."""
+    assert release.newest() == release.version()
+    headings = re.findall("^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert headings[0] == "Unreleased" and headings[1].startswith(f"{release.version()} - ")
+
+
+@pytest.mark.parametrize("wrong", ["tag", "pyproject.toml", "CHANGELOG.md"])
+def test_a_tag_of_another_version(tmp_path, capsys, wrong):
+    """A release whose tag, package and changelog do not agree, or one that leaves the README as it was."""
+    for name in FILES:
+        shutil.copy(ROOT / name, tmp_path)
+    version, address = release.version(), "https://example.org/ours/"
+    assert release.main([f"v{version}", address], tmp_path) == 0
+    assert "](https://example.org/ours/blob/v" in (tmp_path / "README.md").read_text()
+    if wrong != "tag":
+        text = (tmp_path / wrong).read_text()
+        (tmp_path / wrong).write_text(text.replace(version, "0.0.9", 1))
+    tag = "v99.0" if wrong == "tag" else f"v{version}"
+    assert release.main([tag, address], tmp_path) == 1
+    assert "release.py: the tag is v" in capsys.readouterr().err
+
+
+# Variables that are this suite's, and none of a user's.
+OURS = re.compile("JAX_|XLA_|PYTHON|VIRTUAL_ENV")
+
+
+@pytest.mark.full
+def test_a_release(tmp_path):
+    """A wheel that lacks something where nothing else is installed. Needs the package index, as installing does."""
+    copy(tmp_path / "tree")
+    variables = {name: x for name, x in os.environ.items() if not OURS.match(name)}
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(
+            [str(x) for x in command], cwd=tmp_path, env=variables, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(sys.executable, "-m", "build", "tree", "--outdir", "dist")
+    sdist, wheel = sorted((tmp_path / "dist").iterdir(), key=lambda x: x.suffix)
+    strictly(sdist, wheel)
+    run(sys.executable, "-m", "venv", "empty")
+    python = tmp_path / "empty" / "bin" / "python"
+    run(python, "-m", "pip", "install", "-qq", "--no-compile", wheel)
+    assert "bytes equal to dense decoding" in run(python, "-m", "energy_attn", "demo")
 
 
 # Prefixes of modules that `import energy_attn` does not import.
