@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array
 
 import energy_attn as ea
-from energy_attn.cli._byte_llama import byte_llama
+from energy_attn.cli.demo import byte_llama
 from energy_attn.distributed import SequenceParallel, make_mesh
 
 DOCUMENTS, QUESTIONS, POINTS = 16, 32, 8

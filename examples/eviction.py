@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 import energy_attn as ea
-from energy_attn.cli._byte_llama import byte_llama, held_out_text
+from energy_attn.cli.demo import byte_llama, held_out_text
 from energy_attn.models import DecoderCache, Llama
 
 sys.path.insert(0, str(Path(__file__).parent))

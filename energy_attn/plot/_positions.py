@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from energy_attn.kernels.internal import check_array, check_floating, check_integer, received
 from energy_attn.kernels.masks import AbstractMask
@@ -17,7 +17,7 @@ from ._figure import colour_bar, new_figure, saved, ticks
 
 
 def weights(
-    weights: Float[Array | np.ndarray, "R N J"],
+    weights: Array | np.ndarray,
     path: str | PathLike[str] | None = None,
     *,
     rows: Sequence[object] | None = None,

@@ -158,7 +158,7 @@ def observables(tangent: Any, tangents: Any, bias: Any, source: Any, **arrays: A
     )
 
 
-def of_keys(other: Any, factor: Any, bias: Any, source: Any, **arrays: Any) -> Any:
+def of_keys(other: Any, rows: Any, bias: Any, source: Any, **arrays: Any) -> Any:
     F, G = (measure(**x).tilt(source) for x in (arrays, arrays | other))
     by_blocks = measure(bias=bias, **arrays).tilt(source)
     return (
@@ -166,7 +166,7 @@ def of_keys(other: Any, factor: Any, bias: Any, source: Any, **arrays: Any) -> A
         F.cross_entropy(by_blocks),
         by_blocks.kl(G),
         F.weights(rows=slice(1, 3), keys=[4, 0]),
-        by_blocks.importance(factor),
+        by_blocks.importance(rows),
     )
 
 
@@ -289,11 +289,15 @@ SCALE = {"scale": np.asarray(0.7)}
 SINK = {"sink": np.array([0.4, -0.9])}
 
 
-def decode(query: Any, key: Any, value: Any, source: Any, scale: Any, sink: Any) -> Any:
+def decode(
+    query: Any, key: Any, value: Any, source: Any, scale: Any, sink: Any, importance: Any
+) -> Any:
     cache = cached(key, value)
     F = cache.at(query, energy=ea.FreeEnergy(scale=scale, is_causal=True))
+    kept = cache.evict(2, importance=importance)
     return (
         cache.attend(query, source=source, scale=scale, sink=sink),
+        kept.attend(query[:, :1]),
         cache.keys(),
         cache.values(),
         F.entropy(),
@@ -436,7 +440,7 @@ CASES = {
             | BIAS
             | SOURCE
             | {"other": drawn(24, query=(3, 2, 4), key=(5, 1, 4))}
-            | {"factor": drawn(25, factor=(3, 2))["factor"]}
+            | drawn(25, rows=(3, 2))
         ),
     ),
     "statistics": Case(
@@ -564,9 +568,11 @@ CASES = {
     ),
     "KVCache": Case(
         """distributed.KVCache distributed.KVCache.append distributed.KVCache.attend
-        distributed.KVCache.at distributed.KVCache.keys distributed.KVCache.values""",
+        distributed.KVCache.at distributed.KVCache.keys distributed.KVCache.values
+        distributed.KVCache.evict""",
         decode,
-        lambda: CACHE | SCALE | SINK,
+        lambda: CACHE | SCALE | SINK | drawn(27, importance=(1, 8)),
+        zero={"importance": "it says which tokens stay, and no number of them"},
     ),
     "ForkedCache": Case(
         "distributed.ForkedCache distributed.ForkedCache.append distributed.ForkedCache.attend",
