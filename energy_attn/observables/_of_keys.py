@@ -62,7 +62,7 @@ class AbstractWeights(eqx.Module):
 
     def importance(
         self, rows: Float[Array, "*B T N"] | None = None, *, grouped: bool = False
-    ) -> Float[Array, "*B S N"]:
+    ) -> Float[Array, "*B S heads"]:
         r"""How much each key is read: the sum of its weights over the rows.
 
         $$I_a = \sum_i r_i P_{ia} = \frac{\partial}{\partial b_a} \sum_i r_i F_i$$
