@@ -153,6 +153,14 @@ def memory(model: Any) -> dict[str, float]:
     return found
 
 
+def _processor() -> str:
+    """The name of the processor, where the system tells it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def main() -> None:
     """Measures, writes and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -160,7 +168,7 @@ def main() -> None:
     out = parser.parse_args().out
     model = byte_llama()
     report = {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{_processor()}, {os.cpu_count()} cores",
         "jax": jax.__version__,
         "documents": DOCUMENTS,
         "questions": QUESTIONS,

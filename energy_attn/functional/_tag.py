@@ -58,7 +58,10 @@ def tagged(
     then depends on, so that no transformation of JAX drops them while the call is there.
     """
     given, active = (source, query, key, value, bias, mask), recorders.value
-    name = f"{_place.value}.{name}" if _place.value else name
+    if _place.value and not name.startswith(
+        _place.value
+    ):  # as the path of an energy in the model does
+        name = f"{_place.value}.{name}"
     for level, recorder in enumerate(active):
         with recorders(()):  # what is asked is not recorded itself
             found = recorder.observe(*given, **options)

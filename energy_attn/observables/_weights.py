@@ -103,7 +103,9 @@ def _indices(name: str, given: object, size: int) -> Any:
     return jnp.where(array < 0, array + size, array)
 
 
-def importance(calls: Calls, parts: Parts, rows: object, grouped: bool) -> Float[Array, "*B S heads"]:
+def importance(
+    calls: Calls, parts: Parts, rows: object, grouped: bool
+) -> Float[Array, "*B S heads"]:
     """See `AbstractWeights.importance`."""
     check_flag("grouped", grouped)
     first, shape = parts[0], row_shape(calls[0], parts[0])

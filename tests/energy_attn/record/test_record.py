@@ -11,8 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
+from energy_attn.models import Llama
 from tests.support.compare import close
 from tests.support.complaints import refused
+from tests.support.llama import CONFIG
 from tests.support.meshes import mesh_of
 from tests.support.selection import few
 
@@ -598,3 +600,25 @@ def test_bad_input(wanted, unchecked):
     """An empty recording of a model that attends by other means; a name that is taken for a figure."""
     with refused(wanted):
         BAD[wanted]()
+
+
+def test_names_in_a_decoder():
+    """Layers that are told apart by a number alone; a name of one model in another, from JAX's caches."""
+    model = Llama(CONFIG, key=jax.random.key(0))
+    tokens = jnp.zeros((1, 6), jnp.int32)
+    wanted = [f"layers[{i}].attention" for i in range(CONFIG.num_hidden_layers)]
+    _, seen = ea.record(model, "energy")(tokens)
+    assert list(seen) == wanted
+    cache = model.empty_cache(batch=1, slots=8)
+    _, chunks = ea.record(model.prefill, "energy")(tokens, cache, chunk_size=3)
+    assert list(chunks) == wanted and chunks[wanted[0]]["energy"].shape[:2] == (2, 1)
+
+    @jax.jit
+    def shared(x):
+        return ea.attention(x, x, x)
+
+    attend = lambda q, k, v, **_: (shared(q), q[..., 0])  # noqa: E731
+    _, alike = ea.record(functools.partial(model, attend=attend), "energy")(tokens)
+    assert list(alike) == wanted
+    x = jnp.ones((1, 6, 4, model.config.head_dim))
+    assert list(ea.record(shared, "energy")(x)[1]) == ["attention"]
