@@ -25,8 +25,8 @@ KEY, VALUE, MORE, QUERY = (
     numbers(B, 2, K, H),
     numbers(B, 2, 4, H),
 )
-# of each token; the two largest of a row are equal
-IMPORTANCE = jnp.round(numbers(B, 24, K), 1)
+# of each token; many are equal
+IMPORTANCE = jnp.round(numbers(B, 24, K))
 
 
 def evicted(key, value, importance, parallel=None, quantize=None):

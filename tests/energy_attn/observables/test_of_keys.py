@@ -16,7 +16,7 @@ from tests.support.complaints import complains
 from tests.support.measures import measure
 from tests.support.meshes import mesh_of, parallel_of
 from tests.support.observables import slopes
-from tests.support.problems import BLOCKS, PROBLEMS, Problem, cast, tangents
+from tests.support.problems import BLOCKS, LARGE, PROBLEMS, Problem, cast, tangents
 from tests.support.reference import rows
 from tests.support.selection import few, few_rows
 from tests.support.sinks import sink_of, with_key
@@ -136,15 +136,17 @@ PAIRS = {
     "narrower mask": ("window_pair", {"width": 5, "is_causal": True}),
     "all options": ("everything", {"width": 2, "is_causal": False, "bias": None}),
     "blocks": ("blocks_rule", {"width": 3, "rule": None, "is_causal": True}),
+    # of which a causal mask cuts its keys into more blocks than another
+    "several blocks": ("large", {"width": 2, "is_causal": False}),
     "no rows": ("no_queries", {"width": 3}),
 }
 
 
-@pytest.mark.parametrize("name", few(list(PAIRS), 3))
+@pytest.mark.parametrize("name", few(list(PAIRS), "same mask", "narrower mask"))
 def test_divergence(name):
     """A mean of the other's scores that is of other keys; a hidden key that is finite; queries of the other's group."""
     name, options = PAIRS[name]
-    problem = (PROBLEMS | BLOCKS)[name]
+    problem = (PROBLEMS | BLOCKS | LARGE)[name]
     other = other_of(problem, **options)
 
     @jax.jit
@@ -238,11 +240,12 @@ def asked(P, Q):
     return P.kl(Q), P.weights(rows=ROWS, keys=KEYS), P.weights(), P.importance(factor)
 
 
-@pytest.mark.parametrize("kind", few(["8", "2x4 explicit"], 1))
+@pytest.mark.parametrize("kind", few(["8", "2x4 explicit"], "8"))
 def test_over_devices(kind):
     """A device's own keys for all; the first device's indices on each; a hidden key on another device."""
-    problem = PROBLEMS["everything"]
+    problem, causal = PROBLEMS["everything"], PROBLEMS["causal"]
     others = [other_of(problem, 5), other_of(problem, 2, is_causal=False, bias=None)]
+    wide = other_of(causal, 3, is_causal=False, local_window_size=(3, 9))
 
     @jax.jit
     def run(arrays, *others_arrays):
@@ -250,15 +253,16 @@ def test_over_devices(kind):
         P = made(problem, arrays, parallel=parallel)
         pairs = zip(others, others_arrays, strict=True)
         found = [asked(P, made(x, y, parallel=parallel)) for x, y in pairs]
-        return found[0], found[1][0]
+        by_position = (made(x, parallel=parallel) for x in (causal, wide))
+        return found[0], found[1][0], next(by_position).kl(next(by_position))
 
     with jax.set_mesh(mesh_of(kind)):
-        found, kl = jax.device_get(run(problem.arrays, *(x.arrays for x in others)))
+        found, *kl = jax.device_get(run(problem.arrays, *(x.arrays for x in others)))
     weights = weights_of(problem)
     factor = np.linspace(0, 1, weights[..., 0].size).reshape(weights.shape[:3])
     sums = np.einsum("btns,btn->bsn", weights, factor)
     wanted = divergence(problem, others[0]), weights[:, ROWS][..., KEYS], weights, sums
-    close((found, kl), (wanted, divergence(problem, others[1])))
+    close((found, kl), (wanted, [divergence(problem, others[1]), divergence(causal, wide)]))
 
 
 def test_inside_shard_map():
