@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+from jaxtyping import PyTree
 
 
 class Partial(eqx.Module):
@@ -12,6 +13,6 @@ class Partial(eqx.Module):
     run: Callable[..., Any] = eqx.field(static=True)
     first: tuple[Any, ...]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """`run(*first, *args, **kwargs)`."""
         return self.run(*self.first, *args, **kwargs)

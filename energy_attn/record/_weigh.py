@@ -93,13 +93,13 @@ def weigh(function: Callable[..., Any], *, path: int | None = None) -> Callable[
 
 def _weighed(
     path: int | None,
-    function: Any,
+    function: Callable[..., Any],
     /,
     log_weights: Float[Array | np.ndarray, "*B documents"],
     segments: Int[Array | np.ndarray, "*B S"],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> PyTree:
     weights, numbers = _checked(log_weights, segments)
     run = functools.partial(_run, path, weights, numbers)
     if holds_nnx((function, args, kwargs)):
@@ -130,8 +130,14 @@ def _checked(log_weights: object, segments: object) -> tuple[Array, Array]:
 
 @eqx.filter_jit
 def _run(
-    path: int | None, weights: Array, numbers: Array, function: Any, /, *args: Any, **kwargs: Any
-) -> Any:
+    path: int | None,
+    weights: Array,
+    numbers: Array,
+    function: Callable[..., Any],
+    /,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> PyTree:
     rest: list[Any] = []
 
     def traced(weights: Array) -> PyTree[Array]:

@@ -7,6 +7,7 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import KVCache, SequenceParallel
+from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.complaints import complains
 from tests.support.meshes import mesh_of
@@ -16,7 +17,7 @@ B, K, H, LENGTHS, COUNTS = 3, 2, 4, (13, 3, 24), (5, 7, 20)
 
 
 def numbers(*shape):
-    return jnp.asarray(RNG.standard_normal(shape))
+    return array(RNG.standard_normal(shape))
 
 
 KEY, VALUE, MORE, QUERY = (
@@ -26,7 +27,7 @@ KEY, VALUE, MORE, QUERY = (
     numbers(B, 2, 4, H),
 )
 # of each token; many are equal
-IMPORTANCE = jnp.round(numbers(B, 24, K))
+IMPORTANCE = array(np.round(RNG.standard_normal((B, 24, K))))
 
 
 def evicted(key, value, importance, parallel=None, quantize=None):

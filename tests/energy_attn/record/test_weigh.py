@@ -8,15 +8,16 @@ import pytest
 import energy_attn as ea
 from energy_attn.distributed import KVCache
 from energy_attn.models import Llama
+from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.llama import CONFIG
 from tests.support.meshes import mesh_of, parallel_of
 
 RNG = np.random.default_rng(0)
-Q, K, V = (jnp.asarray(RNG.standard_normal((2, 6, 2, 4))) for _ in range(3))
-SEGMENTS = jnp.asarray([[0, 0, 2, -1, 1, 1], [1, 1, 1, 1, -3, 0]])
-WEIGHTS = jnp.asarray(RNG.standard_normal((2, 3)))
-BIAS = jnp.asarray(RNG.standard_normal((1, 2, 6, 6)))
+Q, K, V = (array(RNG.standard_normal((2, 6, 2, 4))) for _ in range(3))
+SEGMENTS = array(np.asarray([[0, 0, 2, -1, 1, 1], [1, 1, 1, 1, -3, 0]]))
+WEIGHTS = array(RNG.standard_normal((2, 3)))
+BIAS = array(RNG.standard_normal((1, 2, 6, 6)))
 
 
 def written_out(weights):
@@ -75,8 +76,8 @@ def _inside_written(weights, segments):
     return 2 * first, mapped, ea.FreeEnergy(is_causal=True).attention(Q, K, V, bias=bias)
 
 
-TOKENS = jnp.asarray(RNG.integers(0, CONFIG.vocab_size, (2, 16)))
-DOCUMENTS = jnp.where(jnp.arange(16) < 12, jnp.arange(16) // 4, -1)  # and a question
+TOKENS = array(RNG.integers(0, CONFIG.vocab_size, (2, 16)))
+DOCUMENTS = array(np.where(np.arange(16) < 12, np.arange(16) // 4, -1))  # and a question
 
 
 def answer(model, tokens, **options):
