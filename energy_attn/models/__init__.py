@@ -23,5 +23,7 @@ from .generation._generate import generate as generate
 from .generation._score import score_continuations as score_continuations
 from .llama._config import LlamaConfig as LlamaConfig
 from .llama._llama import Llama as Llama
-from .llama._rope import LinearRope as LinearRope
-from .llama._rope import Llama3Rope as Llama3Rope
+from .llama._scaling import AbstractRope as AbstractRope
+from .llama._scaling import LinearRope as LinearRope
+from .llama._scaling import Llama3Rope as Llama3Rope
+from .llama._scaling import YarnRope as YarnRope

@@ -10,10 +10,11 @@ from jax.typing import DTypeLike
 
 from .checkpoint._load import load as load_family
 from .decoder._decoder import AbstractDecoder, Family
+from .families._variants import VARIANTS
 from .llama._llama import LLAMA
 
 # By the `model_type` of their checkpoints.
-FAMILIES: Mapping[str, Family] = MappingProxyType({"llama": LLAMA})
+FAMILIES: Mapping[str, Family] = MappingProxyType(dict.fromkeys(VARIANTS, LLAMA))
 
 
 def load(
@@ -38,7 +39,8 @@ def load(
             done and a name; None: a bar if standard error is a terminal.
 
     Returns:
-        The model: a [`Llama`][energy_attn.models.Llama] where `model_type` is `"llama"`.
+        The model: a [`Llama`][energy_attn.models.Llama], under the flags of its family, where `model_type` is
+        `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"` or `"smollm3"`.
 
     Raises:
         TypeError: an argument of another type.

@@ -653,8 +653,8 @@ WITHOUT = {
     prefix_tree.verify prefix_tree.grow prefix_tree.pack prefix_tree.token_tree
     prefix_tree.tree_from_parents""",
     "of constants": """CHECKPOINT_NAMES kernels.CHECKPOINT_NAMES kernels.empty_state models.LinearRope
-    models.Llama3Rope models.LinearRope.scaled
-    models.Llama3Rope.scaled""",
+    models.Llama3Rope models.YarnRope models.LinearRope.scaled
+    models.Llama3Rope.scaled models.YarnRope.scaled""",
     "called by local_attention, which has the derivatives": """kernels.PallasGPU.forward
     kernels.PallasGPU.tangent""",
 }

@@ -30,8 +30,9 @@ class AbstractDecoder(eqx.Module):
 
     - `config`, static: vocabulary, layers, heads, and the tokens that end a text;
     - `embed_tokens`, a module with a `weight`: tokens `[B, T]` to `[B, T, D]`;
-    - `layers`: each called as `layer(x, rope, see)`, where `see(query, key, value)` computes attention
-      and returns its output and an extra result, which the layer returns after its own output;
+    - `layers`: each called as `layer(x, rope, see)`, where `see(query, key, value, **options)` computes
+      attention, with options of [`attention`][energy_attn.attention] such as a `local_window_size` of the layer's
+      own, and returns its output and an extra result, which the layer returns after its own output;
     - `norm`: of the final hidden states;
     - `rope(positions)`: the rotary embedding that layers apply to queries and keys;
     - `logits(x)`: the output projection of normed hidden states.

@@ -10,7 +10,13 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.distributed import ForkedCache, KVCache, SequenceParallel
-from energy_attn.distributed.internal import check_counts, check_mesh, positions_from, split_along
+from energy_attn.distributed.internal import (
+    check_counts,
+    check_mesh,
+    check_reach,
+    positions_from,
+    split_along,
+)
 from energy_attn.kernels.internal import (
     as_int32,
     check_broadcastable,
@@ -43,11 +49,12 @@ def read_alone(
         check_broadcastable("positions", token_positions, (batch, time))
     rope = model.rope(token_positions)
 
-    def see(query: Array, key: Array, value: Array) -> tuple[Array, Trace]:
+    def see(query: Array, key: Array, value: Array, **options: Any) -> tuple[Array, Trace]:
         out, energy = attend(
             query,
             key,
             value,
+            **options,
             is_causal=True,
             query_positions=positions,
             key_positions=positions,
@@ -89,19 +96,25 @@ def read_on(
     for i, (layer, stored) in enumerate(zip(model.layers, cache.layers, strict=True)):
 
         def see(
-            query: Array, key: Array, value: Array, stored: KVCache | ForkedCache = stored
+            query: Array,
+            key: Array,
+            value: Array,
+            stored: KVCache | ForkedCache = stored,
+            **options: Any,
         ) -> tuple:
             stored = stored._written(key, value, counts)
             if isinstance(stored, ForkedCache):
-                options = _options_of(attend)
+                options |= _options_of(attend)
                 out, energy = stored.attend(query, query_positions=positions, **options)
                 return out, (stored, Trace(query, out, energy))
+            reach = check_reach(options.pop("local_window_size", None), stored.window)
             out, energy = attend(
                 query,
                 stored.keys(),
                 stored.values(),
+                **options,
                 is_causal=True,
-                local_window_size=None if stored.window is None else (stored.window, 0),
+                local_window_size=reach,
                 query_positions=positions,
                 key_positions=stored.positions,
                 parallel=parallel,
@@ -198,8 +211,11 @@ def read_tree(model: Any, tree: PrefixTree, cache: DecoderCache) -> TreeOutput:
     keys, values = [], []
     for layer, stored in zip(model.layers, cache.unforked("read_tree"), strict=True):
 
-        def see(query: Array, key: Array, value: Array, stored: KVCache = stored) -> tuple:
-            return tree_decode(query, key, value, tree=tree, cache=stored).out, (key, value)
+        def see(
+            query: Array, key: Array, value: Array, stored: KVCache = stored, **options: Any
+        ) -> tuple:
+            state = tree_decode(query, key, value, tree=tree, cache=stored, **options)
+            return state.out, (key, value)
 
         x, (key, value) = layer(x, rope, see)
         keys.append(key)

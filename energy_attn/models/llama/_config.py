@@ -6,12 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from energy_attn.kernels.internal import check_finite_number, check_flag, check_integer, received
+from energy_attn.kernels.internal import (
+    check_choice,
+    check_finite_number,
+    check_flag,
+    check_integer,
+    received,
+)
 
 from ..checkpoint._config import end_tokens, naming, read_json
 from ..decoder._config import AbstractDecoderConfig
+from ..families._variant import FULL, SLIDING
+from ..families._variants import VARIANTS
 from ._fields import check_fields
-from ._rope import LinearRope, Llama3Rope
+from ._scaling import AbstractRope, LinearRope
+from ._scaling_fields import read_scaling, rope_entries
 
 _SIZES = (
     "vocab_size",
@@ -21,19 +30,19 @@ _SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
-# Fields that are read in addition to the attributes, and those of a rotary embedding.
-_OTHERS = ("model_type", "hidden_act", "quantization_config", "rope_parameters")
-_PART = "partial_rotary_factor"
-_ROPE = (
-    *("rope_type", "type", "rope_theta", _PART),
-    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm")
+# Attributes that every family has in its file, and fields that are read in addition.
+_SHARED = (
+    *_SIZES,
+    *("num_attention_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings"),
 )
+_OTHERS = ("model_type", "hidden_act", "quantization_config", "rope_scaling", "rope_parameters")
+_PART = "partial_rotary_factor"
 
 
 @dataclass(frozen=True)
 class LlamaConfig(AbstractDecoderConfig):
-    """The sizes and constants of a Llama decoder, under Hugging Face's names.
+    """The sizes and constants of a Llama, or of a decoder that is one under flags, under Hugging Face's names.
 
     Attributes:
         vocab_size: number of tokens.
@@ -52,15 +61,25 @@ class LlamaConfig(AbstractDecoderConfig):
         mlp_bias: whether the three projections of the MLP have biases.
         rope_scaling: how the rotary frequencies are lowered for longer contexts,
             [`LinearRope`][energy_attn.models.LinearRope],
-            [`Llama3Rope`][energy_attn.models.Llama3Rope] or None.
+            [`Llama3Rope`][energy_attn.models.Llama3Rope],
+            [`YarnRope`][energy_attn.models.YarnRope] or None.
         eos_token_id: the tokens that end a text, where
             [`generate`][energy_attn.models.generate] stops by default.
+        model_type: the family whose checkpoints are written: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"` or
+            `"smollm3"`.
+        output_bias: whether the projection behind attention has a bias; None for `attention_bias`.
+        qk_norm: whether each head of queries and keys is normed before it is turned.
+        sliding_window: how many tokens a query sees, its own among them, in the layers that have a window; None for
+            no window.
+        layer_types: `"sliding_attention"` or `"full_attention"` for each layer; None for the first, where there is a
+            window.
+        no_rope_layers: for each layer 1 if it has a rotary embedding, and 0 if it has none; None for all.
 
     Raises:
-        TypeError: a size is not an integer, a constant not a number, a flag not a bool, or a scaling
-            or tokens of another type.
-        ValueError: a size is not positive, the key/value heads do not divide the query heads, or the
-            width of a head is odd.
+        TypeError: a size is not an integer, a constant not a number, a flag not a bool, or a scaling,
+            tokens or layers of another type.
+        ValueError: a size is not positive, the key/value heads do not divide the query heads, the
+            width of a head is odd, an unknown family, or layers of another number or kind.
 
     Examples:
         >>> from energy_attn.models import LlamaConfig
@@ -82,8 +101,14 @@ class LlamaConfig(AbstractDecoderConfig):
     max_position_embeddings: int = 2048
     attention_bias: bool = False
     mlp_bias: bool = False
-    rope_scaling: LinearRope | Llama3Rope | None = None
+    rope_scaling: AbstractRope | None = None
     eos_token_id: tuple[int, ...] = ()
+    model_type: str = "llama"
+    output_bias: bool | None = None
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    no_rope_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
@@ -111,14 +136,54 @@ class LlamaConfig(AbstractDecoderConfig):
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         scaling = self.rope_scaling
-        if not isinstance(scaling, (LinearRope, Llama3Rope, type(None))):
+        if not isinstance(scaling, AbstractRope | None):
             raise TypeError(
-                f"rope_scaling: wanted a LinearRope, a Llama3Rope or None, got {received(scaling)}"
+                f"rope_scaling: wanted a LinearRope, a Llama3Rope, a YarnRope or None, got {received(scaling)}"
             )
         if not isinstance(self.eos_token_id, tuple):  # hashable, as the configuration is static
             raise TypeError(f"eos_token_id: wanted a tuple, got {received(self.eos_token_id)}")
         for token in self.eos_token_id:
             check_integer("eos_token_id", token, 0)
+        check_choice("model_type", self.model_type, tuple(VARIANTS))
+        if self.output_bias is not None:
+            check_flag("output_bias", self.output_bias)
+        if self.sliding_window is not None:
+            check_integer("sliding_window", self.sliding_window, 1)
+        self._check_layers("layer_types", (FULL, SLIDING))
+        self._check_layers("no_rope_layers", (0, 1))
+        if self.sliding_window is None and SLIDING in (self.layer_types or ()):
+            raise ValueError(f"sliding_window: wanted a size for layers of {SLIDING!r}, got None")
+
+    def _check_layers(self, name: str, kinds: tuple[Any, ...]) -> None:
+        given, count = getattr(self, name), self.num_hidden_layers
+        if given is None:
+            return
+        if not isinstance(given, tuple):
+            raise TypeError(f"{name}: wanted a tuple or None, got {received(given)}")
+        if len(given) != count or any(x not in kinds for x in given):
+            wanted = " or ".join(map(repr, kinds))
+            raise ValueError(f"{name}: wanted {wanted} for each of {count} layers, got {given}")
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a query of a layer sees, its own among them; None: all before it.
+
+        Examples:
+            >>> from energy_attn.models import LlamaConfig
+            >>> LlamaConfig(sliding_window=4096, model_type="mistral").window(0)
+            4096
+        """
+        kinds = self.layer_types
+        return self.sliding_window if kinds is None or kinds[layer] == SLIDING else None
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer has a rotary embedding.
+
+        Examples:
+            >>> from energy_attn.models import LlamaConfig
+            >>> LlamaConfig().rotates(0)
+            True
+        """
+        return self.no_rope_layers is None or bool(self.no_rope_layers[layer])
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> "LlamaConfig":
@@ -165,21 +230,23 @@ class LlamaConfig(AbstractDecoderConfig):
             >>> LlamaConfig(rope_theta=5e5).to_json()["rope_parameters"]
             {'rope_type': 'default', 'rope_theta': 500000.0}
         """
+        variant = VARIANTS[self.model_type]
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         entries = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [variant.architecture],
+            "model_type": self.model_type,
             "hidden_act": "silu",
+            "rope_scaling": None,
         }
-        entries |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        entries |= {name: values[name] for name in _SHARED} | variant.write(values)
         scaling = self.rope_scaling
         if scaling is not None:
-            kind = "linear" if isinstance(scaling, LinearRope) else "llama3"
-            entries["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
+            entries["rope_scaling"] = rope_entries(scaling)
         default = entries["rope_scaling"] or {"rope_type": "default"}
         entries["rope_parameters"] = {**default, "rope_theta": self.rope_theta}
         # null, as transformers has default tokens for missing fields
         end_tokens = list(self.eos_token_id) or None
-        entries["bos_token_id"], entries["eos_token_id"] = None, end_tokens
+        entries |= {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end_tokens}
         return entries
 
     @property
@@ -202,9 +269,14 @@ class LlamaConfig(AbstractDecoderConfig):
 
 def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
     """The configuration that the fields of a `config.json` describe; raises as `from_json`."""
-    for name, only in (("model_type", "llama"), ("hidden_act", "silu")):
-        if entries.get(name, None if name == "model_type" else only) != only:
-            raise ValueError(f"{name}: wanted {only!r}, got {received(entries.get(name))}")
+    kind, activation = entries.get("model_type"), entries.get("hidden_act", "silu")
+    if not isinstance(kind, str) or kind not in VARIANTS:
+        raise ValueError(
+            f"model_type: wanted {' or '.join(map(repr, VARIANTS))}, got {received(kind)}"
+        )
+    if activation != "silu":
+        raise ValueError(f"hidden_act: wanted 'silu', got {received(activation)}")
+    variant = VARIANTS[kind]
     if entries.get("quantization_config") is not None:
         raise ValueError("quantization_config: wanted weights that are not quantized, got one")
     # transformers 5 has one object for both; 4 has the base apart
@@ -214,30 +286,13 @@ def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
     part = rope.get(_PART, entries.get(_PART))
     if part not in (None, 1):
         raise ValueError(f"{_PART}: wanted 1, got {received(part)}")
-    names = {field.name for field in dataclasses.fields(LlamaConfig)}
-    check_fields(entries, {*names, *_OTHERS, _PART})
-    fields = {name: entries[name] for name in names - {"rope_scaling"} if name in entries}
+    check_fields(entries, {*_SHARED, *_OTHERS, _PART, "eos_token_id", *variant.fields})
+    fields = {**variant.defaults, **{x: entries[x] for x in _SHARED if x in entries}}
     if "rope_theta" in rope:
         fields["rope_theta"] = rope["rope_theta"]
     fields["eos_token_id"] = end_tokens(entries)
-    context = entries.get("max_position_embeddings", LlamaConfig.max_position_embeddings)
-    return LlamaConfig(**fields, rope_scaling=_scaling(rope, context))
-
-
-def _scaling(rope: Mapping[str, Any], context: int) -> LinearRope | Llama3Rope | None:
-    """The scaling of a rotary embedding, for a model of that context; raises as `from_json`."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise ValueError(f"rope_type: wanted 'default', 'linear' or 'llama3', got {received(kind)}")
-    check_fields(rope, _ROPE)
-    if kind == "default":
-        return None
-    names = ["factor"] if kind == "linear" else ["factor", "low_freq_factor", "high_freq_factor"]
-    for name in names:
-        if name not in rope:
-            raise ValueError(f"rope_scaling: wanted its {name}, got {received(dict(rope))}")
-    values = {name: rope[name] for name in names}
-    if kind == "linear":
-        return LinearRope(**values)
-    context = rope.get("original_max_position_embeddings", context)
-    return Llama3Rope(**values, original_max_position_embeddings=context)
+    context = fields.get("max_position_embeddings", LlamaConfig.max_position_embeddings)
+    sizes = {"num_hidden_layers": LlamaConfig.num_hidden_layers, **fields}
+    own = variant.read({**{x: entries[x] for x in variant.fields if x in entries}, **sizes})
+    fields |= {"model_type": kind, **variant.fixed, **own}
+    return LlamaConfig(**fields, rope_scaling=read_scaling(rope, context))

@@ -56,6 +56,8 @@ _ELSEWHERE: Mapping[str, Any] = {
     "tie_encoder_decoder": False,
     "pruned_heads": {},
     "rope_interleaved": False,
+    "attention_bias": False,
+    "mlp_bias": False,
     "use_sliding_window": False,
     "layer_types": "full_attention",
     "no_rope_layers": 1,

@@ -112,6 +112,8 @@ class LlamaAttention(eqx.Module):
     k_proj: Linear
     v_proj: Linear
     o_proj: Linear
+    q_norm: "RMSNorm | None"
+    k_norm: "RMSNorm | None"
     head_dim: int = eqx.field(static=True)
 
     def __init__(self, config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray):
@@ -123,15 +125,21 @@ class LlamaAttention(eqx.Module):
         self.q_proj = linear(width, inner, key=q)
         self.k_proj = linear(width, shared, key=k)
         self.v_proj = linear(width, shared, key=v)
-        self.o_proj = linear(inner, width, key=o)
+        bias = config.attention_bias if config.output_bias is None else config.output_bias
+        self.o_proj = linear(inner, width, bias=bias, key=o)
+        norm = partial(RMSNorm, config.head_dim, config.rms_norm_eps, dtype)
+        self.q_norm, self.k_norm = (norm(), norm()) if config.qk_norm else (None, None)
 
-    def project(self, x: Float[Array, "batch time width"], rope: tuple[Array, Array]) -> tuple:
-        """Queries and keys turned to their positions, and values, each `[B, T, heads, H]`."""
+    def project(
+        self, x: Float[Array, "batch time width"], rope: tuple[Array, Array] | None
+    ) -> tuple:
+        """Queries and keys turned to their positions, unless `rope` is None, and values, each `[B, T, heads, H]`."""
         q, k, v = (
             proj(x).reshape(*x.shape[:2], proj.weight.shape[0] // self.head_dim, self.head_dim)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return rotate(q, *rope), rotate(k, *rope), v
+        q, k = (x if norm is None else norm(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        return (q, k, v) if rope is None else (rotate(q, *rope), rotate(k, *rope), v)
 
 
 class LlamaLayer(eqx.Module):
@@ -141,8 +149,11 @@ class LlamaLayer(eqx.Module):
     self_attn: LlamaAttention
     post_attention_layernorm: RMSNorm
     mlp: LlamaMLP
+    window: int | None = eqx.field(static=True)
+    rotates: bool = eqx.field(static=True)
 
-    def __init__(self, config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray):
+    def __init__(self, config: LlamaConfig, index: int, dtype: DTypeLike, *, key: PRNGKeyArray):
+        self.window, self.rotates = config.window(index), config.rotates(index)
         attend, mlp = jax.random.split(key)
         norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, dtype)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
@@ -153,10 +164,12 @@ class LlamaLayer(eqx.Module):
         self,
         x: Float[Array, "batch time width"],
         rope: tuple[Array, Array],
-        see: Callable[[Array, Array, Array], tuple[Array, Any]],
+        see: Callable[..., tuple[Array, Any]],
     ) -> tuple[Float[Array, "batch time width"], Any]:
-        """The stream after the layer, and the second result of `see(query, key, value)`."""
-        out, extra = see(*self.self_attn.project(self.input_layernorm(x), rope))
+        """The stream after the layer, and the second result of `see(query, key, value, **options)`."""
+        heads = self.self_attn.project(self.input_layernorm(x), rope if self.rotates else None)
+        window = {} if self.window is None else {"local_window_size": (self.window - 1, 0)}
+        out, extra = see(*heads, **window)
         x = x + self.self_attn.o_proj(lax.collapse(out, 2))
         return x + self.mlp(self.post_attention_layernorm(x)), extra
 

@@ -83,7 +83,7 @@ class Llama(AbstractDecoder):
         vocab, width = config.vocab_size, config.hidden_size
         self.embed_tokens = Embedding(vocab, width, dtype, key=embed)
         keys = jax.random.split(layers, config.num_hidden_layers)
-        self.layers = tuple(LlamaLayer(config, dtype, key=key) for key in keys)
+        self.layers = tuple(LlamaLayer(config, i, dtype, key=key) for i, key in enumerate(keys))
         self.norm = RMSNorm(width, config.rms_norm_eps, dtype)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(width, vocab, dtype, key=head)
@@ -166,7 +166,8 @@ class Llama(AbstractDecoder):
         config = self.config
         dtype = lse_dtype(self.embed_tokens.weight.dtype)
         turns = frequencies(config.head_dim, config.rope_theta, config.rope_scaling, dtype)
-        return rotary(positions, turns)
+        scaling = config.rope_scaling
+        return rotary(positions, turns, 1.0 if scaling is None else scaling.attention_factor)
 
     def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocab"]:
         """The output projection of final hidden states, in float32 or wider."""

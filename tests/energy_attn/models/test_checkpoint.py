@@ -172,10 +172,12 @@ BAD_CONFIGS = {
     "ValueError full_attention: wanted only": {
         "rope_parameters": {"full_attention": LINEAR | TWICE}
     },
-    "ValueError model_type: wanted 'llama', got None": {"model_type": None},
+    "ValueError model_type: wanted 'llama' or .*, got NoneType None": {"model_type": None},
     "ValueError hidden_act: wanted 'silu', got": {"hidden_act": "gelu"},
     "ValueError quantization_config: wanted": {"quantization_config": {"bits": 4}},
-    "ValueError rope_type: .*, 'linear' or 'llama3', got str 'd": {"rope_scaling": DYNAMIC | TWICE},
+    "ValueError rope_type: .*'linear', 'llama3', 'yarn', got str 'd": {
+        "rope_scaling": DYNAMIC | TWICE
+    },
     "ValueError rope_type: .*'dynamic'": {"rope_parameters": DYNAMIC | {"rope_theta": 1e4}},
     "ValueError partial_rotary_factor: want": HALF,
     "ValueError partial_rotary_factor: .* 1, got float 0.5": {"rope_parameters": HALF},
@@ -202,7 +204,9 @@ def test_bad_config(wanted, said, tmp_path, unchecked):
 
 def test_bad_rope_scaling(unchecked):
     """A dictionary as `rope_scaling`: the field of a static configuration must be hashable."""
-    with pytest.raises(TypeError, match="rope_scaling: wanted a LinearRope, a Llama3Rope or None"):
+    with pytest.raises(
+        TypeError, match="rope_scaling: wanted a LinearRope, a Llama3Rope, a YarnRope or None"
+    ):
         LlamaConfig(rope_scaling={"factor": 2.0})
     with pytest.raises(TypeError, match="eos_token_id: wanted a tuple, got list"):
         LlamaConfig(eos_token_id=[2])

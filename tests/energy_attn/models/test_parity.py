@@ -1,4 +1,4 @@
-"""Llama beside Hugging Face's in PyTorch: the same checkpoint gives the same logits and the same text."""
+"""Decoders beside Hugging Face's in PyTorch: the same checkpoint gives the same logits, text and gradients."""
 
 import functools
 
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.models import Llama, generate
-from energy_attn.models.llama._config import _scaling
+from energy_attn.models import Llama, PromptLookup, generate, load
+from energy_attn.models.checkpoint._load import named
 from energy_attn.models.llama._rope import frequencies
+from energy_attn.models.llama._scaling_fields import read_scaling
 
 pytestmark = pytest.mark.full
 
@@ -46,6 +47,19 @@ CHECKPOINTS = {
             "original_max_position_embeddings": 32,
         },
     },
+    # turned queries and keys that grow, a ramp that is not of whole pairs
+    "yarn": {
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
     # heads wider than hidden_size / heads, biases, linear scaling, several files
     "biases": {
         "num_key_value_heads": 4,
@@ -54,7 +68,29 @@ CHECKPOINTS = {
         "mlp_bias": True,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     },
+    # a window in every layer, shorter than prompts
+    "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 12},
+    # biases before attention alone, a window in the second layer
+    "qwen2": {
+        "model_type": "qwen2",
+        "num_key_value_heads": 4,
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "max_window_layers": 1,
+    },
+    # norms of queries and keys, heads of another width
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
+    # a second layer without a rotary embedding, in a window
+    "smollm3": {
+        "model_type": "smollm3",
+        "num_key_value_heads": 2,
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "pad_token_id": None,
+    },
 }
+FAMILIES = ["mistral", "qwen2", "qwen3", "smollm3"]
 
 
 @functools.cache
@@ -70,7 +106,8 @@ def theirs(config, dtype="float32"):
     """Weights that all matter: initial biases and norms are 0 and 1."""
     torch, transformers = libraries()
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES, **config)).eval()
+    config = transformers.AutoConfig.for_model(**{"model_type": "llama", **SHAPES, **config})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
@@ -87,7 +124,7 @@ class Pair:
         size = "60KB" if name == "biases" else "5GB"
         self.theirs.save_pretrained(folder, max_shard_size=size)
         assert len(list(folder.glob("*.safetensors"))) == (7 if name == "biases" else 1)
-        self.ours = Llama.load(folder)
+        self.ours = load(folder)
         draw = np.random.default_rng(1)
         self.prompts = [draw.integers(0, SHAPES["vocab_size"], n).tolist() for n in PROMPTS]
         self.tokens = draw.integers(0, SHAPES["vocab_size"], (2, LONG))
@@ -133,13 +170,15 @@ def test_logits(pair):
     assert np.abs(np.asarray(got) - exact).max() < 4 * own
 
 
-@pytest.mark.parametrize("pair", ["llama3"], indirect=True)
+@pytest.mark.parametrize("pair", ["llama3", *FAMILIES], indirect=True)
 def test_greedy_text(pair):
-    """Prompts of different lengths: one wrong position in the cache changes the text."""
+    """Prompts of different lengths: one wrong position in the cache changes the text, also where it is drafted."""
     want = pair.their_text()
     assert generate(pair.ours, pair.prompts, TEXT).tokens.tolist() == want
+    drafted = generate(pair.ours, pair.prompts, TEXT, drafter=PromptLookup())
+    assert drafted.tokens.tolist() == want
     with jax.set_mesh(make_mesh((2, 4))):
-        ours = Llama.load(pair.folder)
+        ours = load(pair.folder)
         spread = generate(ours, pair.prompts, TEXT, parallel=SequenceParallel())
     assert spread.tokens.tolist() == want
     assert all(len(set(row)) > 8 for row in want)
@@ -151,7 +190,7 @@ def test_the_way_back(pair, tmp_path):
     for size in (60_000, 10**9, 60_000):  # several files, then one, and several again
         pair.ours.save(tmp_path, max_shard_size=size)
         assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == 60_000)
-        back, report = transformers.LlamaForCausalLM.from_pretrained(
+        back, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path, output_loading_info=True
         )
         assert not any(report.values())
@@ -161,7 +200,30 @@ def test_the_way_back(pair, tmp_path):
     np.testing.assert_array_equal(pair.their_logits(back.eval()), pair.their_logits())
     # we read what they write of it, in a folder with our own save
     back.save_pretrained(tmp_path)
-    assert Llama.load(tmp_path).config == pair.ours.config
+    assert load(tmp_path).config == pair.ours.config
+
+
+@pytest.mark.parametrize("pair", FAMILIES, indirect=True)
+def test_gradients(pair):
+    """A layer whose own norm, bias or window passes another derivative; over devices, too."""
+    torch, _ = libraries()
+    tokens = torch.tensor(pair.tokens)
+    pair.theirs.zero_grad()
+    pair.theirs(tokens, labels=tokens).loss.backward()
+    want = {name: x.grad.numpy() for name, x in pair.theirs.named_parameters()}
+
+    def loss(model, tokens, **options):
+        logits = jax.nn.log_softmax(model(tokens, **options).logits[:, :-1])
+        return -jnp.take_along_axis(logits, tokens[:, 1:, None], 2).mean()
+
+    ours = jnp.asarray(pair.tokens, jnp.int32)
+    with jax.set_mesh(make_mesh((8,), ("device",))):
+        parallel = SequenceParallel("device")
+        spread = jax.jit(jax.grad(lambda model: loss(model, ours, parallel=parallel)))(pair.ours)
+    for found in (jax.jit(jax.grad(loss))(pair.ours, ours), spread):
+        for name, leaf in zip(*named(found), strict=True):
+            size = np.abs(want[name]).max()
+            np.testing.assert_allclose(leaf, want[name], rtol=0, atol=2e-5 * size, err_msg=name)
 
 
 @pytest.mark.parametrize("pair", ["llama3"], indirect=True)
@@ -191,6 +253,30 @@ ROPES = {
         "original_max_position_embeddings": 8192,
     },
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "YaRN": {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    },
+    "YaRN of DeepSeek-V3": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 4096,
+    },
+    "YaRN of a given scale": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "attention_factor": 1.2,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
 }
 
 
@@ -201,8 +287,11 @@ def test_frequencies_of_real_models(rope):
     for width in (64, 128):
         config = transformers.LlamaConfig(**SHAPES, head_dim=width, rope_parameters=dict(rope))
         want = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+        scaling = read_scaling(rope, 0)
+        factor = 1.0 if scaling is None else scaling.attention_factor
+        np.testing.assert_allclose(factor, want.attention_scaling, rtol=1e-15)
         want = want.inv_freq.numpy()
-        got = frequencies(width, rope["rope_theta"], _scaling(rope, 0), np.dtype("float32"))
+        got = frequencies(width, rope["rope_theta"], scaling, np.dtype("float32"))
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, want, rtol=1.3e-7)  # one bit
         assert (got == want).mean() > 0.9

@@ -1,0 +1,20 @@
+"""The families that are a Llama under flags, by the `model_type` of their checkpoints."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ._llama import LLAMA
+from ._mistral import MISTRAL
+from ._qwen import QWEN2, QWEN3
+from ._smollm3 import SMOLLM3
+from ._variant import Variant
+
+VARIANTS: Mapping[str, Variant] = MappingProxyType(
+    {
+        "llama": LLAMA,
+        "mistral": MISTRAL,
+        "qwen2": QWEN2,
+        "qwen3": QWEN3,
+        "smollm3": SMOLLM3,
+    }
+)

@@ -1,0 +1,217 @@
+"""Scalings of the frequencies of a rotary embedding, for contexts longer than trained."""
+
+import abc
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from energy_attn.kernels.internal import check_finite_number, check_flag, check_integer
+
+
+class AbstractRope(abc.ABC):
+    """How the frequencies of a rotary embedding are lowered; a frozen dataclass, as it is static in a decoder."""
+
+    @abc.abstractmethod
+    def scaled(
+        self, frequencies: Float[np.ndarray, " half"], theta: float
+    ) -> Float[np.ndarray, " half"]:
+        """The lowered frequencies, in the same dtype; `theta` is their base."""
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of turned queries and keys."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class LinearRope(AbstractRope):
+    r"""Every frequency divided by a factor: $f \to f / s$.
+
+    Attributes:
+        factor: $s$, the ratio of the new context to the original one.
+
+    Raises:
+        TypeError: the factor is not a number.
+        ValueError: the factor is not above 0.
+
+    Source: Chen et al., position interpolation (arXiv 2306.15595), equation 4.
+
+    Examples:
+        >>> from energy_attn.models import LinearRope, LlamaConfig
+        >>> LlamaConfig(rope_scaling=LinearRope(factor=4.0)).rope_scaling
+        LinearRope(factor=4.0)
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_positive("factor", self.factor)
+
+    def scaled(
+        self, frequencies: Float[np.ndarray, " half"], theta: float
+    ) -> Float[np.ndarray, " half"]:
+        """The lowered frequencies, in the same dtype."""
+        del theta
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Rope(AbstractRope):
+    r"""Low frequencies divided by a factor, high ones kept, as in Llama 3.1 and 3.2.
+
+    A frequency makes $t = f L / 2\pi$ turns in the $L$ tokens of the original context:
+
+    $$f \to (1 - c) \, f / s + c \, f, \qquad
+      c = \mathrm{clip}\left(\frac{t - l}{h - l}, 0, 1\right)$$
+
+    Attributes:
+        factor: $s$, above 0.
+        low_freq_factor: $l$: frequencies of fewer turns are divided by the whole factor.
+        high_freq_factor: $h$, above $l$: frequencies of more turns are kept.
+        original_max_position_embeddings: $L$.
+
+    Raises:
+        TypeError: a factor is not a number, or the context not an integer.
+        ValueError: factors out of range or order, or a context below 1.
+
+    Source: The Llama 3 herd of models (arXiv 2407.21783), section 3.4.2; Hugging Face's rope type
+    `llama3`.
+
+    Examples:
+        >>> from energy_attn.models import Llama3Rope
+        >>> Llama3Rope(factor=8.0).high_freq_factor
+        4.0
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        check_positive("factor", self.factor)
+        low = check_positive("low_freq_factor", self.low_freq_factor)
+        high = check_finite_number("high_freq_factor", self.high_freq_factor)
+        if high <= low:
+            raise ValueError(
+                f"high_freq_factor: wanted more than low_freq_factor {low}, got {high}"
+            )
+        context = self.original_max_position_embeddings
+        check_integer("original_max_position_embeddings", context, 1)
+
+    def scaled(
+        self, frequencies: Float[np.ndarray, " half"], theta: float
+    ) -> Float[np.ndarray, " half"]:
+        """The lowered frequencies, in the same dtype."""
+        del theta
+        turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        weight = np.clip((turns - low) / (high - low), 0, 1)
+        return (1 - weight) * frequencies / self.factor + weight * frequencies
+
+
+@dataclass(frozen=True)
+class YarnRope(AbstractRope):
+    r"""Low frequencies divided by a factor, high ones kept, a ramp over the pairs between; queries and keys grow.
+
+    Pair $i$ of the $H/2$ makes $t_i = \theta^{-2i/H} L / 2\pi$ turns in the $L$ tokens of the original context. With
+    $i_t$, the pair that makes $t$ turns,
+
+    $$f_i \to (c_i / s + 1 - c_i)\, f_i, \qquad
+      c_i = \mathrm{clip}\left(\frac{i - i_{t_h}}{i_{t_l} - i_{t_h}}, 0, 1\right)$$
+
+    and turned queries and keys are multiplied by $0.1 \ln s + 1$, for $s > 1$.
+
+    Attributes:
+        factor: $s$, above 0.
+        original_max_position_embeddings: $L$.
+        beta_fast: $t_h$: pairs of more turns are kept.
+        beta_slow: $t_l$: pairs of fewer turns are divided by the whole factor.
+        mscale: with `mscale_all_dim`, a factor of the logarithm above, as in DeepSeek-V2 and V3.
+        mscale_all_dim: that of the factor by which this one is divided; None, or 0 for both: neither.
+        scale: the factor of queries and keys; None: as above. transformers calls it `attention_factor`.
+        truncate: whether $i_{t_h}$ and $i_{t_l}$ are rounded to whole pairs, outwards.
+
+    Raises:
+        TypeError: a factor is not a number, the context not an integer, or `truncate` no bool.
+        ValueError: factors out of range, or a context below 1.
+
+    Source: Peng et al., YaRN (arXiv 2309.00071), section 3.2 and equation 22; Hugging Face's rope type `yarn`.
+
+    Examples:
+        >>> from energy_attn.models import YarnRope
+        >>> round(YarnRope(factor=4.0, original_max_position_embeddings=32768).attention_factor, 4)
+        1.1386
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    scale: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        context = self.original_max_position_embeddings
+        check_integer("original_max_position_embeddings", context, 1)
+        for name in ("factor", "beta_fast", "beta_slow"):
+            check_positive(name, getattr(self, name))
+        for name in ("mscale", "mscale_all_dim", "scale"):
+            if getattr(self, name) is not None:
+                check_finite_number(name, getattr(self, name))
+        check_flag("truncate", self.truncate)
+
+    def scaled(
+        self, frequencies: Float[np.ndarray, " half"], theta: float
+    ) -> Float[np.ndarray, " half"]:
+        """The lowered frequencies, in the same dtype."""
+        half = len(frequencies)
+
+        def pair(turns: float) -> float:
+            context = self.original_max_position_embeddings
+            return half * math.log(context / (turns * 2 * math.pi)) / math.log(theta)
+
+        first, last = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        last = last if last != first else last + 0.001
+        dtype = frequencies.dtype
+        ramp = np.clip((np.arange(half, dtype=dtype) - dtype.type(first)) / (last - first), 0, 1)
+        keep = (1 - ramp).astype(dtype)
+        lowered = 1 / (dtype.type(self.factor) * periods(2 * half, theta, dtype))
+        return (lowered * (1 - keep) + frequencies * keep).astype(dtype)
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of turned queries and keys."""
+        if self.scale is not None:
+            return self.scale
+        if self.mscale and self.mscale_all_dim:
+            return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
+        return self._grown(1.0)
+
+    def _grown(self, by: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * by * math.log(self.factor) + 1.0
+
+
+def periods(width: int, theta: float, dtype: np.dtype) -> Float[np.ndarray, " half"]:
+    r"""$\theta^{2i/H}$ for $i < H/2$: the tokens in which a pair turns by a radian.
+
+    Each step is rounded as PyTorch rounds it in float32, as at positions of 10^5 a last bit here is a
+    hundredth of a radian. The power is computed in float64, as NumPy's in float32 is less accurate.
+    """
+    exponent = np.arange(0, width, 2, dtype=dtype) / np.asarray(width, dtype)
+    return np.power(float(theta), exponent.astype(np.float64)).astype(dtype)
+
+
+def check_positive(name: str, x: float) -> float:
+    """Returns `x`, a number above 0; raises `TypeError` or `ValueError` for anything else."""
+    number = check_finite_number(name, x)
+    if number <= 0:
+        raise ValueError(f"{name}: wanted more than 0, got {x}")
+    return number

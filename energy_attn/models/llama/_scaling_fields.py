@@ -1,0 +1,65 @@
+"""The scaling of a rotary embedding in a `config.json`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from energy_attn.kernels.internal import received
+
+from ._fields import check_fields
+from ._scaling import AbstractRope, LinearRope, Llama3Rope, YarnRope
+
+_KINDS: Mapping[str, type[AbstractRope]] = {
+    "linear": LinearRope,
+    "llama3": Llama3Rope,
+    "yarn": YarnRope,
+}
+# Numbers that each kind has to have.
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+_CONTEXT = "original_max_position_embeddings"
+# transformers' names of fields that have others here, and fields beside those of a scaling.
+_THEIRS = {"scale": "attention_factor"}
+_BESIDE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# Fields of older kinds, which files of others may have.
+_OLDER = ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)
+
+
+def rope_entries(scaling: AbstractRope) -> dict[str, Any]:
+    """The object of a `config.json`, without what is None."""
+    (kind,) = (name for name, x in _KINDS.items() if type(scaling) is x)
+    values = {x.name: getattr(scaling, x.name) for x in _fields(scaling)}
+    return {"rope_type": kind} | {
+        _THEIRS.get(name, name): x for name, x in values.items() if x is not None
+    }
+
+
+def read_scaling(rope: Mapping[str, Any], context: int) -> AbstractRope | None:
+    """The scaling of a rotary embedding, for a model of that context.
+
+    Raises `ValueError` for one that is unknown or lacks a number, or a field that its kind does not have, and as its
+    class.
+    """
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" and kind not in _KINDS:
+        names = ", ".join(map(repr, ("default", *_KINDS)))
+        raise ValueError(f"rope_type: wanted one of {names}, got {received(kind)}")
+    own = [] if kind == "default" else [x.name for x in _fields(_KINDS[kind])]
+    names = {name: _THEIRS.get(name, name) for name in own}
+    check_fields(rope, (*_BESIDE, *_OLDER, *names.values()))
+    if kind == "default":
+        return None
+    for name in _NEEDED[kind]:
+        if rope.get(name) is None:
+            raise ValueError(f"rope_scaling: wanted its {name}, got {received(dict(rope))}")
+    values = {name: rope[x] for name, x in names.items() if rope.get(x) is not None}
+    if _CONTEXT in own:
+        values.setdefault(_CONTEXT, context)
+    return _KINDS[kind](**values)
+
+
+def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(kind)

@@ -1,0 +1,216 @@
+"""The fields that families have beside a Llama's: what they mean, what is missing, and what is refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn as ea
+from energy_attn.distributed import SequenceParallel
+from energy_attn.models import LlamaConfig, YarnRope, load
+from energy_attn.prefix_tree import pack
+from tests.support.arrays import array
+from tests.support.compare import close
+from tests.support.llama import build
+from tests.support.meshes import mesh_of
+
+SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 32}
+FULL, SLIDING = "full_attention", "sliding_attention"
+FIRST = json.dumps([SLIDING, FULL, FULL, FULL])
+
+
+def read(tmp_path, **fields):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"hidden_act": "silu", **SIZES, **fields}))
+    return LlamaConfig.from_json(path)
+
+
+# by model_type and fields: windows, and which layers turn; or what is refused
+READ = {
+    "llama {}": ([None] * 4, [1] * 4),
+    # transformers' default, and null
+    "mistral {}": ([4096] * 4, [1] * 4),
+    'mistral {"sliding_window": null}': ([None] * 4, [1] * 4),
+    'mistral {"sliding_window": 7}': ([7] * 4, [1] * 4),
+    # a size without the flag
+    'qwen2 {"sliding_window": 7, "max_window_layers": 2}': ([None] * 4, [1] * 4),
+    'qwen2 {"use_sliding_window": true, "sliding_window": 7, "max_window_layers": 2}': (
+        [None, None, 7, 7],
+        [1] * 4,
+    ),
+    'qwen3 {"use_sliding_window": true, "max_window_layers": 3}': (
+        [None, None, None, 4096],
+        [1] * 4,
+    ),
+    f'qwen3 {{"use_sliding_window": true, "sliding_window": 5, "layer_types": {FIRST}}}': (
+        [5, None, None, None],
+        [1] * 4,
+    ),
+    "smollm3 {}": ([None] * 4, [1, 1, 1, 0]),
+    'smollm3 {"no_rope_layer_interval": 2, "use_sliding_window": true, "sliding_window": 9}': (
+        [None, 9, None, 9],
+        [1, 0, 1, 0],
+    ),
+    'smollm3 {"no_rope_layers": [0, 1, 1, 1]}': ([None] * 4, [0, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("said", READ)
+def test_layers(said, tmp_path):
+    """A layer in a window that it has not, or turned where it is not; and the same when it is written and read."""
+    kind, _, fields = said.partition(" ")
+    windows, turned = READ[said]
+    config = read(tmp_path, model_type=kind, **json.loads(fields))
+    assert [config.window(i) for i in range(4)] == windows
+    assert [config.rotates(i) for i in range(4)] == [bool(x) for x in turned]
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
+    again = LlamaConfig.from_json(tmp_path / "config.json")
+    assert [again.window(i) for i in range(4)] == windows
+    assert again.to_json() == config.to_json()
+
+
+def test_defaults(tmp_path):
+    """A missing field with Llama's default where the family has another."""
+    found = {
+        kind: read(tmp_path, model_type=kind) for kind in ("mistral", "qwen2", "qwen3", "smollm3")
+    }
+    assert [x.num_key_value_heads for x in found.values()] == [8, 32, 32, 4]
+    assert [x.head_dim for x in found.values()] == [16, 16, 128, 16]
+    assert [x.tie_word_embeddings for x in found.values()] == [False, False, False, True]
+    assert [x.rope_theta for x in found.values()] == [1e4, 1e4, 1e4, 2e6]
+    assert [x.qk_norm for x in found.values()] == [False, False, True, False]
+    assert [(x.attention_bias, x.output_bias) for x in found.values()][1] == (True, False)
+
+
+REFUSED = {
+    "mistral attention_bias: wanted only": {"attention_bias": True},
+    "mistral no_rope_layers: wanted only": {"no_rope_layers": [1, 1, 0, 1]},
+    "qwen2 layer_types: wanted 'full_attention' without": {"layer_types": [SLIDING] * 4},
+    "qwen2 layer_types: wanted .* for each of 4 layers": {
+        "use_sliding_window": True,
+        "layer_types": [SLIDING],
+    },
+    "qwen3 layer_types: wanted .* 'chunked'": {
+        "use_sliding_window": True,
+        "layer_types": [FULL, FULL, FULL, "chunked"],
+    },
+    "qwen3 sliding_window: wanted at least 1, got 0": {
+        "use_sliding_window": True,
+        "sliding_window": 0,
+    },
+    "smollm3 no_rope_layers: wanted 0 or 1": {"no_rope_layers": [1, 1, 2, 1]},
+    "smollm3 no_rope_layers: wanted a list": {"no_rope_layers": 3},
+    "llama sliding_window: wanted only": {"sliding_window": 7},
+    "gemma2 model_type: wanted 'llama' or 'mistral'": {},
+    "llama rope_scaling: wanted its factor": {"rope_scaling": {"rope_type": "yarn"}},
+    "llama long_factor: wanted only": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "long_factor": [1.0]}
+    },
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_refused(said, tmp_path):
+    """A setting that is ignored, or an error that does not name it."""
+    kind, _, words = said.partition(" ")
+    with pytest.raises((ValueError, TypeError), match=f"config.json: {words}"):
+        read(tmp_path, model_type=kind, **REFUSED[said])
+
+
+def test_yarn(tmp_path):
+    """A field of the scaling that is lost between a file and the configuration."""
+    scaling = YarnRope(4.0, 64, 16.0, 2.0, mscale=0.7, mscale_all_dim=0.9, truncate=False)
+    config = LlamaConfig(rope_scaling=scaling, num_attention_heads=4)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_json()))
+    assert LlamaConfig.from_json(path) == config
+    given = {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}
+    found = read(tmp_path, model_type="llama", max_position_embeddings=96, rope_scaling=given)
+    assert found.rope_scaling == YarnRope(2.0, 96, scale=1.5)
+
+
+def test_unknown_family(tmp_path):
+    """A folder of another family that is taken for a Llama."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3"}))
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    with pytest.raises(
+        ValueError, match=r"model_type: wanted 'llama' or .*'qwen3'.*got str 'phi3'"
+    ):
+        load(tmp_path)
+
+
+FLAGS = LlamaConfig(
+    vocab_size=40,
+    hidden_size=24,
+    intermediate_size=36,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    model_type="smollm3",
+    attention_bias=True,
+    output_bias=False,
+    qk_norm=True,
+    sliding_window=5,
+    layer_types=(SLIDING, FULL),
+    no_rope_layers=(0, 1),
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(FLAGS)
+
+
+def test_every_way_of_reading(model):
+    """A window or a norm that the cache, a fork of it, a tree or a device leaves out: beside all tokens at once."""
+    tokens = array(np.random.default_rng(0).integers(0, 40, (2, 24)))
+    whole = np.asarray(jax.jit(lambda model: model(tokens).logits)(model))
+
+    @jax.jit
+    def read(model):
+        cache = model.empty_cache(batch=2, slots=32)
+        cache = model.prefill(tokens[:, :17], cache, chunk_size=7).cache
+        step = model(tokens[:, 17:20], cache=cache)
+        forked = model(jnp.repeat(tokens[:, 17:20], 2, 0), cache=cache.fork(2, capacity=8))
+        tree = pack(tokens[:, None, 17:20])
+        return step.logits, forked.logits[::2], model.read_tree(tree, cache).logits[:, :3]
+
+    for found in read(model):
+        close(found, whole[:, 17:20])
+
+    @jax.jit
+    def spread(model):
+        parallel = SequenceParallel("device")
+        cache = model.empty_cache(batch=2, slots=32, parallel=parallel, block_size=2)
+        cache = model.prefill(tokens[:, :17], cache).cache
+        return model(tokens, parallel=parallel).logits, model(tokens[:, 17:20], cache=cache).logits
+
+    with jax.set_mesh(mesh_of("8")):
+        found, after = jax.device_get(spread(model))
+    close((found, after), (whole, whole[:, 17:20]))
+
+
+def test_what_is_asked_of_layers(model):
+    """An energy that is recorded without its window; weights of documents that do not reach a layer."""
+    tokens = array(np.random.default_rng(1).integers(0, 40, (1, 16)))
+    out, seen = ea.record(model, "effective_keys", keys=lambda F: (F.weights() > 0).sum(-1))(tokens)
+    counted = [x["keys"][0, :, 0].tolist() for x in seen.values()]
+    assert counted == [[min(i + 1, 5) for i in range(16)], list(range(1, 17))]
+    report = ea.energy_report(model, tokens, per_query=True)
+    close(report.effective_keys, np.stack([x["effective_keys"] for x in seen.values()]))
+    weighed = ea.weigh(lambda: model(tokens).logits)(jnp.zeros(16), jnp.arange(16))
+    close(weighed, out.logits)
+    hidden = ea.weigh(lambda: model(tokens).logits)(
+        jnp.where(jnp.arange(16) < 8, -jnp.inf, 0.0), jnp.arange(16)
+    )
+    assert float(jnp.abs(hidden - out.logits)[:, 12:].max()) > 1e-3
+
+
+def test_narrow_cache(model):
+    """A cache that holds less than a layer's window sees: silently other logits."""
+    cache = model.empty_cache(batch=1, slots=16, window=3)
+    with pytest.raises(ValueError, match="local_window_size: wanted at most the cache's window, 3"):
+        model(jnp.zeros((1, 4), jnp.int32), cache=cache)
