@@ -11,7 +11,18 @@ from energy_attn.kernels.internal import check_finite_number, check_flag, check_
 
 
 class AbstractRope(abc.ABC):
-    """How the frequencies of a rotary embedding are lowered; a frozen dataclass, as it is static in a decoder."""
+    """How the frequencies of a rotary embedding are lowered; a frozen dataclass, as it is static in a decoder.
+
+    Examples:
+        >>> import dataclasses
+        >>> from energy_attn.models import AbstractRope
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Halved(AbstractRope):
+        ...     def scaled(self, frequencies, theta):
+        ...         return frequencies / 2
+        >>> Halved().attention_factor
+        1.0
+    """
 
     @abc.abstractmethod
     def scaled(
