@@ -19,6 +19,8 @@ class Variant(NamedTuple):
 
     Attributes:
         architecture: the name of transformers' class.
+        activation: inside the MLP.
+        local_theta: the base of the rotary embedding of layers with a window, where a file has none; None: that of all.
         defaults: what transformers has in the place of a missing field.
         fixed: fields of a `LlamaConfig` that all of the family have.
         fields: names in a `config.json` that it has beside those of all families.
@@ -27,6 +29,8 @@ class Variant(NamedTuple):
     """
 
     architecture: str
+    activation: str = "silu"
+    local_theta: float | None = None
     defaults: Mapping[str, Any] = {}
     fixed: Mapping[str, Any] = {}
     fields: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ._gemma import GEMMA2, GEMMA3
 from ._llama import LLAMA
 from ._mistral import MISTRAL
 from ._qwen import QWEN2, QWEN3
@@ -16,5 +17,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         "qwen2": QWEN2,
         "qwen3": QWEN3,
         "smollm3": SMOLLM3,
+        "gemma2": GEMMA2,
+        "gemma3_text": GEMMA3,
     }
 )

@@ -19,7 +19,7 @@ from ..decoder._config import AbstractDecoderConfig
 from ..families._variant import FULL, SLIDING
 from ..families._variants import VARIANTS
 from ._fields import check_fields
-from ._scaling import AbstractRope, LinearRope
+from ._scaling import AbstractRope, LinearRope, check_positive
 from ._scaling_fields import read_scaling, rope_entries
 
 _SIZES = (
@@ -30,13 +30,25 @@ _SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm")
+_FLAGS = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm"),
+    *("unit_offset", "post_norms", "scaled_embeddings"),
+)
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+# Numbers above zero, or None.
+_POSITIVE = (
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    "rope_local_base_freq",
+)
 # Attributes that every family has in its file, and fields that are read in addition.
 _SHARED = (
     *_SIZES,
     *("num_attention_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings"),
 )
-_OTHERS = ("model_type", "hidden_act", "quantization_config", "rope_scaling", "rope_parameters")
+_OTHERS = (
+    *("model_type", "hidden_act", "hidden_activation", "quantization_config"),
+    *("rope_scaling", "rope_parameters", "rope_local_base_freq"),
+)
 _PART = "partial_rotary_factor"
 
 
@@ -65,8 +77,9 @@ class LlamaConfig(AbstractDecoderConfig):
             [`YarnRope`][energy_attn.models.YarnRope] or None.
         eos_token_id: the tokens that end a text, where
             [`generate`][energy_attn.models.generate] stops by default.
-        model_type: the family whose checkpoints are written: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"` or
-            `"smollm3"`.
+        model_type: the family whose checkpoints are written: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"`,
+            `"smollm3"`, `"gemma2"` or `"gemma3_text"`.
+        hidden_act: the activation inside the MLP, `"silu"` or `"gelu_pytorch_tanh"`.
         output_bias: whether the projection behind attention has a bias; None for `attention_bias`.
         qk_norm: whether each head of queries and keys is normed before it is turned.
         sliding_window: how many tokens a query sees, its own among them, in the layers that have a window; None for
@@ -74,6 +87,13 @@ class LlamaConfig(AbstractDecoderConfig):
         layer_types: `"sliding_attention"` or `"full_attention"` for each layer; None for the first, where there is a
             window.
         no_rope_layers: for each layer 1 if it has a rotary embedding, and 0 if it has none; None for all.
+        rope_local_base_freq: the base of the rotary embedding in layers with a window, unscaled; None for that of all.
+        query_pre_attn_scalar: scores are divided by its root; None for `head_dim`.
+        attn_logit_softcapping: the [cap][energy_attn.kernels.scores.SoftCap] of scores; None for none.
+        final_logit_softcapping: that of logits; None for none.
+        unit_offset: whether norms multiply by one more than their weights.
+        post_norms: whether what attention and the MLP add is normed as well.
+        scaled_embeddings: whether embeddings are multiplied by the root of `hidden_size`.
 
     Raises:
         TypeError: a size is not an integer, a constant not a number, a flag not a bool, or a scaling,
@@ -109,6 +129,14 @@ class LlamaConfig(AbstractDecoderConfig):
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     no_rope_layers: tuple[int, ...] | None = None
+    hidden_act: str = "silu"
+    rope_local_base_freq: float | None = None
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    unit_offset: bool = False
+    post_norms: bool = False
+    scaled_embeddings: bool = False
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
@@ -145,6 +173,10 @@ class LlamaConfig(AbstractDecoderConfig):
         for token in self.eos_token_id:
             check_integer("eos_token_id", token, 0)
         check_choice("model_type", self.model_type, tuple(VARIANTS))
+        check_choice("hidden_act", self.hidden_act, _ACTIVATIONS)
+        for name in _POSITIVE:
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
         if self.output_bias is not None:
             check_flag("output_bias", self.output_bias)
         if self.sliding_window is not None:
@@ -235,7 +267,7 @@ class LlamaConfig(AbstractDecoderConfig):
         entries = {
             "architectures": [variant.architecture],
             "model_type": self.model_type,
-            "hidden_act": "silu",
+            "hidden_act": self.hidden_act,
             "rope_scaling": None,
         }
         entries |= {name: values[name] for name in _SHARED} | variant.write(values)
@@ -244,6 +276,15 @@ class LlamaConfig(AbstractDecoderConfig):
             entries["rope_scaling"] = rope_entries(scaling)
         default = entries["rope_scaling"] or {"rope_type": "default"}
         entries["rope_parameters"] = {**default, "rope_theta": self.rope_theta}
+        if variant.activation != "silu":
+            entries["hidden_activation"] = self.hidden_act
+        local = self.rope_local_base_freq
+        if local is not None:
+            entries["rope_local_base_freq"] = local
+            entries["rope_parameters"] = {
+                FULL: entries["rope_parameters"],
+                SLIDING: {"rope_type": "default", "rope_theta": local},
+            }
         # null, as transformers has default tokens for missing fields
         end_tokens = list(self.eos_token_id) or None
         entries |= {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end_tokens}
@@ -269,20 +310,33 @@ class LlamaConfig(AbstractDecoderConfig):
 
 def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
     """The configuration that the fields of a `config.json` describe; raises as `from_json`."""
-    kind, activation = entries.get("model_type"), entries.get("hidden_act", "silu")
+    kind = entries.get("model_type")
     if not isinstance(kind, str) or kind not in VARIANTS:
         raise ValueError(
             f"model_type: wanted {' or '.join(map(repr, VARIANTS))}, got {received(kind)}"
         )
-    if activation != "silu":
-        raise ValueError(f"hidden_act: wanted 'silu', got {received(activation)}")
     variant = VARIANTS[kind]
+    for name in ("hidden_act", "hidden_activation"):
+        if entries.get(name, variant.activation) != variant.activation:
+            raise ValueError(
+                f"{name}: wanted {variant.activation!r}, got {received(entries[name])}"
+            )
     if entries.get("quantization_config") is not None:
         raise ValueError("quantization_config: wanted weights that are not quantized, got one")
     # transformers 5 has one object for both; 4 has the base apart
     rope = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise TypeError(f"rope_scaling: wanted a JSON object, got {received(rope)}")
+    local = entries.get("rope_local_base_freq", variant.local_theta)
+    if variant.local_theta is not None and {SLIDING, FULL} & set(
+        rope
+    ):  # one for each kind of layers
+        parts = {"rope_type": "default", **rope.get(SLIDING, {})}
+        if parts["rope_type"] != "default":
+            raise ValueError(
+                f"rope_type: wanted 'default' in {SLIDING!r}, got {parts['rope_type']!r}"
+            )
+        local, rope = parts.get("rope_theta", local), rope.get(FULL, {})
     part = rope.get(_PART, entries.get(_PART))
     if part not in (None, 1):
         raise ValueError(f"{_PART}: wanted 1, got {received(part)}")
@@ -294,5 +348,7 @@ def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
     context = fields.get("max_position_embeddings", LlamaConfig.max_position_embeddings)
     sizes = {"num_hidden_layers": LlamaConfig.num_hidden_layers, **fields}
     own = variant.read({**{x: entries[x] for x in variant.fields if x in entries}, **sizes})
-    fields |= {"model_type": kind, **variant.fixed, **own}
+    fields |= {"model_type": kind, "hidden_act": variant.activation, **variant.fixed, **own}
+    if variant.local_theta is not None:
+        fields["rope_local_base_freq"] = local
     return LlamaConfig(**fields, rope_scaling=read_scaling(rope, context))

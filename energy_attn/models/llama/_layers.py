@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.kernels.internal import lse_dtype
+from energy_attn.kernels.scores import SoftCap
 
 from ._config import LlamaConfig
 from ._rope import rotate
@@ -43,12 +44,20 @@ class Embedding(eqx.Module):
     """A row of `weight` for each token; NaN for a token outside the vocabulary."""
 
     weight: Float[Array, "vocab width"]
+    scale: float = eqx.field(static=True)
 
-    def __init__(self, vocab: int, width: int, dtype: DTypeLike, *, key: PRNGKeyArray):
+    def __init__(
+        self, vocab: int, width: int, dtype: DTypeLike, *, scale: float = 1.0, key: PRNGKeyArray
+    ):
         self.weight = 0.02 * jax.random.normal(key, (vocab, width), dtype)
+        self.scale = scale
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
-        """The tokens' rows."""
+        """The tokens' rows, times the scale."""
+        rows = self._rows(tokens)
+        return rows if self.scale == 1 else rows * jnp.asarray(self.scale, rows.dtype)
+
+    def _rows(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
         vocab = self.weight.shape[0]
         # negative indices would count from the end
         index = jnp.where((tokens < 0) | (tokens >= vocab), vocab, tokens)
@@ -65,25 +74,31 @@ class Embedding(eqx.Module):
 class RMSNorm(eqx.Module):
     r"""$y = w \circ x / \sqrt{\mathrm{mean}(x^2) + \epsilon}$, computed in float32 or wider.
 
+    With `offset` the factor is $1 + w$, and the product is of float32 as well.
+
     Source: Zhang and Sennrich (arXiv 1910.07467), equation 4.
     """
 
     weight: Float[Array, " width"]
     eps: float = eqx.field(static=True)
+    offset: bool = eqx.field(static=True)
 
-    def __init__(self, width: int, eps: float, dtype: DTypeLike):
-        self.weight = jnp.ones(width, dtype)
-        self.eps = eps
+    def __init__(self, width: int, eps: float, dtype: DTypeLike, offset: bool = False):
+        self.weight = jnp.zeros(width, dtype) if offset else jnp.ones(width, dtype)
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """Each vector brought to mean square 1, then scaled."""
         promoted = x.astype(lse_dtype(x.dtype))
         promoted *= lax.rsqrt(jnp.mean(promoted * promoted, -1, keepdims=True) + self.eps)
-        return promoted.astype(x.dtype) * jnp.expand_dims(self.weight, range(x.ndim - 1))
+        weight = jnp.expand_dims(self.weight, range(x.ndim - 1))
+        if self.offset:
+            return (promoted * (1 + weight.astype(promoted.dtype))).astype(x.dtype)
+        return promoted.astype(x.dtype) * weight
 
 
 class LlamaMLP(eqx.Module):
-    r"""SwiGLU: $W_{down}(\mathrm{silu}(W_{gate} x) \circ W_{up} x)$.
+    r"""SwiGLU: $W_{down}(\mathrm{silu}(W_{gate} x) \circ W_{up} x)$; or GEGLU, with another activation.
 
     Source: Shazeer (arXiv 2002.05202), equation 6.
     """
@@ -91,8 +106,10 @@ class LlamaMLP(eqx.Module):
     gate_proj: Linear
     up_proj: Linear
     down_proj: Linear
+    activation: str = eqx.field(static=True)
 
     def __init__(self, config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray):
+        self.activation = config.hidden_act
         gate, up, down = jax.random.split(key, 3)
         width, inner = config.hidden_size, config.intermediate_size
         linear = partial(Linear, dtype=dtype, bias=config.mlp_bias)
@@ -102,7 +119,9 @@ class LlamaMLP(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """The MLP's contribution to the residual stream."""
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.gate_proj(x)
+        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate)
+        return self.down_proj(gate * self.up_proj(x))
 
 
 class LlamaAttention(eqx.Module):
@@ -127,7 +146,7 @@ class LlamaAttention(eqx.Module):
         self.v_proj = linear(width, shared, key=v)
         bias = config.attention_bias if config.output_bias is None else config.output_bias
         self.o_proj = linear(inner, width, bias=bias, key=o)
-        norm = partial(RMSNorm, config.head_dim, config.rms_norm_eps, dtype)
+        norm = partial(RMSNorm, config.head_dim, config.rms_norm_eps, dtype, config.unit_offset)
         self.q_norm, self.k_norm = (norm(), norm()) if config.qk_norm else (None, None)
 
     def project(
@@ -143,35 +162,57 @@ class LlamaAttention(eqx.Module):
 
 
 class LlamaLayer(eqx.Module):
-    """Attention and MLP, each after a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream; with `post_norms`, normed before that.
+
+    `post_attention_layernorm` is the norm before the MLP, unless there are such norms: these are Hugging Face's names.
+    """
 
     input_layernorm: RMSNorm
     self_attn: LlamaAttention
     post_attention_layernorm: RMSNorm
+    pre_feedforward_layernorm: RMSNorm | None
+    post_feedforward_layernorm: RMSNorm | None
     mlp: LlamaMLP
-    window: int | None = eqx.field(static=True)
-    rotates: bool = eqx.field(static=True)
+    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)  # of its attention
+    rope: int | None = eqx.field(static=True)  # which rotary embedding it has
 
     def __init__(self, config: LlamaConfig, index: int, dtype: DTypeLike, *, key: PRNGKeyArray):
-        self.window, self.rotates = config.window(index), config.rotates(index)
+        window, cap = config.window(index), config.attn_logit_softcapping
+        options: dict[str, Any] = {}
+        if config.query_pre_attn_scalar is not None:
+            options["scale"] = config.query_pre_attn_scalar**-0.5
+        if window is not None:
+            options["local_window_size"] = window - 1, 0
+        if cap is not None:
+            options["score"] = SoftCap(cap)
+        self.options = tuple(options.items())
+        local = window is not None and config.rope_local_base_freq is not None
+        self.rope = int(local) if config.rotates(index) else None
         attend, mlp = jax.random.split(key)
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, dtype)
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, dtype, config.unit_offset)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        more = (norm(), norm()) if config.post_norms else (None, None)
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = more
         self.self_attn = LlamaAttention(config, dtype, key=attend)
         self.mlp = LlamaMLP(config, dtype, key=mlp)
 
     def __call__(
         self,
         x: Float[Array, "batch time width"],
-        rope: tuple[Array, Array],
+        ropes: tuple[tuple[Array, Array], ...],
         see: Callable[..., tuple[Array, Any]],
     ) -> tuple[Float[Array, "batch time width"], Any]:
         """The stream after the layer, and the second result of `see(query, key, value, **options)`."""
-        heads = self.self_attn.project(self.input_layernorm(x), rope if self.rotates else None)
-        window = {} if self.window is None else {"local_window_size": (self.window - 1, 0)}
-        out, extra = see(*heads, **window)
-        x = x + self.self_attn.o_proj(lax.collapse(out, 2))
-        return x + self.mlp(self.post_attention_layernorm(x)), extra
+        rope = None if self.rope is None else ropes[self.rope]
+        heads = self.self_attn.project(self.input_layernorm(x), rope)
+        out, extra = see(*heads, **dict(self.options))
+        out = self.self_attn.o_proj(lax.collapse(out, 2))
+        before, after = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
+        if before is None or after is None:
+            x = x + out
+            return x + self.mlp(self.post_attention_layernorm(x)), extra
+        x = x + self.post_attention_layernorm(out)
+        return x + after(self.mlp(before(x))), extra
 
 
 def dot(x: Array, weight: Array) -> Array:

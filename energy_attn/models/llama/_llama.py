@@ -81,10 +81,11 @@ class Llama(AbstractDecoder):
         self.config = config
         embed, layers, head = jax.random.split(check_key("key", key), 3)
         vocab, width = config.vocab_size, config.hidden_size
-        self.embed_tokens = Embedding(vocab, width, dtype, key=embed)
+        scale = width**0.5 if config.scaled_embeddings else 1.0
+        self.embed_tokens = Embedding(vocab, width, dtype, scale=scale, key=embed)
         keys = jax.random.split(layers, config.num_hidden_layers)
         self.layers = tuple(LlamaLayer(config, i, dtype, key=key) for i, key in enumerate(keys))
-        self.norm = RMSNorm(width, config.rms_norm_eps, dtype)
+        self.norm = RMSNorm(width, config.rms_norm_eps, dtype, config.unit_offset)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(width, vocab, dtype, key=head)
 
@@ -161,17 +162,22 @@ class Llama(AbstractDecoder):
         """
         save(self, directory, max_shard_size)
 
-    def rope(self, positions: Int[Array, "batch time"]) -> tuple[Array, Array]:
-        """Cosine and sine of the rotary embedding, `[batch, time, 1, head_dim / 2]`."""
-        config = self.config
+    def rope(self, positions: Int[Array, "batch time"]) -> tuple[tuple[Array, Array], ...]:
+        """Cosine and sine of the rotary embedding, `[batch, time, 1, head_dim / 2]`; then of that in a window."""
+        config, scaling = self.config, self.config.rope_scaling
         dtype = lse_dtype(self.embed_tokens.weight.dtype)
-        turns = frequencies(config.head_dim, config.rope_theta, config.rope_scaling, dtype)
-        scaling = config.rope_scaling
-        return rotary(positions, turns, 1.0 if scaling is None else scaling.attention_factor)
+        turns = frequencies(config.head_dim, config.rope_theta, scaling, dtype)
+        found = rotary(positions, turns, 1.0 if scaling is None else scaling.attention_factor)
+        if config.rope_local_base_freq is None:
+            return (found,)
+        local = frequencies(config.head_dim, config.rope_local_base_freq, None, dtype)
+        return found, rotary(positions, local, 1.0)
 
     def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocab"]:
         """The output projection of final hidden states, in float32 or wider."""
-        return dot(x, (self.lm_head or self.embed_tokens).weight)
+        found = dot(x, (self.lm_head or self.embed_tokens).weight)
+        cap = self.config.final_logit_softcapping
+        return found if cap is None else cap * jnp.tanh(found / cap)
 
 
 LLAMA = Family(read_config, Llama)

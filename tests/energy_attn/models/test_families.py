@@ -9,7 +9,7 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
-from energy_attn.models import LlamaConfig, YarnRope, load
+from energy_attn.models import LinearRope, LlamaConfig, YarnRope, load
 from energy_attn.prefix_tree import pack
 from tests.support.arrays import array
 from tests.support.compare import close
@@ -23,7 +23,7 @@ FIRST = json.dumps([SLIDING, FULL, FULL, FULL])
 
 def read(tmp_path, **fields):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"hidden_act": "silu", **SIZES, **fields}))
+    path.write_text(json.dumps({**SIZES, **fields}))
     return LlamaConfig.from_json(path)
 
 
@@ -54,6 +54,9 @@ READ = {
         [1, 0, 1, 0],
     ),
     'smollm3 {"no_rope_layers": [0, 1, 1, 1]}': ([None] * 4, [0, 1, 1, 1]),
+    'gemma2 {"sliding_window": 6}': ([6, None, 6, None], [1] * 4),
+    "gemma3_text {}": ([4096] * 4, [1] * 4),
+    'gemma3_text {"sliding_window_pattern": 3}': ([4096, 4096, None, 4096], [1] * 4),
 }
 
 
@@ -82,6 +85,20 @@ def test_defaults(tmp_path):
     assert [x.rope_theta for x in found.values()] == [1e4, 1e4, 1e4, 2e6]
     assert [x.qk_norm for x in found.values()] == [False, False, True, False]
     assert [(x.attention_bias, x.output_bias) for x in found.values()][1] == (True, False)
+    second, third = (read(tmp_path, model_type=kind) for kind in ("gemma2", "gemma3_text"))
+    assert (second.attn_logit_softcapping, second.final_logit_softcapping) == (50, 30)
+    assert (third.attn_logit_softcapping, third.final_logit_softcapping) == (None, None)
+    assert (second.rope_theta, second.rope_local_base_freq) == (1e4, None)
+    assert (third.rope_theta, third.rope_local_base_freq) == (1e6, 1e4)
+    for config in (second, third):
+        assert config.unit_offset and config.post_norms and config.scaled_embeddings
+        assert (config.head_dim, config.query_pre_attn_scalar) == (256, 256)
+    bases = {"rope_theta": 7e5, "rope_local_base_freq": 5e3}
+    old = read(
+        tmp_path, model_type="gemma3_text", rope_scaling={"type": "linear", "factor": 8.0}, **bases
+    )
+    assert (old.rope_theta, old.rope_local_base_freq) == (7e5, 5e3)
+    assert old.rope_scaling == LinearRope(8.0)
 
 
 REFUSED = {
@@ -103,7 +120,15 @@ REFUSED = {
     "smollm3 no_rope_layers: wanted 0 or 1": {"no_rope_layers": [1, 1, 2, 1]},
     "smollm3 no_rope_layers: wanted a list": {"no_rope_layers": 3},
     "llama sliding_window: wanted only": {"sliding_window": 7},
-    "gemma2 model_type: wanted 'llama' or 'mistral'": {},
+    "phi3 model_type: wanted 'llama' or 'mistral'": {},
+    "gemma2 hidden_activation: wanted 'gelu_pytorch_tanh', got str 'gelu'": {
+        "hidden_activation": "gelu"
+    },
+    "gemma3_text use_bidirectional_attention: wanted false": {"use_bidirectional_attention": True},
+    "gemma3_text rope_type: wanted 'default' in": {
+        "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}
+    },
+    "qwen2 hidden_act: wanted 'silu', got str 'gelu'": {"hidden_act": "gelu"},
     "llama rope_scaling: wanted its factor": {"rope_scaling": {"rope_type": "yarn"}},
     "llama long_factor: wanted only": {
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "long_factor": [1.0]}
