@@ -239,3 +239,74 @@ def test_narrow_cache(model):
     cache = model.empty_cache(batch=1, slots=16, window=3)
     with pytest.raises(ValueError, match="local_window_size: wanted at most the cache's window, 3"):
         model(jnp.zeros((1, 4), jnp.int32), cache=cache)
+
+
+GEMMA = LlamaConfig(
+    vocab_size=40,
+    hidden_size=24,
+    intermediate_size=36,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    model_type="gemma3_text",
+    hidden_act="gelu_pytorch_tanh",
+    tie_word_embeddings=True,
+    qk_norm=True,
+    sliding_window=5,
+    layer_types=(SLIDING, FULL),
+    rope_theta=100.0,
+    rope_local_base_freq=10.0,
+    query_pre_attn_scalar=20,
+    attn_logit_softcapping=3.0,
+    final_logit_softcapping=7.0,
+    unit_offset=True,
+    post_norms=True,
+    scaled_embeddings=True,
+)
+
+
+def by_definition(model, tokens):
+    """Logits `[T, vocab]` of one row, in NumPy: a Gemma with everything that one may have."""
+    c, w = model.config, jax.tree.map(lambda x: np.asarray(x, np.float64), model)
+    time, half = len(tokens), c.head_dim // 2
+    apart = np.arange(time)[:, None] - np.arange(time)
+
+    def norm(x, part):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * (1 + part.weight)
+
+    def turned(x, theta):
+        angle = np.arange(time)[:, None, None] / theta ** (np.arange(half) / half)
+        a, b = x[..., :half], x[..., half:]
+        cos, sin = np.cos(angle), np.sin(angle)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def gelu(x):
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    x = w.embed_tokens.weight[tokens] * np.sqrt(c.hidden_size)
+    for layer, theta, reach in zip(w.layers, (10.0, 100.0), (5, time), strict=True):
+        y, attend = norm(x, layer.input_layernorm), layer.self_attn
+        q, k, v = (
+            (y @ part.weight.T).reshape(time, -1, c.head_dim)
+            for part in (attend.q_proj, attend.k_proj, attend.v_proj)
+        )
+        q, k = turned(norm(q, attend.q_norm), theta), turned(norm(k, attend.k_norm), theta)
+        k, v = (np.repeat(part, 2, 1) for part in (k, v))
+        scores = 3 * np.tanh(np.einsum("tnh,snh->nts", q, k) / np.sqrt(20) / 3)
+        weights = np.where((apart >= 0) & (apart < reach), np.exp(scores), 0)
+        weights /= weights.sum(-1, keepdims=True)
+        out = np.einsum("nts,snh->tnh", weights, v).reshape(time, -1) @ attend.o_proj.weight.T
+        x = x + norm(out, layer.post_attention_layernorm)
+        y, mlp = norm(x, layer.pre_feedforward_layernorm), layer.mlp
+        inner = gelu(y @ mlp.gate_proj.weight.T) * (y @ mlp.up_proj.weight.T)
+        x = x + norm(inner @ mlp.down_proj.weight.T, layer.post_feedforward_layernorm)
+    return 7 * np.tanh(norm(x, w.norm) @ w.embed_tokens.weight.T / 7)
+
+
+def test_gemma_by_definition():
+    """A flag that is left out: a cap, a norm, a scale, a window's own rotary embedding."""
+    model = build(GEMMA)
+    tokens = np.random.default_rng(2).integers(0, 40, 13)
+    found = jax.jit(lambda model: model(array(tokens[None])).logits[0])(model)
+    close(found, by_definition(model, tokens))
