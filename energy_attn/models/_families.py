@@ -40,7 +40,8 @@ def load(
 
     Returns:
         The model: a [`Llama`][energy_attn.models.Llama], under the flags of its family, where `model_type` is
-        `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"`, `"smollm3"`, `"gemma2"` or `"gemma3_text"`.
+        `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"`, `"smollm3"`, `"gemma2"`, `"gemma3_text"` or
+        `"olmo2"`.
 
     Raises:
         TypeError: an argument of another type.

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from ._gemma import GEMMA2, GEMMA3
 from ._llama import LLAMA
 from ._mistral import MISTRAL
+from ._olmo import OLMO2
 from ._qwen import QWEN2, QWEN3
 from ._smollm3 import SMOLLM3
 from ._variant import Variant
@@ -19,5 +20,6 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         "smollm3": SMOLLM3,
         "gemma2": GEMMA2,
         "gemma3_text": GEMMA3,
+        "olmo2": OLMO2,
     }
 )

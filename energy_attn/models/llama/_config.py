@@ -32,7 +32,7 @@ _SIZES = (
 )
 _FLAGS = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm"),
-    *("unit_offset", "post_norms", "scaled_embeddings"),
+    *("qk_norm_over_heads", "unit_offset", "pre_norms", "post_norms", "scaled_embeddings"),
 )
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # Numbers above zero, or None.
@@ -78,10 +78,11 @@ class LlamaConfig(AbstractDecoderConfig):
         eos_token_id: the tokens that end a text, where
             [`generate`][energy_attn.models.generate] stops by default.
         model_type: the family whose checkpoints are written: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"`,
-            `"smollm3"`, `"gemma2"` or `"gemma3_text"`.
+            `"smollm3"`, `"gemma2"`, `"gemma3_text"` or `"olmo2"`.
         hidden_act: the activation inside the MLP, `"silu"` or `"gelu_pytorch_tanh"`.
         output_bias: whether the projection behind attention has a bias; None for `attention_bias`.
-        qk_norm: whether each head of queries and keys is normed before it is turned.
+        qk_norm: whether queries and keys are normed before they are turned: each head by itself.
+        qk_norm_over_heads: whether it is all heads together instead.
         sliding_window: how many tokens a query sees, its own among them, in the layers that have a window; None for
             no window.
         layer_types: `"sliding_attention"` or `"full_attention"` for each layer; None for the first, where there is a
@@ -92,7 +93,8 @@ class LlamaConfig(AbstractDecoderConfig):
         attn_logit_softcapping: the [cap][energy_attn.kernels.scores.SoftCap] of scores; None for none.
         final_logit_softcapping: that of logits; None for none.
         unit_offset: whether norms multiply by one more than their weights.
-        post_norms: whether what attention and the MLP add is normed as well.
+        pre_norms: whether what attention and the MLP read is normed.
+        post_norms: whether what they add is.
         scaled_embeddings: whether embeddings are multiplied by the root of `hidden_size`.
 
     Raises:
@@ -126,6 +128,7 @@ class LlamaConfig(AbstractDecoderConfig):
     model_type: str = "llama"
     output_bias: bool | None = None
     qk_norm: bool = False
+    qk_norm_over_heads: bool = False
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     no_rope_layers: tuple[int, ...] | None = None
@@ -135,6 +138,7 @@ class LlamaConfig(AbstractDecoderConfig):
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     unit_offset: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     scaled_embeddings: bool = False
 
@@ -174,6 +178,8 @@ class LlamaConfig(AbstractDecoderConfig):
             check_integer("eos_token_id", token, 0)
         check_choice("model_type", self.model_type, tuple(VARIANTS))
         check_choice("hidden_act", self.hidden_act, _ACTIVATIONS)
+        if not (self.pre_norms or self.post_norms):
+            raise ValueError("post_norms: wanted True where pre_norms is False, got False")
         for name in _POSITIVE:
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))

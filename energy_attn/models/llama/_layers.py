@@ -146,8 +146,11 @@ class LlamaAttention(eqx.Module):
         self.v_proj = linear(width, shared, key=v)
         bias = config.attention_bias if config.output_bias is None else config.output_bias
         self.o_proj = linear(inner, width, bias=bias, key=o)
-        norm = partial(RMSNorm, config.head_dim, config.rms_norm_eps, dtype, config.unit_offset)
-        self.q_norm, self.k_norm = (norm(), norm()) if config.qk_norm else (None, None)
+        widths = (inner, shared) if config.qk_norm_over_heads else (config.head_dim,) * 2
+        self.q_norm, self.k_norm = (
+            RMSNorm(x, config.rms_norm_eps, dtype, config.unit_offset) if config.qk_norm else None
+            for x in widths
+        )
 
     def project(
         self, x: Float[Array, "batch time width"], rope: tuple[Array, Array] | None
@@ -157,8 +160,17 @@ class LlamaAttention(eqx.Module):
             proj(x).reshape(*x.shape[:2], proj.weight.shape[0] // self.head_dim, self.head_dim)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = (x if norm is None else norm(x) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        q, k = (_normed(*pair) for pair in ((q, self.q_norm), (k, self.k_norm)))
         return (q, k, v) if rope is None else (rotate(q, *rope), rotate(k, *rope), v)
+
+
+def _normed(heads: Array, norm: RMSNorm | None) -> Array:
+    """Heads `[B, T, heads, H]`, each normed by itself, or all of them together where the norm is so wide."""
+    if norm is None:
+        return heads
+    if norm.weight.shape[0] == heads.shape[-1]:
+        return norm(heads)
+    return norm(lax.collapse(heads, 2)).reshape(heads.shape)
 
 
 class LlamaLayer(eqx.Module):
@@ -167,7 +179,7 @@ class LlamaLayer(eqx.Module):
     `post_attention_layernorm` is the norm before the MLP, unless there are such norms: these are Hugging Face's names.
     """
 
-    input_layernorm: RMSNorm
+    input_layernorm: RMSNorm | None
     self_attn: LlamaAttention
     post_attention_layernorm: RMSNorm
     pre_feedforward_layernorm: RMSNorm | None
@@ -190,9 +202,11 @@ class LlamaLayer(eqx.Module):
         self.rope = int(local) if config.rotates(index) else None
         attend, mlp = jax.random.split(key)
         norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, dtype, config.unit_offset)
-        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
-        more = (norm(), norm()) if config.post_norms else (None, None)
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = more
+        before, after = config.pre_norms, config.post_norms
+        self.input_layernorm = norm() if before else None
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm() if before and after else None
+        self.post_feedforward_layernorm = norm() if after else None
         self.self_attn = LlamaAttention(config, dtype, key=attend)
         self.mlp = LlamaMLP(config, dtype, key=mlp)
 
@@ -204,15 +218,18 @@ class LlamaLayer(eqx.Module):
     ) -> tuple[Float[Array, "batch time width"], Any]:
         """The stream after the layer, and the second result of `see(query, key, value, **options)`."""
         rope = None if self.rope is None else ropes[self.rope]
-        heads = self.self_attn.project(self.input_layernorm(x), rope)
+        heads = self.self_attn.project(_of(self.input_layernorm, x), rope)
         out, extra = see(*heads, **dict(self.options))
         out = self.self_attn.o_proj(lax.collapse(out, 2))
-        before, after = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
-        if before is None or after is None:
-            x = x + out
-            return x + self.mlp(self.post_attention_layernorm(x)), extra
-        x = x + self.post_attention_layernorm(out)
-        return x + after(self.mlp(before(x))), extra
+        before, after = self.post_attention_layernorm, self.post_feedforward_layernorm
+        if after is not None:
+            out, before = self.post_attention_layernorm(out), self.pre_feedforward_layernorm
+        x = x + out
+        return x + _of(after, self.mlp(_of(before, x))), extra
+
+
+def _of(norm: RMSNorm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)
 
 
 def dot(x: Array, weight: Array) -> Array:

@@ -1,6 +1,7 @@
 """The fields that families have beside a Llama's: what they mean, what is missing, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,11 @@ def test_defaults(tmp_path):
     assert [x.rope_theta for x in found.values()] == [1e4, 1e4, 1e4, 2e6]
     assert [x.qk_norm for x in found.values()] == [False, False, True, False]
     assert [(x.attention_bias, x.output_bias) for x in found.values()][1] == (True, False)
+    olmo = read(tmp_path, model_type="olmo2")
+    assert (olmo.rms_norm_eps, olmo.pre_norms, olmo.post_norms) == (1e-5, False, True)
+    assert olmo.qk_norm and olmo.qk_norm_over_heads
+    with pytest.raises(ValueError, match="post_norms: wanted True where pre_norms is False"):
+        LlamaConfig(pre_norms=False)
     second, third = (read(tmp_path, model_type=kind) for kind in ("gemma2", "gemma3_text"))
     assert (second.attn_logit_softcapping, second.final_logit_softcapping) == (50, 30)
     assert (third.attn_logit_softcapping, third.final_logit_softcapping) == (None, None)
@@ -273,7 +279,14 @@ def by_definition(model, tokens):
     apart = np.arange(time)[:, None] - np.arange(time)
 
     def norm(x, part):
+        if part is None:
+            return x
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * (1 + part.weight)
+
+    def normed(x, part):  # of heads
+        if not c.qk_norm_over_heads:
+            return norm(x, part)
+        return norm(x.reshape(time, -1), part).reshape(x.shape)
 
     def turned(x, theta):
         angle = np.arange(time)[:, None, None] / theta ** (np.arange(half) / half)
@@ -291,7 +304,7 @@ def by_definition(model, tokens):
             (y @ part.weight.T).reshape(time, -1, c.head_dim)
             for part in (attend.q_proj, attend.k_proj, attend.v_proj)
         )
-        q, k = turned(norm(q, attend.q_norm), theta), turned(norm(k, attend.k_norm), theta)
+        q, k = turned(normed(q, attend.q_norm), theta), turned(normed(k, attend.k_norm), theta)
         k, v = (np.repeat(part, 2, 1) for part in (k, v))
         scores = 3 * np.tanh(np.einsum("tnh,snh->nts", q, k) / np.sqrt(20) / 3)
         weights = np.where((apart >= 0) & (apart < reach), np.exp(scores), 0)
@@ -304,9 +317,10 @@ def by_definition(model, tokens):
     return 7 * np.tanh(norm(x, w.norm) @ w.embed_tokens.weight.T / 7)
 
 
-def test_gemma_by_definition():
-    """A flag that is left out: a cap, a norm, a scale, a window's own rotary embedding."""
-    model = build(GEMMA)
+@pytest.mark.parametrize("pre_norms", [True, False])
+def test_gemma_by_definition(pre_norms):
+    """A flag that is left out: a cap, a norm, a scale, a window's own rotary embedding; with the norms of OLMo 2."""
+    model = build(replace(GEMMA, pre_norms=pre_norms, qk_norm_over_heads=not pre_norms))
     tokens = np.random.default_rng(2).integers(0, 40, 13)
     found = jax.jit(lambda model: model(array(tokens[None])).logits[0])(model)
     close(found, by_definition(model, tokens))

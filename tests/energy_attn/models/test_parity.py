@@ -101,6 +101,8 @@ CHECKPOINTS = {
         "tie_word_embeddings": False,
         "pad_token_id": None,
     },
+    # norms of what is added, and of all queries and keys together
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None},
     # embeddings that are scaled where they are read, not where they are the output projection
     "gemma2 tied": {"model_type": "gemma2", "head_dim": 8, "pad_token_id": None},
     # two rotary embeddings, of which one is scaled
@@ -119,7 +121,7 @@ CHECKPOINTS = {
         "pad_token_id": None,
     },
 }
-FAMILIES = ["mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3"]
+FAMILIES = ["mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "olmo2"]
 
 
 @functools.cache
