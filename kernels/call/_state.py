@@ -201,10 +201,14 @@ def fold(
 
 
 def _weighed(state: AttentionState, shift: Array) -> tuple[Array, Array]:
-    """The terms of parts in the two sums of a fold."""
+    """The terms of parts in the two sums of a fold.
+
+    Each is rounded before the sum. A compiler that computes a state twice, to keep and to send, may fuse another one of
+    its products with the sum each time, and two devices would then go on with numbers that differ in the last bit.
+    """
     weight = jnp.exp(state.lse - shift)
     out = jnp.where(holds_keys(state.lse)[..., None], state.out.astype(weight.dtype), 0.0)
-    return out * weight[..., None], weight
+    return unfused(out * weight[..., None]), weight
 
 
 def _divided(

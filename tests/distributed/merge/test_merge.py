@@ -11,7 +11,7 @@ import scipy.special
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn.distributed import collectives, logsumexp_across, merge_across
+from energy_attn.distributed import collectives, logsumexp_across, make_mesh, merge_across
 from energy_attn.kernels import AttentionState
 from tests.support.compare import close
 from tests.support.meshes import merges_for, mesh_of, parallel_of
@@ -189,20 +189,21 @@ def test_a_ring_of_any_length_is_one_loop():
     assert text(64).count("\n") == text(32).count("\n")
 
 
-def test_halving_is_equal_on_all_devices():
+@pytest.mark.parametrize("merge", ["halving", "hierarchical"])
+def test_equal_on_all_devices(merge):
     """A share that a device keeps, rounded in another way than the one that it sends: by one bit, on some devices."""
-    rng = np.random.default_rng(0)
-    out, lse = rng.standard_normal((8, 24, 7)), 3 * rng.standard_normal((8, 24))
-    with jax.set_mesh(mesh_of("2x4")):
-        axes = parallel_of("2x4").axes
+    rng, axes = np.random.default_rng(0), ("node", "device")
+    for shape, rows, width in (((2, 4), (24,), 7), ((4, 2), (2, 3, 4), 3)):
+        out, lse = rng.standard_normal((8, *rows, width)), 3 * rng.standard_normal((8, *rows))
 
         def fold(*parts):
             state = AttentionState(*(x[0] for x in parts))
-            return [x[None] for x in merge_across(state, axes, "halving")]
+            return [x[None] for x in merge_across(state, axes, merge)]
 
-        run = jax.shard_map(fold, in_specs=P(axes), out_specs=P(axes), check_vma=False)
-        found = [np.asarray(x) for x in jax.jit(run)(out, lse)]
-    assert all((x == x[0]).all() for x in found)
+        with jax.set_mesh(make_mesh(shape, axes)):
+            run = jax.shard_map(fold, in_specs=P(axes), out_specs=P(axes), check_vma=False)
+            found = [np.asarray(x) for x in jax.jit(run)(out, lse)]
+        assert all((x == x[0]).all() for x in found), shape
 
 
 @pytest.mark.parametrize(
