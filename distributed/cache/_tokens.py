@@ -144,7 +144,7 @@ class AbstractTokens(eqx.Module):
         Examples:
             >>> import jax.numpy as jnp
             >>> from energy_attn.distributed import KVCache
-            >>> cache = KVCache.empty(1, 4, 1, 1, dtype=jnp.float32)
+            >>> cache = KVCache.empty(1, 4, 1, 1, dtype=jnp.float32, block_size=4)
             >>> cache = cache.append(*[jnp.arange(4.0).reshape(1, 4, 1, 1)] * 2)
             >>> kept = cache.evict(2, importance=jnp.array([[0.9, 0.1, 0.2, 0.8]]))
             >>> kept.keys()[kept.positions >= 0].ravel().tolist(), kept.lengths.tolist()

@@ -235,9 +235,9 @@ class LlamaConfig(AbstractDecoderConfig):
 
         Raises:
             TypeError: `path` is not a path, or a value is of another type.
-            ValueError: no file, no JSON, another model or activation, quantized weights, a rotary
-                embedding of part of a head or of an unknown scaling, a field that Llama does not
-                have, such as `sliding_window`, or as the class does. `dynamic`
+            ValueError: no file, no JSON, an unknown family, another activation than its own, quantized weights, a
+                rotary embedding of part of a head or of an unknown scaling, a field that the family does not
+                have, such as `sliding_window` of a Llama, or as the class does. `dynamic`
                 is refused because its frequencies depend on the length of the whole text: they would
                 change for keys that are already in a cache.
 
@@ -262,6 +262,9 @@ class LlamaConfig(AbstractDecoderConfig):
 
     def to_json(self) -> dict[str, Any]:
         """The fields of a `config.json` that both transformers 4 and 5 read.
+
+        Raises:
+            ValueError: the family of `model_type` has no field for something that this decoder has.
 
         Examples:
             >>> from energy_attn.models import LlamaConfig
@@ -294,7 +297,23 @@ class LlamaConfig(AbstractDecoderConfig):
         # null, as transformers has default tokens for missing fields
         end_tokens = list(self.eos_token_id) or None
         entries |= {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end_tokens}
+        own, read = self._computed(), read_config(entries)._computed()
+        if lost := [name for name, x in own.items() if read[name] != x]:
+            raise ValueError(
+                f"{lost[0]}: wanted what a checkpoint of {self.model_type!r} can say, got {own[lost[0]]}"
+            )
         return entries
+
+    def _computed(self) -> dict[str, Any]:
+        """What the decoder computes by, of which some may be said in several ways."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        layers = range(self.num_hidden_layers)
+        del values["layer_types"]
+        return values | {
+            "sliding_window": [self.window(i) for i in layers],
+            "no_rope_layers": [int(self.rotates(i)) for i in layers],
+            "output_bias": self.attention_bias if self.output_bias is None else self.output_bias,
+        }
 
     @property
     def context_length(self) -> int:

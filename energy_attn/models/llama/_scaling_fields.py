@@ -30,7 +30,11 @@ _OLDER = ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)
 
 def rope_entries(scaling: AbstractRope) -> dict[str, Any]:
     """The object of a `config.json`, without what is None."""
-    (kind,) = (name for name, x in _KINDS.items() if type(scaling) is x)
+    kind = next((name for name, x in _KINDS.items() if type(scaling) is x), None)
+    if kind is None:
+        raise ValueError(
+            f"rope_scaling: wanted one of {', '.join(_KINDS)} in a checkpoint, got {received(scaling)}"
+        )
     values = {x.name: getattr(scaling, x.name) for x in _fields(scaling)}
     return {"rope_type": kind} | {
         _THEIRS.get(name, name): x for name, x in values.items() if x is not None

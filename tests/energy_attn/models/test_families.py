@@ -162,6 +162,37 @@ def test_yarn(tmp_path):
     assert found.rope_scaling == YarnRope(2.0, 96, scale=1.5)
 
 
+LOST = {
+    "sliding_window: wanted what a checkpoint of 'llama' can say": {"sliding_window": 5},
+    "qk_norm: wanted what a checkpoint of 'qwen2' can say": {
+        "model_type": "qwen2",
+        "attention_bias": True,
+        "output_bias": False,
+        "qk_norm": True,
+    },
+    "mlp_bias: wanted what a checkpoint of 'mistral' can say": {
+        "model_type": "mistral",
+        "mlp_bias": True,
+    },
+    "no_rope_layers: wanted what a checkpoint of 'gemma2' can say": {
+        "model_type": "gemma2",
+        "no_rope_layers": (0, 1, 1, 1),
+        **dict.fromkeys(("unit_offset", "post_norms", "scaled_embeddings"), True),
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 4,
+        "sliding_window": 4,
+        "layer_types": (FULL,) * 4,
+    },
+}
+
+
+@pytest.mark.parametrize("said", LOST)
+def test_lost_in_a_file(said):
+    """A checkpoint that is read as another decoder, as its family has no word for what this one has."""
+    with pytest.raises(ValueError, match=said):
+        LlamaConfig(**SIZES, **LOST[said]).to_json()
+
+
 def test_unknown_family(tmp_path):
     """A folder of another family that is taken for a Llama."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3"}))
