@@ -161,13 +161,10 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def main() -> None:
-    """Measures, writes and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=None)
-    out = parser.parse_args().out
+def report() -> dict[str, Any]:
+    """All numbers of the page, and the machine."""
     model = byte_llama()
-    report = {
+    return {
         "machine": f"{_processor()}, {os.cpu_count()} cores",
         "jax": jax.__version__,
         "documents": DOCUMENTS,
@@ -176,7 +173,14 @@ def main() -> None:
         **measure(model),
         "mebibytes_on_each_of_8_devices": memory(model),
     }
-    lines = [f"  {json.dumps(name)}: {json.dumps(x)}" for name, x in report.items()]
+
+
+def main(description: str | None, report: Callable[[], dict[str, Any]]) -> None:
+    """Measures, prints, and writes to the path behind `--out`, a line for each entry."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=None)
+    out = parser.parse_args().out
+    lines = [f"  {json.dumps(name)}: {json.dumps(x)}" for name, x in report().items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     print(text)
     if out is not None:
@@ -184,4 +188,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, report)

@@ -7,8 +7,6 @@ Writes the numbers of docs/eviction.md:
     python examples/eviction.py --out docs/eviction/report.json
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from energy_attn.cli.demo import byte_llama, held_out_text
 from energy_attn.models import DecoderCache, Llama
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attribution import SIZE, text_of
+from attribution import SIZE, main, text_of
 
 CONTEXT, AFTER, PIECES, QUESTIONS = 2048, 128, 24, 32
 KEPT = (1024, 512, 256, 128, 64)
@@ -124,18 +122,5 @@ def measure(model: Llama) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measures, writes and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=None)
-    out = parser.parse_args().out
-    report = measure(byte_llama())
-    lines = [f"  {json.dumps(name)}: {json.dumps(x)}" for name, x in report.items()]
-    text = "{\n" + ",\n".join(lines) + "\n}\n"
-    print(text)
-    if out is not None:
-        out.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, lambda: measure(byte_llama()))

@@ -14,7 +14,7 @@ from energy_attn.models import LinearRope, LlamaConfig, YarnRope, load
 from energy_attn.prefix_tree import pack
 from tests.support.arrays import array
 from tests.support.compare import close
-from tests.support.llama import build
+from tests.support.llama import CONFIG, build
 from tests.support.meshes import mesh_of
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 32}
@@ -203,14 +203,8 @@ def test_unknown_family(tmp_path):
         load(tmp_path)
 
 
-FLAGS = LlamaConfig(
-    vocab_size=40,
-    hidden_size=24,
-    intermediate_size=36,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
+FLAGS = replace(
+    CONFIG,
     model_type="smollm3",
     attention_bias=True,
     output_bias=False,
@@ -278,21 +272,14 @@ def test_narrow_cache(model):
         model(jnp.zeros((1, 4), jnp.int32), cache=cache)
 
 
-GEMMA = LlamaConfig(
-    vocab_size=40,
-    hidden_size=24,
-    intermediate_size=36,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
+GEMMA = replace(
+    CONFIG,
     model_type="gemma3_text",
     hidden_act="gelu_pytorch_tanh",
     tie_word_embeddings=True,
     qk_norm=True,
     sliding_window=5,
     layer_types=(SLIDING, FULL),
-    rope_theta=100.0,
     rope_local_base_freq=10.0,
     query_pre_attn_scalar=20,
     attn_logit_softcapping=3.0,
