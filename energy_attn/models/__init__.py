@@ -15,6 +15,8 @@ from .decoder._cache import DecoderCache as DecoderCache
 from .decoder._cache import TreeOutput as TreeOutput
 from .decoder._decoder import AbstractDecoder as AbstractDecoder
 from .decoder._output import DecoderOutput as DecoderOutput
+from .families._experts import ExpertsConfig as ExpertsConfig
+from .families._latent import LatentConfig as LatentConfig
 from .generation._drafters import AbstractDrafter as AbstractDrafter
 from .generation._drafters import ModelDrafter as ModelDrafter
 from .generation._drafters import PromptLookup as PromptLookup
@@ -27,3 +29,5 @@ from .llama._scaling import AbstractRope as AbstractRope
 from .llama._scaling import LinearRope as LinearRope
 from .llama._scaling import Llama3Rope as Llama3Rope
 from .llama._scaling import YarnRope as YarnRope
+from .llama._scaling_by_length import DynamicRope as DynamicRope
+from .llama._scaling_by_length import LongRope as LongRope

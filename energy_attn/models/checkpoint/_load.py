@@ -19,13 +19,14 @@ from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 from ...functional._progress import Progress, progress_of
 from ..decoder._config import AbstractDecoderConfig
 from ..decoder._decoder import AbstractDecoder, Family
+from ..decoder._stored import Stored
 from . import _folder
 from ._config import with_end_tokens
 from ._folder import CONFIG, INDEX, WHOLE
-from ._shard import shardings
+from ._shard import along, shardings
 
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\blayers?\.(\d+)\.")
 _SHOWN = 3  # names in an error
 
 
@@ -57,33 +58,40 @@ def load(
     _check_layers(config, stored_tensors)
     model = eqx.filter_eval_shape(family.build, config, key=jax.random.key(0))
     names, leaves = named(model)
-    stored = _matching(stored_tensors, names, leaves, config, dtype)
-    dtype = jax.dtypes.canonicalize_dtype(stored[0].dtype if dtype is None else dtype)
+    places = [config.stored(name, x.shape) for name, x in zip(names, leaves, strict=True)]
+    found = _matching(stored_tensors, places, leaves, config, dtype)
+    dtype = jax.dtypes.canonicalize_dtype(found if dtype is None else dtype)
     if mesh is None:
         in_force = jax.sharding.get_mesh()
         mesh = None if in_force.empty else in_force
     targets = [None] * len(leaves) if mesh is None else shardings(model, mesh, tensor)
     total, done, arrays = sum(leaf.size for leaf in leaves), 0, []
     with progress_of(f"reading {folder.name}", progress) as show:
-        for name, source, target in zip(names, stored, targets, strict=True):
+        for name, place, leaf, target in zip(names, places, leaves, targets, strict=True):
             # one at a time, so that the host holds at most one weight
-            arrays.append(jax.block_until_ready(_array(source, target, dtype)))
+            kind = dtype if place.dtype is None else place.dtype
+            array = _array(stored_tensors, place, leaf.shape, target, kind)
+            arrays.append(jax.block_until_ready(array))
             done += arrays[-1].size
             show(done / total, name)
-    return jax.tree.unflatten(jax.tree.structure(model), arrays)
+    model = jax.tree.unflatten(jax.tree.structure(model), arrays)
+    return model if mesh is None else along(model, mesh, tensor)
 
 
-def _array(tensor: Tensor, sharding: NamedSharding | None, dtype: np.dtype) -> Array:
-    """A tensor on its devices; this process reads the parts that its own devices hold."""
+def _array(
+    tensors: Mapping[str, Tensor],
+    place: Stored,
+    shape: tuple[int, ...],
+    sharding: NamedSharding | None,
+    dtype: np.dtype,
+) -> Array:
+    """A weight on its devices; this process reads the parts that its own devices hold."""
     if sharding is None:
-        bounds = tuple((0, size) for size in tensor.shape)
-        return jax.device_put(safetensors.read(tensor, [bounds], dtype)[bounds])
-    indices = sharding.addressable_devices_indices_map(tensor.shape).values()
-    parts = {_part(index, tensor.shape) for index in indices}
-    data = safetensors.read(tensor, parts, dtype)
-    return jax.make_array_from_callback(
-        tensor.shape, sharding, lambda index: data[_part(index, tensor.shape)]
-    )
+        bounds = tuple((0, size) for size in shape)
+        return jax.device_put(place.read(tensors, [bounds], dtype)[bounds])
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    data = place.read(tensors, {_part(index, shape) for index in indices}, dtype)
+    return jax.make_array_from_callback(shape, sharding, lambda index: data[_part(index, shape)])
 
 
 def _part(index: Any, shape: tuple[int, ...]) -> Part:
@@ -91,7 +99,7 @@ def _part(index: Any, shape: tuple[int, ...]) -> Part:
 
 
 def named(model: AbstractDecoder) -> tuple[list[str], list[Any]]:
-    """The weights of a decoder, and their names in a checkpoint."""
+    """The weights of a decoder, and their names; a checkpoint may have others."""
     names, leaves = [], []
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -130,7 +138,7 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
 
 def _check_layers(config: AbstractDecoderConfig, stored: Mapping[str, Tensor]) -> None:
     """Raises `ValueError` for more layers than the files have, before the model is built."""
-    layers = {match[1] for name in stored if (match := _LAYER.match(name))}
+    layers = {match[1] for name in stored if (match := _LAYER.search(name))}
     if config.num_hidden_layers > len(layers):
         raise ValueError(
             f"num_hidden_layers: wanted at most the {len(layers)} layers whose tensors are in the "
@@ -140,14 +148,20 @@ def _check_layers(config: AbstractDecoderConfig, stored: Mapping[str, Tensor]) -
 
 def _matching(
     stored: Mapping[str, Tensor],
-    names: list[str],
+    places: list[Stored],
     leaves: list[Any],
     config: AbstractDecoderConfig,
     dtype: np.dtype | None,
-) -> list[Tensor]:
-    """The tensors of these names, all checked; raises `ValueError`, which names a wrong one."""
-    unexpected = [name for name in stored if name not in names and not _ignored(name, config)]
-    missing = [name for name in names if name not in stored]
+) -> np.dtype:
+    """The dtype of the tensors, all of which are checked; raises `ValueError`, which names a wrong one."""
+    shapes = {
+        name: place.shape(leaf.shape)
+        for place, leaf in zip(places, leaves, strict=True)
+        for name in place.names
+    }
+    own = {name for place in places if place.dtype is not None for name in place.names}
+    unexpected = [name for name in stored if name not in shapes and not config.ignores(name)]
+    missing = [name for name in shapes if name not in stored]
     for expected, wrong in (
         ("all tensors of the model", missing),
         ("no other tensors", unexpected),
@@ -158,28 +172,23 @@ def _matching(
             raise ValueError(
                 f"directory: wanted {expected}, got it {preposition} {', '.join(wrong[:_SHOWN])}{more}"
             )
-    first = stored[names[0]]
-    for name, leaf in zip(names, leaves, strict=True):
+    first = next(name for name in shapes if name not in own)
+    for name, shape in shapes.items():
         tensor = stored[name]
         if tensor.dtype is None or tensor.dtype not in FLOATING:
             raise ValueError(
                 f"{name}: wanted float16, bfloat16, float32 or float64 in {tensor.file}, "
                 f"got {tensor.code}"
             )
-        if tensor.shape != leaf.shape:
+        if tensor.shape != shape:
             raise ValueError(
-                f"{name}: wanted shape {leaf.shape} by {CONFIG}, got {tensor.shape} in "
-                f"{tensor.file}"
+                f"{name}: wanted shape {shape} by {CONFIG}, got {tensor.shape} in {tensor.file}"
             )
-        if dtype is None and tensor.dtype != first.dtype:
+        if dtype is None and tensor.dtype != stored[first].dtype and name not in own:
             raise ValueError(
-                f"{name}: wanted {first.dtype} as in {names[0]}, or dtype=..., got {tensor.dtype}"
+                f"{name}: wanted {stored[first].dtype} as in {first}, or dtype=..., got "
+                f"{tensor.dtype} in {tensor.file}"
             )
-    return [stored[name] for name in names]
-
-
-def _ignored(name: str, config: AbstractDecoderConfig) -> bool:
-    """Whether Hugging Face ignores it: rotary frequencies, and the head of tied embeddings."""
-    return name.endswith(".rotary_emb.inv_freq") or (
-        config.tie_word_embeddings and name == "lm_head.weight"
-    )
+    found = stored[first].dtype
+    assert found is not None
+    return found

@@ -3,10 +3,11 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -18,6 +19,7 @@ from energy_attn.distributed.internal import files, safetensors
 from energy_attn.kernels.internal import check_integer, received
 
 from ..decoder._decoder import AbstractDecoder
+from ..decoder._stored import Stored
 from . import _folder
 from ._folder import CONFIG, INDEX, SAVE, WHOLE, unfinished
 from ._load import named
@@ -40,18 +42,19 @@ def save(model: AbstractDecoder, directory: object, max_shard_size: int) -> None
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
             raise TypeError(f"{name}: wanted an array that has been computed, got {received(leaf)}")
-    groups = _groups(dict(zip(names, leaves, strict=True)), max_shard_size)
+    tensors = _tensors(model, names, leaves)
+    groups = _groups(tensors, max_shard_size)
     first = jax.process_index() == 0
     with files.saving(folder, _OURS, _folder.in_use) as identity:
         metadata = {"format": "pt", SAVE: identity}
         parts = {WHOLE: groups[0]} if len(groups) == 1 else _numbered(groups, identity)
-        arrays = map(_host, leaves)
+        arrays = map(_whole, tensors.values())
         with files.together(folder):
             try:
                 if first:
                     for file, group in parts.items():
                         target = unfinished(file, identity) if file == WHOLE else file
-                        shapes = {name: (leaf.shape, leaf.dtype) for name, leaf in group.items()}
+                        shapes = {name: (x.shape, x.dtype) for name, x in group.items()}
                         group_arrays = itertools.islice(arrays, len(group))
                         safetensors.write(folder / target, metadata, shapes, group_arrays)
                     _write_texts(folder, model, parts, identity)
@@ -65,20 +68,44 @@ def save(model: AbstractDecoder, directory: object, max_shard_size: int) -> None
                 files.clean(folder, _THEIRS, _folder.in_use)
 
 
-def _groups(leaves: dict[str, Array], most: int) -> list[dict[str, Array]]:
-    """The weights of each file: at most so many bytes, unless one weight has more."""
-    groups: list[dict[str, Array]] = [{}]
+class _Written(NamedTuple):
+    """A tensor of the files, and the weights in it: each where it is, and which index of its first axis, if one."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    weights: list[tuple[Stored, Array, int | None]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _tensors(model: AbstractDecoder, names: list[str], leaves: list[Array]) -> dict[str, _Written]:
+    """The tensors of the files by name."""
+    found: dict[str, _Written] = {}
+    for name, leaf in zip(names, leaves, strict=True):
+        place = model.config.stored(name, leaf.shape)
+        for index, tensor in enumerate(place.names):
+            new = _Written(place.shape(leaf.shape), leaf.dtype, [])
+            weights = found.setdefault(tensor, new).weights
+            weights.append((place, leaf, index if place.is_split else None))
+    return found
+
+
+def _groups(tensors: dict[str, _Written], most: int) -> list[dict[str, _Written]]:
+    """The tensors of each file: at most so many bytes, unless one tensor has more."""
+    groups: list[dict[str, _Written]] = [{}]
     size = 0
-    for name, leaf in leaves.items():
-        size += leaf.nbytes
+    for name, tensor in tensors.items():
+        size += tensor.nbytes
         if size > most and groups[-1]:
             groups.append({})
-            size = leaf.nbytes
-        groups[-1][name] = leaf
+            size = tensor.nbytes
+        groups[-1][name] = tensor
     return groups
 
 
-def _numbered(groups: list[dict[str, Array]], identity: str) -> dict[str, dict[str, Array]]:
+def _numbered(groups: list[dict[str, _Written]], identity: str) -> dict[str, dict[str, _Written]]:
     return {
         f"model-{identity}-{i:05d}-of-{len(groups):05d}.safetensors": group
         for i, group in enumerate(groups, 1)
@@ -86,15 +113,15 @@ def _numbered(groups: list[dict[str, Array]], identity: str) -> dict[str, dict[s
 
 
 def _write_texts(
-    folder: Path, model: AbstractDecoder, parts: dict[str, dict[str, Array]], identity: str
+    folder: Path, model: AbstractDecoder, parts: dict[str, dict[str, _Written]], identity: str
 ) -> None:
     """Writes the configuration, and the index of several files, under their waiting names."""
     file_of = {name: file for file, group in parts.items() for name in group}
-    leaves = [leaf for group in parts.values() for leaf in group.values()]
-    entries = {**model.config.to_json(), "torch_dtype": leaves[0].dtype.name, SAVE: identity}
+    tensors = [tensor for group in parts.values() for tensor in group.values()]
+    entries = {**model.config.to_json(), "torch_dtype": tensors[0].dtype.name, SAVE: identity}
     texts: dict[str, Any] = {CONFIG: entries}
     if len(parts) > 1:
-        total = sum(leaf.nbytes for leaf in leaves)
+        total = sum(tensor.nbytes for tensor in tensors)
         texts[INDEX] = {"metadata": {"total_size": total, SAVE: identity}, "weight_map": file_of}
     for name, text in texts.items():
         files.write(
@@ -117,6 +144,17 @@ def _replace_weights(folder: Path, weights: str, identity: str) -> None:
                 files.remove(folder / weights)
         raise
     files.replace(folder / unfinished(CONFIG, identity), folder / CONFIG)
+
+
+def _whole(tensor: _Written) -> np.ndarray:
+    """A tensor on the host, of all the weights in it."""
+    place, leaf, index = tensor.weights[0]
+    if place.axis is None and not place.swapped:
+        return _host(leaf if index is None else leaf[index])
+    out = np.empty(tensor.shape, tensor.dtype)
+    for place, leaf, index in tensor.weights:
+        place.within(out, leaf.shape)[...] = _host(leaf if index is None else leaf[index])
+    return out
 
 
 def _host(leaf: Array) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The sharding of a decoder's weights on a mesh."""
 
+import dataclasses
 from typing import Any, TypeVar
 
 import jax
@@ -11,21 +12,24 @@ from energy_attn.kernels.internal import received
 
 from ..decoder._config import AbstractDecoderConfig
 from ..decoder._decoder import AbstractDecoder
+from ..decoder._experts import AbstractExperts
 
 Decoder = TypeVar("Decoder", bound=AbstractDecoder)
 Leaf = Array | jax.ShapeDtypeStruct
 
 # Each device has a part of the outputs of these maps, and of the inputs of those that follow, so that attention and
 # the MLP each need one all-reduce.
-_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 _INPUTS = ("o_proj", "down_proj")
+# Each device has some of the experts.
+_EXPERTS = "experts"
 # Split by rows, one for each token, so that each device has some of the logits; split by columns, it would have
 # partial sums of all logits, the largest array.
 _VOCABULARY = ("embed_tokens", "lm_head")
 
 
 def shard(model: Decoder, mesh: Mesh, *, tensor: str = "tensor") -> Decoder:
-    """A decoder on a mesh: heads, the width inside the MLP and the vocabulary split, the rest replicated.
+    """A decoder on a mesh: heads, the width inside the MLP, experts and the vocabulary split, the rest replicated.
 
     Weights are replicated over all other axes than `tensor`: a cache is sharded over those. The
     vocabulary stays whole where the axis does not divide it. XLA adds the communication: one sum over
@@ -44,7 +48,7 @@ def shard(model: Decoder, mesh: Mesh, *, tensor: str = "tensor") -> Decoder:
 
     Raises:
         TypeError: `model` is not an `AbstractDecoder`, `mesh` not a mesh, or `tensor` not a name.
-        ValueError: the axis does not divide the heads or the width, or is explicit.
+        ValueError: the axis does not divide the heads, the width or the experts, or is explicit.
 
     Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
 
@@ -72,7 +76,18 @@ def shard(model: Decoder, mesh: Mesh, *, tensor: str = "tensor") -> Decoder:
         return jax.device_put(leaf, sharding)
 
     leaves, tree = jax.tree.flatten(model)
-    return jax.tree.unflatten(tree, list(map(place, leaves, shardings(model, mesh, tensor))))
+    placed = map(place, leaves, shardings(model, mesh, tensor))
+    return along(jax.tree.unflatten(tree, list(placed)), mesh, tensor)
+
+
+def along(model: Decoder, mesh: Mesh, tensor: str) -> Decoder:
+    """A decoder whose experts know that they are sharded over an axis, if the mesh has it."""
+    axis = tensor if dict(mesh.shape).get(tensor, 1) > 1 else None
+
+    def told(x: Any) -> Any:
+        return dataclasses.replace(x, axis=axis) if isinstance(x, AbstractExperts) else x
+
+    return jax.tree.map(told, model, is_leaf=lambda x: isinstance(x, AbstractExperts))
 
 
 def shardings(model: AbstractDecoder, mesh: object, tensor: object) -> list[NamedSharding]:
@@ -91,12 +106,23 @@ def shardings(model: AbstractDecoder, mesh: object, tensor: object) -> list[Name
         owner, field = ["", *names][-2:]
         if owner in _VOCABULARY:
             return P(vocabulary)
-        if owner in _OUTPUTS:
+        if owner in (*_OUTPUTS, _EXPERTS):
             return P(split)
         return P(None, split) if owner in _INPUTS and field == "weight" else P()
 
-    leaves = jax.tree_util.tree_leaves_with_path(model)
-    return [NamedSharding(mesh, spec(path)) for path, _ in leaves]
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        found.append(NamedSharding(mesh, spec(path)))
+        if any(
+            part == tensor and length % size
+            for part, length in zip(found[-1].spec, leaf.shape, strict=False)
+        ):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"mesh: wanted an axis {tensor!r} that divides the parts of {name} {leaf.shape}, "
+                f"got {size} devices"
+            )
+    return found
 
 
 def _check(config: AbstractDecoderConfig, mesh: Mesh, tensor: str, size: int) -> None:

@@ -1,5 +1,6 @@
 """The cache of a decoder: the keys and values of each layer."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -45,6 +46,8 @@ class DecoderCache(eqx.Module):
     Attributes:
         layers: a [`KVCache`][energy_attn.distributed.KVCache] for each layer, or, after a `fork`, a
             [`ForkedCache`][energy_attn.distributed.ForkedCache]; keys are stored after the rotary embedding.
+        slots: the number of tokens that it was made for, by which keys were turned where a rotary embedding
+            depends on the length of the text; None: its capacity.
 
     Examples:
         >>> import jax
@@ -56,6 +59,16 @@ class DecoderCache(eqx.Module):
     """
 
     layers: tuple[KVCache | ForkedCache, ...]
+    slots: int | None = eqx.field(static=True, default=None)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens that a text in it may have."""
+        return self.capacity if self.slots is None else self.slots
+
+    def with_layers(self, layers: Iterable[KVCache | ForkedCache]) -> "DecoderCache":
+        """The cache with these layers in the place of its own."""
+        return DecoderCache(tuple(layers), self.slots)
 
     @property
     def lengths(self) -> Int[Array, " B"]:
@@ -77,7 +90,7 @@ class DecoderCache(eqx.Module):
 
         Arguments and errors are those of [`KVCache.reset`][energy_attn.distributed.KVCache.reset].
         """
-        return DecoderCache(tuple(stored.reset(rows) for stored in self.layers))
+        return self.with_layers(stored.reset(rows) for stored in self.layers)
 
     def replace(self, rows: Int[Array, " n"], other: "DecoderCache") -> "DecoderCache":
         """The cache with the rows of another one in the place of some of its own.
@@ -97,7 +110,7 @@ class DecoderCache(eqx.Module):
             raise TypeError(f"other: wanted a DecoderCache, got {received(other)}")
         _check_layers("other", len(self.layers), len(other.layers))
         pairs = zip(self.unforked("replace"), other.unforked("replace"), strict=True)
-        return DecoderCache(tuple(mine.replace(rows, theirs) for mine, theirs in pairs))
+        return self.with_layers(mine.replace(rows, theirs) for mine, theirs in pairs)
 
     def fork(self, count: int, *, capacity: int, block_size: int | None = None) -> "DecoderCache":
         """The cache in which each row becomes `count` rows that share its tokens.
@@ -136,7 +149,7 @@ class DecoderCache(eqx.Module):
             stored.fork(count, capacity=capacity, block_size=block_size)
             for stored in self.unforked("fork")
         )
-        return DecoderCache(tuple(forks))
+        return DecoderCache(tuple(forks), self.length)
 
     def commit(self, accepted: Accepted, read: TreeOutput) -> "DecoderCache":
         """Appends the accepted nodes of a tree to the cache of every layer.
@@ -156,9 +169,7 @@ class DecoderCache(eqx.Module):
             raise TypeError(f"read: wanted a TreeOutput, got {received(read)}")
         _check_layers("read", len(self.layers), len(read.keys))
         new = zip(self.unforked("commit"), read.keys, read.values, strict=True)
-        return DecoderCache(
-            tuple(commit(stored, accepted, key, value) for stored, key, value in new)
-        )
+        return self.with_layers(commit(stored, accepted, key, value) for stored, key, value in new)
 
     def append_path(self, path: Array, read: TreeOutput, counts: Array) -> "DecoderCache":
         """Appends the first `counts` nodes of a path, for which the cache has room."""
@@ -167,7 +178,7 @@ class DecoderCache(eqx.Module):
             stored._written(*gather_path(stored, path, key, value), counts)
             for stored, key, value in new
         )
-        return DecoderCache(tuple(layers))
+        return self.with_layers(layers)
 
     def unforked(self, method: str) -> tuple[KVCache, ...]:
         """The layers; raises `TypeError` for the method of this name if they are forks."""
@@ -197,6 +208,8 @@ def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> Non
             f"cache: wanted the {config.num_hidden_layers} layers of the model, "
             f"got {len(cache.layers)}"
         )
-    shape = batch, "slots", config.num_key_value_heads, config.head_dim
-    name = "own.key" if isinstance(cache.layers[0], ForkedCache) else "key"
-    check_shape(f"cache.layers[0].{name}", growing(cache.layers[0]).key, shape)
+    prefix = "own." if isinstance(cache.layers[0], ForkedCache) else ""
+    stored = growing(cache.layers[0])
+    for name, width in (("key", config.head_dim), ("value", config.value_dim)):
+        shape = batch, "slots", config.num_key_value_heads, width
+        check_shape(f"cache.layers[0].{prefix}{name}", getattr(stored, name), shape)

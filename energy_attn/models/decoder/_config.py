@@ -3,6 +3,8 @@
 import abc
 from typing import Any
 
+from ._stored import Stored
+
 
 class AbstractDecoderConfig(abc.ABC):
     """The sizes of a decoder that generation, caches and checkpoints need, under Hugging Face's names.
@@ -15,7 +17,7 @@ class AbstractDecoderConfig(abc.ABC):
         num_hidden_layers: number of layers.
         num_attention_heads: number of query heads.
         num_key_value_heads: number of key/value heads, a divisor of the query heads.
-        head_dim: width of a head.
+        head_dim: width of queries and keys.
         tie_word_embeddings: whether the output projection is the embedding.
         eos_token_id: the tokens that end a text.
     """
@@ -31,8 +33,21 @@ class AbstractDecoderConfig(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def value_dim(self) -> int:
+        """The width of a value."""
+
+    @property
+    @abc.abstractmethod
     def context_length(self) -> int:
         """The number of positions that the model is meant for."""
+
+    @abc.abstractmethod
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """Where a checkpoint has the weight of this name and shape."""
+
+    @abc.abstractmethod
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of a checkpoint is none of the decoder's, and may be there."""
 
     @abc.abstractmethod
     def to_json(self) -> dict[str, Any]:

@@ -32,9 +32,10 @@ class AbstractDecoder(eqx.Module):
     - `embed_tokens`, a module with a `weight`: tokens `[B, T]` to `[B, T, D]`;
     - `layers`: each called as `layer(x, rope, see)`, where `see(query, key, value, **options)` computes
       attention, with options of [`attention`][energy_attn.attention] such as a `local_window_size` of the layer's
-      own, and returns its output and an extra result, which the layer returns after its own output;
+      own, and returns its output and an extra result, which the layer returns after its own output; `see.parallel`
+      are the mesh axes that its tokens are sharded over, or None;
     - `norm`: of the final hidden states;
-    - `rope(positions)`: the rotary embedding that layers apply to queries and keys;
+    - `rope(positions, length)`: the rotary embedding that layers apply to queries and keys;
     - `logits(x)`: the output projection of normed hidden states.
 
     Examples:
@@ -57,8 +58,8 @@ class AbstractDecoder(eqx.Module):
     norm: eqx.AbstractVar[Any]
 
     @abc.abstractmethod
-    def rope(self, positions: Int[Array, "batch time"]) -> Any:
-        """The rotary embedding at these positions, in the form that the layers take."""
+    def rope(self, positions: Int[Array, "batch time"], length: int) -> Any:
+        """The rotary embedding at these positions of a text of at most `length` tokens, as the layers take it."""
 
     @abc.abstractmethod
     def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocab"]:
@@ -217,6 +218,7 @@ class AbstractDecoder(eqx.Module):
                 slots,
                 self.config.num_key_value_heads,
                 self.config.head_dim,
+                self.config.value_dim,
                 dtype=self.embed_tokens.weight.dtype,
                 quantize=quantize,
                 window=window,
@@ -225,7 +227,7 @@ class AbstractDecoder(eqx.Module):
             )
 
         # separate arrays for each layer, so that the cache can be donated
-        return DecoderCache(tuple(make() for _ in range(self.config.num_hidden_layers)))
+        return DecoderCache(tuple(make() for _ in range(self.config.num_hidden_layers)), slots)
 
 
 class Family(NamedTuple):

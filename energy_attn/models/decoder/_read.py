@@ -30,6 +30,7 @@ from ...functional._tag import placed, recorders
 from ...prefix_tree import PrefixTree, tree_decode
 from ._cache import DecoderCache, TreeOutput, check_cache, growing
 from ._output import Trace, joined
+from ._see import See
 
 # `model` is an `AbstractDecoder` throughout, whose module imports this one.
 
@@ -47,7 +48,7 @@ def read_alone(
     if positions is not None:
         token_positions = positions = as_int32(check_tokens("positions", positions))
         check_broadcastable("positions", token_positions, (batch, time))
-    rope = model.rope(token_positions)
+    rope = model.rope(token_positions, time)
 
     def see(query: Array, key: Array, value: Array, **options: Any) -> tuple[Array, Trace]:
         out, energy = attend(
@@ -66,7 +67,7 @@ def read_alone(
     x, traces = model.embed_tokens(tokens), []
     for i, layer in enumerate(model.layers):
         with placed(f"layers[{i}]"):
-            x, trace = layer(x, rope, see)
+            x, trace = layer(x, rope, See(see, parallel))
         traces.append(trace)
     return model.norm(x), joined(traces)
 
@@ -91,7 +92,7 @@ def read_on(
     if split and parallel is not None:
         parallel = dataclasses.replace(parallel, queries_sharded=True)
         x, positions = (split_along(array, 1, parallel) for array in (x, positions))
-    rope = model.rope(positions)
+    rope = model.rope(positions, cache.length)
     layers, traces = [], []
     for i, (layer, stored) in enumerate(zip(model.layers, cache.layers, strict=True)):
 
@@ -123,10 +124,10 @@ def read_on(
             return out, (stored, Trace(query, out, energy))
 
         with placed(f"layers[{i}]"):
-            x, (stored, trace) = layer(x, rope, see)
+            x, (stored, trace) = layer(x, rope, See(see, parallel if split else None))
         layers.append(stored)
         traces.append(trace)
-    return model.norm(x), DecoderCache(tuple(layers)), joined(traces)
+    return model.norm(x), cache.with_layers(layers), joined(traces)
 
 
 def _options_of(attend: Callable[..., Any]) -> dict[str, Any]:
@@ -207,7 +208,7 @@ def read_chunks(
 def read_tree(model: Any, tree: PrefixTree, cache: DecoderCache) -> TreeOutput:
     """Logits after each node of a tree that follows the cache, and the keys and values of the nodes."""
     x = model.embed_tokens(tree.tokens)
-    rope = model.rope(cache.lengths[:, None] + tree.depth)
+    rope = model.rope(cache.lengths[:, None] + tree.depth, cache.length)
     keys, values = [], []
     for layer, stored in zip(model.layers, cache.unforked("read_tree"), strict=True):
 
@@ -217,7 +218,7 @@ def read_tree(model: Any, tree: PrefixTree, cache: DecoderCache) -> TreeOutput:
             state = tree_decode(query, key, value, tree=tree, cache=stored, **options)
             return state.out, (key, value)
 
-        x, (key, value) = layer(x, rope, see)
+        x, (key, value) = layer(x, rope, See(see))
         keys.append(key)
         values.append(value)
     return TreeOutput(model.logits(model.norm(x)), tuple(keys), tuple(values))

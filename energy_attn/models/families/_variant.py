@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from energy_attn.kernels.internal import check_integer, received
 
+from ..decoder._stored import Stored
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
@@ -12,6 +14,11 @@ WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_t
 def _nothing(values: Mapping[str, Any]) -> dict[str, Any]:
     del values
     return {}
+
+
+def _as_named(config: Any, name: str, shape: tuple[int, ...]) -> Stored:
+    del config, shape
+    return Stored((name,))
 
 
 class Variant(NamedTuple):
@@ -26,6 +33,12 @@ class Variant(NamedTuple):
         fields: names in a `config.json` that it has beside those of all families.
         read: fields of a `LlamaConfig` from those names and from the sizes, which have their values or defaults.
         write: those names from the fields of a `LlamaConfig`.
+        rope: the rotary embedding of a file that has none.
+        rope_types: its types under older names.
+        original: the field with the original context, if it has one beside the rotary embedding.
+        quantized: how its files may be quantized.
+        has_drafting_layers: whether its files may have more layers than the decoder, which draft tokens.
+        stored: where a checkpoint has a weight, by the `LlamaConfig` and the weight's name and shape.
     """
 
     architecture: str
@@ -36,6 +49,12 @@ class Variant(NamedTuple):
     fields: tuple[str, ...] = ()
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     write: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    rope: Mapping[str, Any] = {}
+    rope_types: Mapping[str, str] = {}
+    original: str | None = None
+    quantized: str | None = None
+    has_drafting_layers: bool = False
+    stored: Callable[[Any, str, tuple[int, ...]], Stored] = _as_named
 
 
 def flags(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -63,7 +82,7 @@ def read_windows(values: Mapping[str, Any]) -> dict[str, Any]:
         first = check_integer("max_window_layers", values.get("max_window_layers", 28), 0)
         layers = range(values["num_hidden_layers"])
         types = [SLIDING if i >= first else FULL for i in layers]
-    return {"sliding_window": size, "layer_types": _as_tuple("layer_types", types)}
+    return {"sliding_window": size, "layer_types": as_tuple("layer_types", types)}
 
 
 def write_windows(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +100,8 @@ def write_windows(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _as_tuple(name: str, x: object) -> tuple[Any, ...]:
+def as_tuple(name: str, x: object) -> tuple[Any, ...]:
+    """A list of a file, hashable; raises `TypeError` for anything else."""
     if not isinstance(x, list):
         raise TypeError(f"{name}: wanted a list, got {received(x)}")
     return tuple(x)
@@ -90,4 +110,4 @@ def _as_tuple(name: str, x: object) -> tuple[Any, ...]:
 def read_list(values: Mapping[str, Any], name: str) -> tuple[Any, ...] | None:
     """A list of one entry for each layer as a tuple; None: there is none."""
     x = values.get(name)
-    return None if x is None else _as_tuple(name, x)
+    return None if x is None else as_tuple(name, x)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,16 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ..checkpoint._config import end_tokens, naming, read_json
+from ..checkpoint._config import naming, read_json
 from ..decoder._config import AbstractDecoderConfig
+from ..decoder._stored import Stored
+from ..families._experts import ExpertsConfig
+from ..families._latent import LatentConfig
 from ..families._variant import FULL, SLIDING
 from ..families._variants import VARIANTS
-from ._fields import check_fields
+from ._json import read_fields, write_fields
 from ._scaling import AbstractRope, LinearRope, check_positive
-from ._scaling_fields import read_scaling, rope_entries
+from ._scaling_by_length import DynamicRope
 
 _SIZES = (
     "vocab_size",
@@ -33,23 +37,15 @@ _SIZES = (
 _FLAGS = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm"),
     *("qk_norm_over_heads", "unit_offset", "pre_norms", "post_norms", "scaled_embeddings"),
+    "attention_sinks",
 )
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # Numbers above zero, or None.
 _POSITIVE = (
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     "rope_local_base_freq",
 )
-# Attributes that every family has in its file, and fields that are read in addition.
-_SHARED = (
-    *_SIZES,
-    *("num_attention_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings"),
-)
-_OTHERS = (
-    *("model_type", "hidden_act", "hidden_activation", "quantization_config"),
-    *("rope_scaling", "rope_parameters", "rope_local_base_freq"),
-)
-_PART = "partial_rotary_factor"
 
 
 @dataclass(frozen=True)
@@ -74,11 +70,13 @@ class LlamaConfig(AbstractDecoderConfig):
         rope_scaling: how the rotary frequencies are lowered for longer contexts,
             [`LinearRope`][energy_attn.models.LinearRope],
             [`Llama3Rope`][energy_attn.models.Llama3Rope],
-            [`YarnRope`][energy_attn.models.YarnRope] or None.
+            [`YarnRope`][energy_attn.models.YarnRope],
+            [`DynamicRope`][energy_attn.models.DynamicRope],
+            [`LongRope`][energy_attn.models.LongRope] or None.
         eos_token_id: the tokens that end a text, where
             [`generate`][energy_attn.models.generate] stops by default.
-        model_type: the family whose checkpoints are written: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"`,
-            `"smollm3"`, `"gemma2"`, `"gemma3_text"` or `"olmo2"`.
+        model_type: the family whose checkpoints are written, one of those that
+            [`load`][energy_attn.models.load] names.
         hidden_act: the activation inside the MLP, `"silu"` or `"gelu_pytorch_tanh"`.
         output_bias: whether the projection behind attention has a bias; None for `attention_bias`.
         qk_norm: whether queries and keys are normed before they are turned: each head by itself.
@@ -96,6 +94,12 @@ class LlamaConfig(AbstractDecoderConfig):
         pre_norms: whether what attention and the MLP read is normed.
         post_norms: whether what they add is.
         scaled_embeddings: whether embeddings are multiplied by the root of `hidden_size`.
+        partial_rotary_factor: the part of a head that the rotary embedding turns, in front.
+        attention_sinks: whether each head has a weight that is the score of one more outcome, whose value is zero: the
+            `sink` of [`attention`][energy_attn.attention].
+        experts: the [routed MLP][energy_attn.models.ExpertsConfig] of layers; None for a plain one in all.
+        latent: [multi-head latent attention][energy_attn.models.LatentConfig], whose widths are those of heads; None
+            for three projections.
 
     Raises:
         TypeError: a size is not an integer, a constant not a number, a flag not a bool, or a scaling,
@@ -141,6 +145,10 @@ class LlamaConfig(AbstractDecoderConfig):
     pre_norms: bool = True
     post_norms: bool = False
     scaled_embeddings: bool = False
+    partial_rotary_factor: float = 1.0
+    attention_sinks: bool = False
+    experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
@@ -153,6 +161,8 @@ class LlamaConfig(AbstractDecoderConfig):
                 f"num_key_value_heads: wanted a divisor of the {heads} heads, "
                 f"got {self.num_key_value_heads}"
             )
+        if self.latent is not None:
+            self._check_latent(self.latent)
         if self.head_dim is None:
             if self.hidden_size % heads != 0:
                 raise ValueError(
@@ -170,7 +180,19 @@ class LlamaConfig(AbstractDecoderConfig):
         scaling = self.rope_scaling
         if not isinstance(scaling, AbstractRope | None):
             raise TypeError(
-                f"rope_scaling: wanted a LinearRope, a Llama3Rope, a YarnRope or None, got {received(scaling)}"
+                f"rope_scaling: wanted an AbstractRope or None, got {received(scaling)}"
+            )
+        part = check_finite_number("partial_rotary_factor", self.partial_rotary_factor)
+        if not 0 < part <= 1 or (self.latent is not None and part != 1):
+            wanted = "1 beside latent attention" if self.latent else "more than 0 and at most 1"
+            raise ValueError(f"partial_rotary_factor: wanted {wanted}, got {part}")
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ValueError(
+                f"partial_rotary_factor: wanted an even part of a head of {self.head_dim}, got {part}"
+            )
+        if not isinstance(self.experts, ExpertsConfig | None):
+            raise TypeError(
+                f"experts: wanted an ExpertsConfig or None, got {received(self.experts)}"
             )
         if not isinstance(self.eos_token_id, tuple):  # hashable, as the configuration is static
             raise TypeError(f"eos_token_id: wanted a tuple, got {received(self.eos_token_id)}")
@@ -191,6 +213,23 @@ class LlamaConfig(AbstractDecoderConfig):
         self._check_layers("no_rope_layers", (0, 1))
         if self.sliding_window is None and SLIDING in (self.layer_types or ()):
             raise ValueError(f"sliding_window: wanted a size for layers of {SLIDING!r}, got None")
+
+    def _check_latent(self, latent: object) -> None:
+        if not isinstance(latent, LatentConfig):
+            raise TypeError(f"latent: wanted a LatentConfig or None, got {received(latent)}")
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError(
+                f"num_key_value_heads: wanted the {self.num_attention_heads} heads beside latent attention, "
+                f"got {self.num_key_value_heads}"
+            )
+        if self.qk_norm or self.attention_sinks:
+            name = "qk_norm" if self.qk_norm else "attention_sinks"
+            raise ValueError(f"{name}: wanted False beside latent attention, got True")
+        if self.head_dim not in (None, latent.head_dim):
+            raise ValueError(
+                f"head_dim: wanted None or {latent.head_dim} beside latent attention, got {self.head_dim}"
+            )
+        self._fill("head_dim", latent.head_dim)
 
     def _check_layers(self, name: str, kinds: tuple[Any, ...]) -> None:
         given, count = getattr(self, name), self.num_hidden_layers
@@ -223,6 +262,41 @@ class LlamaConfig(AbstractDecoderConfig):
         """
         return self.no_rope_layers is None or bool(self.no_rope_layers[layer])
 
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of a head the rotary embedding turns.
+
+        Examples:
+            >>> from energy_attn.models import LlamaConfig
+            >>> LlamaConfig(head_dim=128, partial_rotary_factor=0.75).rotary_dim
+            96
+        """
+        if self.latent is not None:
+            return self.latent.qk_rope_head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value.
+
+        Examples:
+            >>> from energy_attn.models import LlamaConfig
+            >>> LlamaConfig(head_dim=128).value_dim
+            128
+        """
+        return self.head_dim if self.latent is None else self.latent.v_head_dim
+
+    def routed(self, layer: int) -> ExpertsConfig | None:
+        """The routed MLP of a layer; None: it has a plain one.
+
+        Examples:
+            >>> from energy_attn.models import LlamaConfig
+            >>> LlamaConfig().routed(0) is None
+            True
+        """
+        experts = self.experts
+        return None if experts is None or layer < experts.first_k_dense_replace else experts
+
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> "LlamaConfig":
         """Reads the `config.json` of a checkpoint in the format of transformers 4 or 5.
@@ -236,10 +310,8 @@ class LlamaConfig(AbstractDecoderConfig):
         Raises:
             TypeError: `path` is not a path, or a value is of another type.
             ValueError: no file, no JSON, an unknown family, another activation than its own, quantized weights, a
-                rotary embedding of part of a head or of an unknown scaling, a field that the family does not
-                have, such as `sliding_window` of a Llama, or as the class does. `dynamic`
-                is refused because its frequencies depend on the length of the whole text: they would
-                change for keys that are already in a cache.
+                rotary embedding of an unknown scaling, a field that the family does not have, such as
+                `sliding_window` of a Llama, or as the class does.
 
         Examples:
             >>> import json, pathlib, tempfile
@@ -271,32 +343,7 @@ class LlamaConfig(AbstractDecoderConfig):
             >>> LlamaConfig(rope_theta=5e5).to_json()["rope_parameters"]
             {'rope_type': 'default', 'rope_theta': 500000.0}
         """
-        variant = VARIANTS[self.model_type]
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        entries = {
-            "architectures": [variant.architecture],
-            "model_type": self.model_type,
-            "hidden_act": self.hidden_act,
-            "rope_scaling": None,
-        }
-        entries |= {name: values[name] for name in _SHARED} | variant.write(values)
-        scaling = self.rope_scaling
-        if scaling is not None:
-            entries["rope_scaling"] = rope_entries(scaling)
-        default = entries["rope_scaling"] or {"rope_type": "default"}
-        entries["rope_parameters"] = {**default, "rope_theta": self.rope_theta}
-        if variant.activation != "silu":
-            entries["hidden_activation"] = self.hidden_act
-        local = self.rope_local_base_freq
-        if local is not None:
-            entries["rope_local_base_freq"] = local
-            entries["rope_parameters"] = {
-                FULL: entries["rope_parameters"],
-                SLIDING: {"rope_type": "default", "rope_theta": local},
-            }
-        # null, as transformers has default tokens for missing fields
-        end_tokens = list(self.eos_token_id) or None
-        entries |= {"bos_token_id": None, "pad_token_id": None, "eos_token_id": end_tokens}
+        entries = write_fields(self._values())
         own, read = self._computed(), read_config(entries)._computed()
         if lost := [name for name, x in own.items() if read[name] != x]:
             raise ValueError(
@@ -304,10 +351,26 @@ class LlamaConfig(AbstractDecoderConfig):
             )
         return entries
 
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """Where a checkpoint has the weight of this name and shape."""
+        return VARIANTS[self.model_type].stored(self, name, shape)
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of a checkpoint is none of the decoder's, and may be there.
+
+        So are rotary frequencies, the head of tied embeddings, and layers behind the last one, which draft.
+        """
+        head = self.tie_word_embeddings and name == "lm_head.weight"
+        drafts = VARIANTS[self.model_type].has_drafting_layers and _LAYER.match(name)
+        behind = drafts and int(drafts[1]) >= self.num_hidden_layers
+        return bool(head or behind or name.endswith(".rotary_emb.inv_freq"))
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     def _computed(self) -> dict[str, Any]:
         """What the decoder computes by, of which some may be said in several ways."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        layers = range(self.num_hidden_layers)
+        values, layers = self._values(), range(self.num_hidden_layers)
         del values["layer_types"]
         return values | {
             "sliding_window": [self.window(i) for i in layers],
@@ -324,7 +387,7 @@ class LlamaConfig(AbstractDecoderConfig):
             >>> LlamaConfig(rope_scaling=LinearRope(factor=4.0)).context_length
             8192
         """
-        if isinstance(self.rope_scaling, LinearRope):
+        if isinstance(self.rope_scaling, LinearRope | DynamicRope):
             # by convention, max_position_embeddings is then the length before scaling
             return int(self.max_position_embeddings * self.rope_scaling.factor)
         return self.max_position_embeddings
@@ -335,45 +398,4 @@ class LlamaConfig(AbstractDecoderConfig):
 
 def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
     """The configuration that the fields of a `config.json` describe; raises as `from_json`."""
-    kind = entries.get("model_type")
-    if not isinstance(kind, str) or kind not in VARIANTS:
-        raise ValueError(
-            f"model_type: wanted {' or '.join(map(repr, VARIANTS))}, got {received(kind)}"
-        )
-    variant = VARIANTS[kind]
-    for name in ("hidden_act", "hidden_activation"):
-        if entries.get(name, variant.activation) != variant.activation:
-            raise ValueError(
-                f"{name}: wanted {variant.activation!r}, got {received(entries[name])}"
-            )
-    if entries.get("quantization_config") is not None:
-        raise ValueError("quantization_config: wanted weights that are not quantized, got one")
-    # transformers 5 has one object for both; 4 has the base apart
-    rope = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise TypeError(f"rope_scaling: wanted a JSON object, got {received(rope)}")
-    local = entries.get("rope_local_base_freq", variant.local_theta)
-    if variant.local_theta is not None and {SLIDING, FULL} & set(
-        rope
-    ):  # one for each kind of layers
-        parts = {"rope_type": "default", **rope.get(SLIDING, {})}
-        if parts["rope_type"] != "default":
-            raise ValueError(
-                f"rope_type: wanted 'default' in {SLIDING!r}, got {parts['rope_type']!r}"
-            )
-        local, rope = parts.get("rope_theta", local), rope.get(FULL, {})
-    part = rope.get(_PART, entries.get(_PART))
-    if part not in (None, 1):
-        raise ValueError(f"{_PART}: wanted 1, got {received(part)}")
-    check_fields(entries, {*_SHARED, *_OTHERS, _PART, "eos_token_id", *variant.fields})
-    fields = {**variant.defaults, **{x: entries[x] for x in _SHARED if x in entries}}
-    if "rope_theta" in rope:
-        fields["rope_theta"] = rope["rope_theta"]
-    fields["eos_token_id"] = end_tokens(entries)
-    context = fields.get("max_position_embeddings", LlamaConfig.max_position_embeddings)
-    sizes = {"num_hidden_layers": LlamaConfig.num_hidden_layers, **fields}
-    own = variant.read({**{x: entries[x] for x in variant.fields if x in entries}, **sizes})
-    fields |= {"model_type": kind, "hidden_act": variant.activation, **variant.fixed, **own}
-    if variant.local_theta is not None:
-        fields["rope_local_base_freq"] = local
-    return LlamaConfig(**fields, rope_scaling=read_scaling(rope, context))
+    return LlamaConfig(**read_fields(entries))

@@ -22,7 +22,8 @@ from ..checkpoint._load import load
 from ..checkpoint._save import save
 from ..decoder._decoder import AbstractDecoder, Family
 from ._config import LlamaConfig, read_config
-from ._layers import Embedding, Linear, LlamaLayer, RMSNorm, dot
+from ._layer import LlamaLayer
+from ._layers import Embedding, Linear, RMSNorm, dot
 from ._rope import frequencies, rotary
 
 
@@ -162,15 +163,17 @@ class Llama(AbstractDecoder):
         """
         save(self, directory, max_shard_size)
 
-    def rope(self, positions: Int[Array, "batch time"]) -> tuple[tuple[Array, Array], ...]:
-        """Cosine and sine of the rotary embedding, `[batch, time, 1, head_dim / 2]`; then of that in a window."""
+    def rope(
+        self, positions: Int[Array, "batch time"], length: int
+    ) -> tuple[tuple[Array, Array], ...]:
+        """Cosine and sine of the rotary embedding, `[batch, time, 1, rotary_dim / 2]`; then of that in a window."""
         config, scaling = self.config, self.config.rope_scaling
         dtype = lse_dtype(self.embed_tokens.weight.dtype)
-        turns = frequencies(config.head_dim, config.rope_theta, scaling, dtype)
+        turns = frequencies(config.rotary_dim, config.rope_theta, scaling, dtype, length)
         found = rotary(positions, turns, 1.0 if scaling is None else scaling.attention_factor)
         if config.rope_local_base_freq is None:
             return (found,)
-        local = frequencies(config.head_dim, config.rope_local_base_freq, None, dtype)
+        local = frequencies(config.rotary_dim, config.rope_local_base_freq, None, dtype, length)
         return found, rotary(positions, local, 1.0)
 
     def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocab"]:

@@ -10,14 +10,14 @@ from ._scaling import AbstractRope, periods
 
 
 def frequencies(
-    width: int, theta: float, scaling: AbstractRope | None, dtype: np.dtype
+    width: int, theta: float, scaling: AbstractRope | None, dtype: np.dtype, length: int
 ) -> Float[np.ndarray, " half"]:
-    r"""$\theta^{-2i/H}$ for $i < H/2$, scaled: the angle in radians of a pair's turn per token.
+    r"""$\theta^{-2i/H}$ for $i < H/2$, scaled: the radians that a pair turns per token of a text of `length` tokens.
 
     Source: Su et al. (arXiv 2104.09864), equation 15.
     """
     inverse = 1 / periods(width, theta, dtype)
-    return inverse if scaling is None else scaling.scaled(inverse, theta)
+    return inverse if scaling is None else scaling.scaled(inverse, theta, length)
 
 
 def rotary(
@@ -35,6 +35,12 @@ def rotary(
 def rotate(
     x: Float[Array, "batch time heads width"], cos: Array, sin: Array
 ) -> Float[Array, "batch time heads width"]:
-    """Turns each pair $(x_i, x_{i+H/2})$ by its angle: halves, as in Hugging Face, not neighbours."""
-    a, b = jnp.split(x.astype(lse_dtype(x.dtype)), 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    """Turns each pair $(x_i, x_{i+H/2})$ by its angle: halves, as in Hugging Face, not neighbours.
+
+    $H$ is twice the number of angles; what a head has beyond $H$ is not turned.
+    """
+    half = cos.shape[-1]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    a, b = jnp.split(turned.astype(lse_dtype(x.dtype)), 2, -1)
+    out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    return jnp.concatenate([out, rest], -1) if rest.shape[-1] else out

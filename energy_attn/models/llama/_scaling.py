@@ -18,7 +18,7 @@ class AbstractRope(abc.ABC):
         >>> from energy_attn.models import AbstractRope
         >>> @dataclasses.dataclass(frozen=True)
         ... class Halved(AbstractRope):
-        ...     def scaled(self, frequencies, theta):
+        ...     def scaled(self, frequencies, theta, length):
         ...         return frequencies / 2
         >>> Halved().attention_factor
         1.0
@@ -26,9 +26,16 @@ class AbstractRope(abc.ABC):
 
     @abc.abstractmethod
     def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float
+        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
     ) -> Float[np.ndarray, " half"]:
-        """The lowered frequencies, in the same dtype; `theta` is their base."""
+        """The lowered frequencies, in the same dtype.
+
+        Args:
+            frequencies: of the pairs.
+            theta: their base.
+            length: the number of tokens that the text may have: of a call without a cache, its tokens; else the
+                slots that the cache was made with.
+        """
 
     @property
     def attention_factor(self) -> float:
@@ -61,10 +68,10 @@ class LinearRope(AbstractRope):
         check_positive("factor", self.factor)
 
     def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float
+        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
     ) -> Float[np.ndarray, " half"]:
         """The lowered frequencies, in the same dtype."""
-        del theta
+        del theta, length
         return frequencies / self.factor
 
 
@@ -113,10 +120,10 @@ class Llama3Rope(AbstractRope):
         check_integer("original_max_position_embeddings", context, 1)
 
     def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float
+        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
     ) -> Float[np.ndarray, " half"]:
         """The lowered frequencies, in the same dtype."""
-        del theta
+        del theta, length
         turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)
         low, high = self.low_freq_factor, self.high_freq_factor
         weight = np.clip((turns - low) / (high - low), 0, 1)
@@ -177,9 +184,10 @@ class YarnRope(AbstractRope):
         check_flag("truncate", self.truncate)
 
     def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float
+        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
     ) -> Float[np.ndarray, " half"]:
         """The lowered frequencies, in the same dtype."""
+        del length
         half = len(frequencies)
 
         def pair(turns: float) -> float:
@@ -203,10 +211,11 @@ class YarnRope(AbstractRope):
         if self.scale is not None:
             return self.scale
         if self.mscale and self.mscale_all_dim:
-            return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
-        return self._grown(1.0)
+            return self.grown(self.mscale) / self.grown(self.mscale_all_dim)
+        return self.grown(1.0)
 
-    def _grown(self, by: float) -> float:
+    def grown(self, by: float) -> float:
+        r"""The factor $0.1 \, b \ln s + 1$, or 1 for $s \le 1$."""
         return 1.0 if self.factor <= 1 else 0.1 * by * math.log(self.factor) + 1.0
 
 

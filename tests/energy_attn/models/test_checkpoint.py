@@ -160,7 +160,7 @@ def test_what_changes_nothing_is_taken(tmp_path):
         assert LlamaConfig.from_json(path) == dataclasses.replace(CONFIG, rope_scaling=None)
 
 
-LINEAR, DYNAMIC, TWICE = {"rope_type": "linear"}, {"rope_type": "dynamic"}, {"factor": 2.0}
+LINEAR, TWICE = {"rope_type": "linear"}, {"factor": 2.0}
 HALF = {"partial_rotary_factor": 0.5}
 BAD_CONFIGS = {
     r"ValueError window, no_rope_layers: .*got \{'sliding_window': 4, 'no_rope_layers'": {
@@ -175,10 +175,21 @@ BAD_CONFIGS = {
     "ValueError model_type: wanted 'llama' or .*, got NoneType None": {"model_type": None},
     "ValueError hidden_act: wanted 'silu', got": {"hidden_act": "gelu"},
     "ValueError quantization_config: wanted": {"quantization_config": {"bits": 4}},
-    "ValueError rope_type: .*'linear', 'llama3', 'yarn', got str 'd": {
-        "rope_scaling": DYNAMIC | TWICE
+    "ValueError rope_type: .*'linear', 'llama3', 'yarn', .*, got str 'ntk'": {
+        "rope_scaling": {"rope_type": "ntk"} | TWICE
     },
-    "ValueError rope_type: .*'dynamic'": {"rope_parameters": DYNAMIC | {"rope_theta": 1e4}},
+    "ValueError rope_scaling: wanted its factor, got dict .*'dynamic'": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}
+    },
+    "ValueError factor: wanted at least 1, got 0.5": {
+        "rope_scaling": {"rope_type": "dynamic", "factor": 0.5}
+    },
+    "ValueError long_factor: wanted 2 numbers as in short_factor, got 1": {
+        "rope_scaling": {"rope_type": "longrope", "short_factor": [1, 2], "long_factor": [1]}
+    },
+    "TypeError long_factor: wanted a list": {
+        "rope_scaling": {"rope_type": "longrope", "short_factor": [1, 2], "long_factor": 1}
+    },
     "ValueError partial_rotary_factor: want": HALF,
     "ValueError partial_rotary_factor: .* 1, got float 0.5": {"rope_parameters": HALF},
     "ValueError rope_scaling: wanted its factor, got": {"rope_scaling": LINEAR},
@@ -204,9 +215,7 @@ def test_bad_config(wanted, said, tmp_path, unchecked):
 
 def test_bad_rope_scaling(unchecked):
     """A dictionary as `rope_scaling`: the field of a static configuration must be hashable."""
-    with pytest.raises(
-        TypeError, match="rope_scaling: wanted a LinearRope, a Llama3Rope, a YarnRope or None"
-    ):
+    with pytest.raises(TypeError, match="rope_scaling: wanted an AbstractRope or None"):
         LlamaConfig(rope_scaling={"factor": 2.0})
     with pytest.raises(TypeError, match="eos_token_id: wanted a tuple, got list"):
         LlamaConfig(eos_token_id=[2])
@@ -217,7 +226,7 @@ def test_frequencies():
     from energy_attn.models.llama._rope import frequencies
 
     scaling = Llama3Rope(8.0, 1.0, 4.0, 8192)
-    got = frequencies(128, 5e5, scaling, np.dtype("float64"))
+    got = frequencies(128, 5e5, scaling, np.dtype("float64"), 9000)
     kinds = set()
     for i, frequency in enumerate(got):
         plain = 5e5 ** (-2 * i / 128)
@@ -232,7 +241,7 @@ def test_frequencies():
         kinds.add(kind)
         np.testing.assert_allclose(frequency, want, rtol=1e-14)
     assert kinds == {"kept", "divided", "between"}
-    half = frequencies(8, 100.0, LinearRope(2.0), np.dtype("float64"))
+    half = frequencies(8, 100.0, LinearRope(2.0), np.dtype("float64"), 9000)
     np.testing.assert_allclose(half, 100.0 ** (-np.arange(4) / 4) / 2, rtol=1e-14)
 
 

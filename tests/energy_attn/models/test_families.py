@@ -126,7 +126,22 @@ REFUSED = {
     "smollm3 no_rope_layers: wanted 0 or 1": {"no_rope_layers": [1, 1, 2, 1]},
     "smollm3 no_rope_layers: wanted a list": {"no_rope_layers": 3},
     "llama sliding_window: wanted only": {"sliding_window": 7},
-    "phi3 model_type: wanted 'llama' or 'mistral'": {},
+    "gpt2 model_type: wanted 'llama' or 'mistral'": {},
+    "phi3 rope_scaling: wanted its long_factor": {
+        "rope_scaling": {"type": "su", "short_factor": [1.0]}
+    },
+    "mixtral num_experts_per_tok: wanted at most the 2 experts": {
+        "num_local_experts": 2,
+        "num_experts_per_tok": 3,
+    },
+    "gpt_oss quantization_config: wanted .* or by 'mxfp4', got str 'awq'": {
+        "quantization_config": {"quant_method": "awq"}
+    },
+    "qwen3_moe mlp_only_layers: wanted a routed MLP in every layer": {"mlp_only_layers": [0]},
+    "deepseek_v3 scoring_func: wanted 'sigmoid', got str 'softmax'": {"scoring_func": "softmax"},
+    "deepseek_v3 n_group: wanted a divisor of the 10 experts": {"n_routed_experts": 10},
+    "deepseek_v3 qk_rope_head_dim: wanted an even number": {"qk_rope_head_dim": 5},
+    "deepseek_v3 num_key_value_heads: wanted the 32 heads": {"num_key_value_heads": 8},
     "gemma2 hidden_activation: wanted 'gelu_pytorch_tanh', got str 'gelu'": {
         "hidden_activation": "gelu"
     },
@@ -195,10 +210,10 @@ def test_lost_in_a_file(said):
 
 def test_unknown_family(tmp_path):
     """A folder of another family that is taken for a Llama."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     with pytest.raises(
-        ValueError, match=r"model_type: wanted 'llama' or .*'qwen3'.*got str 'phi3'"
+        ValueError, match=r"model_type: wanted 'llama' or .*'qwen3'.*got str 'gpt2'"
     ):
         load(tmp_path)
 

@@ -1,5 +1,6 @@
 """Decoders beside Hugging Face's in PyTorch: the same checkpoint gives the same logits, text and gradients."""
 
+import copy
 import functools
 
 import jax
@@ -20,6 +21,8 @@ TOLERANCE = 2e-5
 TEXT = 64
 LONG = 120  # tokens, where the original context is 32
 PROMPTS = (50, 17, 33)
+# Other implementations leave caps of scores out, or have no float64.
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 SHAPES = {
     "vocab_size": 96,
@@ -120,8 +123,91 @@ CHECKPOINTS = {
         "tie_word_embeddings": False,
         "pad_token_id": None,
     },
+    # projections of one tensor, a quarter of a head that is not turned, a list of divisors beyond 16 tokens
+    "phi3": {
+        "model_type": "phi3",
+        "num_key_value_heads": 2,
+        "sliding_window": 30,
+        "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 0.75,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 300.0,
+            "short_factor": [1.0, 1.0, 1.5],
+            "long_factor": [1.0, 2.0, 5.0],
+        },
+        "pad_token_id": None,
+    },
+    # a base that has grown for 120 tokens
+    "dynamic": {
+        "max_position_embeddings": 48,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 3.0},
+    },
+    # two of four experts, a window
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "sliding_window": 12,
+    },
+    # weights of experts that do not add up to one
+    "qwen3 routed": {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 112,
+    },
+    # sinks, a window in the first layer, biases everywhere, MLPs that are cut off
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 12,
+        "swiglu_limit": 0.9,
+        "pad_token_id": None,
+    },
+    # latent attention with YaRN, a plain layer before one of four groups of experts
+    "deepseek": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 8,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 6,
+        "qk_nope_head_dim": 10,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    # queries without a latent vector, halves instead of neighbours
+    "deepseek plain": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "kv_lora_rank": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "qk_nope_head_dim": 6,
+        "first_k_dense_replace": 2,
+        "rope_interleave": False,
+    },
 }
 FAMILIES = ["mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "olmo2"]
+FAMILIES += ["phi3", "mixtral", "qwen3 routed", "gpt_oss", "deepseek"]
 
 
 @functools.cache
@@ -138,13 +224,15 @@ def theirs(config, dtype="float32"):
     torch, transformers = libraries()
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**{"model_type": "llama", **SHAPES, **config})
-    # the other implementations leave caps of scores out
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
     model = model.eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
                 weight.add_(0.2 * torch.randn_like(weight))
+        for name, buffer in model.named_buffers():  # zeros, like biases
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     return model.to(getattr(torch, dtype))
 
 
@@ -224,7 +312,7 @@ def test_the_way_back(pair, tmp_path):
         pair.ours.save(tmp_path, max_shard_size=size)
         assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (size == 60_000)
         back, report = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path, output_loading_info=True, attn_implementation="eager"
+            tmp_path, output_loading_info=True, **EAGER
         )
         assert not any(report.values())
         for name, weight in pair.theirs.state_dict().items():
@@ -237,13 +325,20 @@ def test_the_way_back(pair, tmp_path):
 
 
 @pytest.mark.parametrize("pair", FAMILIES, indirect=True)
-def test_gradients(pair):
+def test_gradients(pair, tmp_path):
     """A layer whose own norm, bias or window passes another derivative; over devices, too."""
     torch, _ = libraries()
     tokens = torch.tensor(pair.tokens)
     pair.theirs.zero_grad()
     pair.theirs(tokens, labels=tokens).loss.backward()
-    want = {name: x.grad.numpy() for name, x in pair.theirs.named_parameters()}
+    theirs = copy.deepcopy(pair.theirs)  # with gradients in the place of weights
+    with torch.no_grad():
+        for x, y in zip(theirs.parameters(), pair.theirs.parameters(), strict=True):
+            x.copy_(y.grad)
+        for x in theirs.buffers():
+            x.zero_()
+    theirs.save_pretrained(tmp_path)
+    want = dict(zip(*named(load(tmp_path)), strict=True))
 
     def loss(model, tokens, **options):
         logits = jax.nn.log_softmax(model(tokens, **options).logits[:, :-1])
@@ -324,7 +419,7 @@ def test_frequencies_of_real_models(rope):
         factor = 1.0 if scaling is None else scaling.attention_factor
         np.testing.assert_allclose(factor, want.attention_scaling, rtol=1e-15)
         want = want.inv_freq.numpy()
-        got = frequencies(width, rope["rope_theta"], scaling, np.dtype("float32"))
+        got = frequencies(width, rope["rope_theta"], scaling, np.dtype("float32"), 1000)
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, want, rtol=1.3e-7)  # one bit
         assert (got == want).mean() > 0.9

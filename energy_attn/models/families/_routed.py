@@ -1,0 +1,33 @@
+"""What families with routed MLPs share: how their experts lie in the files."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..decoder._stored import Stored
+
+# Of no effect on logits: losses of training, and what is returned beside logits.
+TRAINING = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")
+# It decides between experts that are nearly as good: files of 16 bits have it in 32.
+_CORRECTION = "e_score_correction_bias"
+_EXPERT = re.compile(r"(.*)\.experts\.(gate_proj|up_proj|down_proj)")
+
+
+def each_expert(
+    names: Mapping[str, str], prefix: Callable[[str], str] = str
+) -> Callable[[Any, str, tuple[int, ...]], Stored]:
+    """Stacked weights of experts from a tensor for each, where a projection has the name in `names`."""
+
+    def stored(config: Any, name: str, shape: tuple[int, ...]) -> Stored:
+        del config
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            kind = np.dtype(np.float32) if name.endswith(_CORRECTION) else None
+            return Stored((prefix(name),), dtype=kind)
+        path, part = prefix(match[1]), names.get(match[2], match[2])
+        each = tuple(f"{path}.experts.{i}.{part}.weight" for i in range(shape[0]))
+        return Stored(each, is_split=True)
+
+    return stored

@@ -1,0 +1,206 @@
+"""A routed MLP: the router, and the experts, whose tokens are sorted by expert and none of which is dropped."""
+
+import math
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from energy_attn.distributed import SequenceParallel
+from energy_attn.kernels.internal import lse_dtype, vary_together
+
+from ..decoder._experts import AbstractExperts
+from ..families._experts import ExpertsConfig
+from ._config import LlamaConfig
+from ._grouped import grouped_dot
+from ._layers import LlamaMLP, activated, dot
+
+
+class Router(eqx.Module):
+    """The scores of experts: which ones a token goes to, and their weights."""
+
+    weight: Float[Array, "experts width"]
+    bias: Float[Array, " experts"] | None
+    e_score_correction_bias: Float[Array, " experts"] | None
+    config: ExpertsConfig = eqx.field(static=True)
+
+    def __init__(self, width: int, config: ExpertsConfig, dtype: DTypeLike, *, key: PRNGKeyArray):
+        count = config.num_experts
+        self.weight = 0.02 * jax.random.normal(key, (count, width), dtype)
+        self.bias = jnp.zeros(count, dtype) if config.bias else None
+        # float32 at least, as it decides between experts that are nearly as good
+        is_sigmoid = config.scoring == "sigmoid"
+        self.e_score_correction_bias = jnp.zeros(count, lse_dtype(dtype)) if is_sigmoid else None
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "tokens width"]
+    ) -> tuple[Float[Array, "tokens chosen"], Int[Array, "tokens chosen"]]:
+        """The weights of the chosen experts, in float32 or wider, and their numbers."""
+        config = self.config
+        logits = dot(x, self.weight)
+        if self.bias is not None:
+            logits += self.bias.astype(logits.dtype)[None]
+        scores = jax.nn.softmax(logits) if config.scoring == "softmax" else jax.nn.sigmoid(logits)
+        rank = scores
+        if self.e_score_correction_bias is not None:
+            rank = scores + self.e_score_correction_bias.astype(scores.dtype)[None]
+        _, chosen = lax.top_k(self._in_groups(rank), config.num_experts_per_tok)
+        weights = jnp.take_along_axis(scores, chosen, 1)
+        if config.norm_topk_prob:
+            weights /= weights.sum(1, keepdims=True)
+        return weights * config.routed_scaling_factor, chosen
+
+    def _in_groups(self, rank: Array) -> Array:
+        """The scores by which experts are chosen, -inf outside of the best groups."""
+        config = self.config
+        if config.topk_group == config.n_group:
+            return rank
+        grouped = rank.reshape(len(rank), config.n_group, -1)
+        best = lax.top_k(grouped, 2)[0].sum(2)
+        _, groups = lax.top_k(best, config.topk_group)
+        each = jnp.arange(config.n_group, dtype=groups.dtype)
+        inside = (groups[:, :, None] == each[None, None]).any(1)
+        return jnp.where(inside[:, :, None], grouped, -jnp.inf).reshape(rank.shape)
+
+
+class Experts(AbstractExperts):
+    """The weights of all experts, stacked."""
+
+    gate_proj: Float[Array, "experts inner width"]
+    up_proj: Float[Array, "experts inner width"]
+    down_proj: Float[Array, "experts width inner"]
+    gate_proj_bias: Float[Array, "experts inner"] | None
+    up_proj_bias: Float[Array, "experts inner"] | None
+    down_proj_bias: Float[Array, "experts width"] | None
+    config: ExpertsConfig = eqx.field(static=True)
+    activation: str = eqx.field(static=True)
+    axis: str | None = eqx.field(static=True, default=None)
+
+    def __call__(
+        self, x: Float[Array, "rows width"], expert: Int[Array, " rows"]
+    ) -> Float[Array, "rows width"]:
+        """Rows through their experts, in whose order they are; zeros for a number that no expert has."""
+        count = len(self.gate_proj)
+        sizes = jnp.bincount(expert, length=count + 1)[:count].astype(jnp.int32)
+        gate = _linear(x, self.gate_proj, self.gate_proj_bias, expert, sizes)
+        up = _linear(x, self.up_proj, self.up_proj_bias, expert, sizes)
+        limit = self.config.swiglu_limit
+        if limit is None:
+            inner = activated(self.activation, gate) * up
+        else:
+            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+            inner = (up + 1) * gate * jax.nn.sigmoid(self.config.swiglu_alpha * gate)
+        return _linear(inner, self.down_proj, self.down_proj_bias, expert, sizes)
+
+
+def _linear(x: Array, weight: Array, bias: Array | None, expert: Array, sizes: Array) -> Array:
+    y = grouped_dot(x, weight, sizes)
+    if bias is not None:
+        y += bias.at[expert].get(mode="fill", fill_value=0).astype(y.dtype)
+    return y.astype(x.dtype)
+
+
+def new_experts(config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray) -> Experts:
+    """Experts of initial weights."""
+    experts = config.experts
+    assert experts is not None
+    count, inner, width = experts.num_experts, experts.intermediate_size, config.hidden_size
+    keys = jax.random.split(key, 3)
+    up, down = (count, inner, width), (count, width, inner)
+
+    def weight(key: PRNGKeyArray, shape: tuple[int, int, int]) -> Array:
+        return 0.02 * jax.random.normal(key, shape, dtype)
+
+    def bias(shape: tuple[int, int, int]) -> Array | None:
+        return jnp.zeros(shape[:2], dtype) if experts.bias else None
+
+    return Experts(
+        gate_proj=weight(keys[0], up),
+        up_proj=weight(keys[1], up),
+        down_proj=weight(keys[2], down),
+        gate_proj_bias=bias(up),
+        up_proj_bias=bias(up),
+        down_proj_bias=bias(down),
+        config=experts,
+        activation=config.hidden_act,
+    )
+
+
+class RoutedMLP(eqx.Module):
+    """The sum of a token's experts, times their weights; and an MLP that all tokens go to, if there is one.
+
+    Each device computes its own experts' part of its own tokens, so that one sum over the axis of experts is sent.
+    """
+
+    gate: Router
+    experts: Experts
+    shared_experts: LlamaMLP | None
+
+    def __init__(self, config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray):
+        assert config.experts is not None
+        gate, experts, shared = jax.random.split(key, 3)
+        self.gate = Router(config.hidden_size, config.experts, dtype, key=gate)
+        self.experts = new_experts(config, dtype, key=experts)
+        width = config.experts.n_shared_experts * config.experts.intermediate_size
+        self.shared_experts = LlamaMLP(config, dtype, width, key=shared) if width else None
+
+    def __call__(
+        self, x: Float[Array, "batch time width"], parallel: SequenceParallel | None = None
+    ) -> Float[Array, "batch time width"]:
+        """The MLP's contribution to the residual stream; `parallel` says how `x` is sharded."""
+        mesh = jax.sharding.get_abstract_mesh()
+        axis = self.experts.axis if self.experts.axis in mesh.axis_names else None
+        parts = [] if parallel is None else _sharded(x, mesh, parallel)
+        names = {name for part in parts for name in part} | ({axis} if axis else set())
+        through = partial(_through, axis=axis)
+        if names and not names & set(mesh.manual_axes):
+            tokens = PartitionSpec(*(part or None for part in parts))
+            through = jax.shard_map(
+                through,
+                mesh=mesh,
+                in_specs=(PartitionSpec(), PartitionSpec(axis), tokens),
+                out_specs=tokens,
+                axis_names=names,
+            )
+        y = through(self.gate, self.experts, x)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+
+def _sharded(x: Array, mesh: Any, parallel: SequenceParallel) -> list[tuple[str, ...]]:
+    """The axes that rows and tokens of `x` are sharded over, where they divide them."""
+    parts = []
+    for size, axes in zip(x.shape, (parallel.batch, parallel.axes), strict=False):
+        count = math.prod(mesh.shape[name] for name in axes)
+        parts.append(axes if size % count == 0 else ())
+    return parts
+
+
+def _through(gate: Router, experts: Experts, x: Array, *, axis: str | None) -> Array:
+    """The weighted sum of the chosen experts of each token `[B, T, width]`.
+
+    With an axis, `experts` are this device's part of them.
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    weights, chosen = gate(tokens)
+    own, count = len(experts.gate_proj), chosen.shape[1]
+    # this device's experts first, and all others behind them as one more
+    index = lax.collapse(chosen, 0)
+    if axis is not None:
+        index = index - own * lax.axis_index(axis)
+        index = jnp.where((index < 0) | (index >= own), own, index)
+    # each device takes other tokens, whose derivatives are summed over the axis (red without: `test_over_devices`)
+    index, tokens = vary_together((index, tokens))
+    order = jnp.argsort(index, stable=True)
+    out = experts(tokens[order // count], index[order])
+    # back in the order of tokens, so that a token's experts are added in one order
+    back = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    y = (back * weights[:, :, None]).sum(1)
+    y = y if axis is None else lax.psum(y, axis)
+    return y.astype(x.dtype).reshape(x.shape)

@@ -1,0 +1,230 @@
+"""Routed MLPs and latent attention: beside their definitions in NumPy, and over devices."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+from energy_attn.models import ExpertsConfig, LatentConfig, YarnRope, load, shard
+from energy_attn.models.llama._grouped import grouped_dot
+from tests.support.arrays import array
+from tests.support.compare import close
+from tests.support.llama import CONFIG, build
+
+SIGMOID = ExpertsConfig(
+    num_experts=8,
+    num_experts_per_tok=3,
+    intermediate_size=20,
+    scoring="sigmoid",
+    routed_scaling_factor=1.7,
+    n_group=4,
+    topk_group=2,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+)
+LATENT = LatentConfig(
+    kv_lora_rank=10, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=5, q_lora_rank=7
+)
+DEEPSEEK = replace(
+    CONFIG,
+    model_type="deepseek_v3",
+    num_key_value_heads=4,
+    head_dim=10,
+    latent=LATENT,
+    experts=SIGMOID,
+    rope_scaling=YarnRope(4.0, 8, mscale=1.0, mscale_all_dim=0.6),
+)
+CUT = ExpertsConfig(4, 2, 36, bias=True, swiglu_limit=0.6)
+GPT_OSS = replace(
+    CONFIG,
+    model_type="gpt_oss",
+    attention_bias=True,
+    attention_sinks=True,
+    sliding_window=5,
+    layer_types=("sliding_attention", "full_attention"),
+    experts=CUT,
+)
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 4, 2], [0, 0, 9, 0], [5, 4, 1, 30]])
+def test_grouped_dot(sizes):
+    """A row by another group's matrix, an empty group, rows behind all groups; and every derivative."""
+    draw = np.random.default_rng(0)
+    rows = max(11, sum(sizes))
+    x, dx, y = (draw.standard_normal(shape) for shape in ((rows, 6), (rows, 6), (rows, 5)))
+    w, dw = draw.standard_normal((2, 4, 5, 6))
+    group = np.repeat(np.arange(4), sizes)
+    used = len(group)
+
+    def by_hand(x, w):
+        out = np.zeros((rows, 5))
+        out[:used] = np.einsum("ri,roi->ro", x[:used], w[group])
+        return out
+
+    gx, gw = np.zeros_like(x), np.zeros_like(w)
+    gx[:used] = np.einsum("ro,roi->ri", y[:used], w[group])
+    np.add.at(gw, group, np.einsum("ro,ri->roi", y[:used], x[:used]))
+    count = array(sizes, np.int32)
+
+    @jax.jit
+    def all_of(x, w, dx, dw, y):
+        def f(x, w):
+            return grouped_dot(x, w, count)
+
+        out, tangent = jax.jvp(f, (x, w), (dx, dw))
+        return out, tangent, jax.vjp(f, x, w)[1](y)
+
+    found = all_of(*map(array, (x, w, dx, dw, y)))
+    close(found, (by_hand(x, w), by_hand(dx, w) + by_hand(x, dw), (gx, gw)))
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def routed_by_hand(mlp, x):
+    """`[T, width]`, one token and one expert at a time."""
+    c, out = mlp.experts.config, np.zeros_like(x)
+    for t, row in enumerate(x):
+        logits = mlp.gate.weight @ row + (0 if mlp.gate.bias is None else mlp.gate.bias)
+        if c.scoring == "softmax":
+            scores = np.exp(logits - logits.max())
+            scores = rank = scores / scores.sum()
+        else:
+            scores = 1 / (1 + np.exp(-logits))
+            rank = scores + mlp.gate.e_score_correction_bias
+            grouped = rank.reshape(c.n_group, -1)
+            best = np.argsort(np.sort(grouped, 1)[:, -2:].sum(1))[-c.topk_group :]
+            rank = np.where(np.isin(np.arange(c.n_group), best)[:, None], grouped, -np.inf).ravel()
+        chosen = np.argsort(rank)[-c.num_experts_per_tok :]
+        weights = scores[chosen] / (scores[chosen].sum() if c.norm_topk_prob else 1)
+        for e, weight in zip(chosen, c.routed_scaling_factor * weights, strict=True):
+            w, bias = mlp.experts, [0, 0, 0]
+            if c.bias:
+                bias = w.gate_proj_bias[e], w.up_proj_bias[e], w.down_proj_bias[e]
+            gate, up = w.gate_proj[e] @ row + bias[0], w.up_proj[e] @ row + bias[1]
+            if c.swiglu_limit is None:
+                inner = silu(gate) * up
+            else:
+                gate = np.minimum(gate, c.swiglu_limit)
+                up = np.clip(up, -c.swiglu_limit, c.swiglu_limit)
+                inner = (up + 1) * gate / (1 + np.exp(-c.swiglu_alpha * gate))
+            out[t] += weight * (w.down_proj[e] @ inner + bias[2])
+    if mlp.shared_experts is not None:
+        w = mlp.shared_experts
+        inner = silu(x @ w.gate_proj.weight.T) * (x @ w.up_proj.weight.T)
+        out += inner @ w.down_proj.weight.T
+    return out
+
+
+ROUTED = {
+    "sigmoids in groups": DEEPSEEK,
+    "cut off, with biases": GPT_OSS,
+    "weights below one": replace(
+        CONFIG,
+        model_type="qwen3_moe",
+        qk_norm=True,
+        experts=ExpertsConfig(6, 3, 12, norm_topk_prob=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROUTED)
+def test_routed_by_definition(kind):
+    """A token that an expert drops, a weight of another expert, a group that is not chosen, a bias left out."""
+    mlp = build(ROUTED[kind]).layers[1].mlp
+    x = np.random.default_rng(1).standard_normal((2, 9, 24))
+    found = jax.jit(lambda mlp, x: mlp(x))(mlp, array(x))
+    by_hand = routed_by_hand(jax.tree.map(np.asarray, mlp), x.reshape(-1, 24))
+    close(found, by_hand.reshape(x.shape))
+
+
+def test_latent_by_definition():
+    """The part of a key that all heads share, the order of what is turned, the norm of a latent vector."""
+    model = build(DEEPSEEK)
+    layer = model.layers[0].self_attn
+    x = np.random.default_rng(2).standard_normal((1, 6, 24))
+    rope = model.rope(array(np.arange(6)[None], np.int32), 6)[0]
+    cos, sin = (np.asarray(part)[0, :, 0] for part in rope)
+    found = jax.jit(lambda layer: layer.project(array(x), rope))(layer)
+    w = jax.tree.map(np.asarray, layer)
+
+    def norm(x, weight):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
+
+    def turned(x):  # neighbours [T, ..., 4], and the result in halves
+        pairs = x.reshape(*x.shape[:-1], 2, 2)
+        wide = (slice(None), *[None] * (x.ndim - 2))
+        a, b = pairs[..., 0], pairs[..., 1]
+        return np.concatenate([a * cos[wide] - b * sin[wide], b * cos[wide] + a * sin[wide]], -1)
+
+    q = (norm(x[0] @ w.q_a_proj.weight.T, w.q_a_layernorm.weight) @ w.q_b_proj.weight.T).reshape(
+        6, 4, 10
+    )
+    joint = x[0] @ w.kv_a_proj_with_mqa.weight.T
+    latent = norm(joint[:, :10], w.kv_a_layernorm.weight)
+    kv = (latent @ w.kv_b_proj.weight.T).reshape(6, 4, 11)
+    shared = np.repeat(turned(joint[:, 10:])[:, None], 4, 1)
+    q = np.concatenate([q[..., :6], turned(q[..., 6:])], -1)
+    k = np.concatenate([kv[..., :6], shared], -1)
+    close(found, (q[None], k[None], kv[None, ..., 6:]))
+
+
+@pytest.mark.parametrize("kind", ["sigmoids in groups", "cut off, with biases"])
+def test_over_devices(kind):
+    """An expert's tokens that are lost between devices; experts or tokens that are gathered."""
+    model = build(ROUTED[kind])
+    tokens = array(np.random.default_rng(3).integers(0, 40, (2, 16)))
+    mesh = make_mesh((4, 2), ("sequence", "tensor"))
+
+    def loss(model, **options):
+        logits = jax.nn.log_softmax(model(tokens, **options).logits[:, :-1])
+        return -jnp.take_along_axis(logits, tokens[:, 1:, None], 2).mean()
+
+    want = jax.jit(jax.value_and_grad(loss))(model)
+    with jax.set_mesh(mesh):
+        split = shard(model, mesh)
+        held = split.layers[1].mlp.experts.gate_proj.sharding.shard_shape(
+            model.layers[1].mlp.experts.gate_proj.shape
+        )
+        assert held[0] == len(model.layers[1].mlp.experts.gate_proj) // 2
+        parallel = SequenceParallel("sequence", heads="tensor")
+        found = jax.jit(jax.value_and_grad(lambda model: loss(model, parallel=parallel)))(split)
+        mlp = jax.jit(lambda mlp, x: mlp(x, parallel))
+        x = jax.device_put(
+            array(np.ones((2, 16, 24))),
+            jax.NamedSharding(mesh, jax.P(None, "sequence")),
+        )
+        sent = collectives(mlp.lower(split.layers[1].mlp, x).compile())
+    close(jax.tree.leaves(jax.device_get(found)), jax.tree.leaves(want))
+    # a device's 2 × 4 tokens, once for the experts and once for those that all tokens share
+    assert {x.kind for x in sent} == {"all-reduce"}
+    assert sum(x.bytes for x in sent) <= 2 * 2 * 4 * 24 * 8
+
+
+def test_experts_that_no_axis_divides():
+    """Experts that do not lie evenly on devices: a wrong part of them, or an error of XLA that names no weight."""
+    mesh = make_mesh((2, 4), ("sequence", "tensor"))
+    experts = ExpertsConfig(num_experts=6, num_experts_per_tok=2, intermediate_size=36)
+    sizes = {"num_key_value_heads": 4, "experts": experts}
+    model = build(replace(CONFIG, model_type="mixtral", **sizes))
+    with pytest.raises(ValueError, match=r"mesh: wanted an axis 'tensor' that divides .*gate_proj"):
+        shard(model, mesh)
+
+
+@pytest.mark.parametrize("kind", ROUTED)
+def test_files(kind, tmp_path):
+    """Experts that lie in other places of a file than they are read from; a bias in the dtype of the others."""
+    model = jax.tree.map(lambda x: x.astype(jnp.float32), build(ROUTED[kind]))
+    model.save(tmp_path, max_shard_size=10_000)
+    for mesh in (None, make_mesh((4, 2), ("sequence", "tensor"))):
+        back = load(tmp_path, mesh=mesh, progress=False)
+        assert back.config == model.config
+        for x, y in zip(jax.tree.leaves(back), jax.tree.leaves(model), strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    half = load(tmp_path, dtype="bfloat16", progress=False)
+    kinds = {x.dtype.name for x in jax.tree.leaves(half)}
+    assert kinds == ({"bfloat16", "float32"} if kind == "sigmoids in groups" else {"bfloat16"})
