@@ -23,6 +23,7 @@ from ..decoder._stored import Stored
 from . import _folder
 from ._config import with_end_tokens
 from ._folder import CONFIG, INDEX, WHOLE
+from ._mxfp4 import unpacked
 from ._shard import along, shardings
 
 _PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -52,7 +53,7 @@ def load(
     def read() -> tuple[AbstractDecoderConfig, Family, dict[str, Tensor]]:
         tensors, save = _stored(folder)
         config, family = _folder.config(folder, families, save)
-        return with_end_tokens(config, folder), family, tensors
+        return with_end_tokens(config, folder), family, unpacked(tensors)
 
     config, family, stored_tensors = files.steady(folder, (WHOLE, INDEX, CONFIG), read)
     _check_layers(config, stored_tensors)

@@ -1,15 +1,26 @@
-"""Routed MLPs and latent attention: beside their definitions in NumPy, and over devices."""
+"""What families have of their own: routed MLPs, latent attention, weights of four bits, ropes of a text's length."""
 
+import json
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
-from energy_attn.models import ExpertsConfig, LatentConfig, YarnRope, load, shard
+from energy_attn.models import (
+    DynamicRope,
+    ExpertsConfig,
+    LatentConfig,
+    LongRope,
+    YarnRope,
+    load,
+    shard,
+)
 from energy_attn.models.llama._grouped import grouped_dot
+from energy_attn.prefix_tree import pack
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.llama import CONFIG, build
@@ -228,3 +239,121 @@ def test_files(kind, tmp_path):
     half = load(tmp_path, dtype="bfloat16", progress=False)
     kinds = {x.dtype.name for x in jax.tree.leaves(half)}
     assert kinds == ({"bfloat16", "float32"} if kind == "sigmoids in groups" else {"bfloat16"})
+
+
+def four_bits(code):
+    """E2M1, by its bits: sign, exponent, mantissa."""
+    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+    size = 2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2
+    return -size if sign else size
+
+
+def packed(folder, change=None):
+    """Rewrites the experts of a checkpoint in blocks of four bits; returns the weights `[E, in, out]` by name."""
+    file, draw = folder / "model.safetensors", np.random.default_rng(4)
+    tensors, weights = load_file(file), {}
+    for name in [x for x in tensors if x.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = draw.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = draw.integers(120, 130, blocks.shape[:3], np.uint8)
+        weight = np.zeros((experts, inputs, outputs))
+        for e, o, i in np.ndindex(experts, outputs, inputs):
+            byte = int(blocks[e, o, i // 32, i % 32 // 2])
+            number = four_bits(byte >> 4 if i % 2 else byte & 15)
+            weight[e, i, o] = number * 2.0 ** (int(scales[e, o, i // 32]) - 127)
+        weights[name] = weight
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors if change is None else change(tensors), file)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return weights
+
+
+@pytest.fixture
+def in_four_bits(tmp_path):
+    """A folder whose experts have inputs of whole blocks, 64 and 32."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "experts": replace(CUT, intermediate_size=32),
+    }
+    model = build(replace(GPT_OSS, num_hidden_layers=1, layer_types=None, **sizes))
+    jax.tree.map(lambda x: x.astype(jnp.bfloat16), model).save(tmp_path)
+    return tmp_path
+
+
+def test_four_bits(in_four_bits):
+    """A number of another block, half of a byte, exponent or expert; the parts that devices read."""
+    weights = packed(in_four_bits)
+    down, both = (weights[f"model.layers.0.mlp.experts.{x}"] for x in ("down_proj", "gate_up_proj"))
+    for mesh in (None, make_mesh((4, 2), ("sequence", "tensor"))):
+        experts = load(in_four_bits, mesh=mesh, progress=False).layers[0].mlp.experts
+        assert experts.down_proj.dtype == jnp.bfloat16
+        wanted = (down, both[..., ::2], both[..., 1::2])
+        found = (experts.down_proj, experts.gate_proj, experts.up_proj)
+        for x, y in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(x, np.float64), y.swapaxes(1, 2))
+
+
+DAMAGED = {
+    r"down_proj_blocks: wanted 16 bytes .* beside None": lambda name, x: (
+        None if name.endswith("down_proj_scales") else x
+    ),
+    r"down_proj_blocks: wanted 16 bytes .* beside \(4, 64, 2\)": lambda name, x: (
+        np.repeat(x, 2, 2) if name.endswith("down_proj_scales") else x
+    ),
+    r"down_proj_blocks: wanted U8 .* got U8, F32": lambda name, x: (
+        x.astype(np.float32) if name.endswith("down_proj_scales") else x
+    ),
+    r"gate_up_proj_blocks: wanted scales that are numbers": lambda name, x: (
+        np.full_like(x, 255) if name.endswith("gate_up_proj_scales") else x
+    ),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGED)
+def test_damaged_four_bits(said, in_four_bits):
+    """Blocks that are read by scales which they do not have."""
+
+    def change(tensors):
+        changed = {name: DAMAGED[said](name, x) for name, x in tensors.items()}
+        return {name: x for name, x in changed.items() if x is not None}
+
+    packed(in_four_bits, change)
+    with pytest.raises(ValueError, match=said):
+        load(in_four_bits, progress=False)
+
+
+LONG = LongRope((1.0, 1.5, 2.0, 1.0), (3.0, 5.0, 9.0, 2.0), 20, factor=4.0)
+
+
+@pytest.mark.parametrize("scaling", [LONG, DynamicRope(3.0, 20)], ids=["long", "dynamic"])
+def test_ropes_of_a_length(scaling):
+    """Keys of a chunk, a step, a tree or a fork that are turned by another length than the text's."""
+    model = build(replace(CONFIG, rope_scaling=scaling))
+    tokens = array(np.random.default_rng(5).integers(0, 40, (1, 24)))
+
+    @jax.jit
+    def read(model):
+        # 24 slots are three blocks of 8 on a device, and 64 on eight: what counts is the slots
+        cache = model.empty_cache(1, 24, block_size=8)
+        cache = model.prefill(tokens[:, :15], cache, chunk_size=4).cache
+        step = model(tokens[:, 15:18], cache=cache)
+        forked = model(tokens[:, 15:18], cache=cache.fork(1, capacity=8))
+        tree = model.read_tree(pack(tokens[:, None, 15:18]), cache)
+        return step.logits, forked.logits, tree.logits[:, :3]
+
+    whole = np.asarray(jax.jit(lambda model: model(tokens).logits)(model))
+    for found in read(model):
+        close(found, whole[:, 15:18])
+    short = jax.jit(lambda model: model(tokens[:, :18]).logits)(model)
+    assert np.abs(np.asarray(short) - whole[:, :18]).max() > 1e-2
+    with jax.set_mesh(make_mesh((8,), ("device",))):
+        parallel = SequenceParallel("device")
+        cache = model.empty_cache(1, 18, parallel=parallel, block_size=4)
+        assert cache.capacity == 32
+        found = jax.jit(lambda model, cache: model.prefill(tokens[:, :18], cache).logits)(
+            model, cache
+        )
+    close(found, np.asarray(short)[:, -1:])
