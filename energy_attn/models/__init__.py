@@ -15,6 +15,9 @@ from .decoder._cache import DecoderCache as DecoderCache
 from .decoder._cache import TreeOutput as TreeOutput
 from .decoder._decoder import AbstractDecoder as AbstractDecoder
 from .decoder._output import DecoderOutput as DecoderOutput
+from .encoder._config import EncoderConfig as EncoderConfig
+from .encoder._encoder import Encoder as Encoder
+from .encoder._encoder import EncoderOutput as EncoderOutput
 from .families._experts import ExpertsConfig as ExpertsConfig
 from .families._latent import LatentConfig as LatentConfig
 from .generation._drafters import AbstractDrafter as AbstractDrafter

@@ -1,4 +1,4 @@
-"""The families of decoders whose checkpoints can be read."""
+"""The families whose checkpoints can be read."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -9,12 +9,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from .checkpoint._load import load as load_family
-from .decoder._decoder import AbstractDecoder, Family
+from .decoder._decoder import Family
+from .encoder._encoder import BERT
 from .families._variants import VARIANTS
 from .llama._llama import LLAMA
 
 # By the `model_type` of their checkpoints.
-FAMILIES: Mapping[str, Family] = MappingProxyType(dict.fromkeys(VARIANTS, LLAMA))
+FAMILIES: Mapping[str, Family] = MappingProxyType({**dict.fromkeys(VARIANTS, LLAMA), "bert": BERT})
 
 
 def load(
@@ -24,7 +25,7 @@ def load(
     dtype: DTypeLike | None = None,
     tensor: str = "tensor",
     progress: bool | Callable[[float, str], Any] | None = None,
-) -> AbstractDecoder:
+) -> Any:
     """Reads a checkpoint in Hugging Face's format, of the family that its `config.json` names.
 
     Files are read as by [`Llama.load`][energy_attn.models.Llama.load].
@@ -39,9 +40,10 @@ def load(
             done and a name; None: a bar if standard error is a terminal.
 
     Returns:
-        The model: a [`Llama`][energy_attn.models.Llama], under the flags of its family, where `model_type` is
-        `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"`, `"smollm3"`, `"gemma2"`, `"gemma3_text"` or
-        `"olmo2"`.
+        The model. A [`Llama`][energy_attn.models.Llama], under the flags of its family, where `model_type` is
+        `"llama"`, `"mistral"`, `"mixtral"`, `"qwen2"`, `"qwen3"`, `"qwen3_moe"`, `"smollm3"`, `"gemma2"`,
+        `"gemma3_text"`, `"olmo2"`, `"phi3"`, `"gpt_oss"` or `"deepseek_v3"`; an
+        [`Encoder`][energy_attn.models.Encoder] for `"bert"`.
 
     Raises:
         TypeError: an argument of another type.

@@ -11,7 +11,7 @@ from typing import Any
 from energy_attn.distributed.internal import check_file
 from energy_attn.kernels.internal import received
 
-from ..decoder._config import AbstractDecoderConfig
+from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig
 from ..decoder._decoder import Family
 
 
@@ -51,16 +51,17 @@ def end_tokens(entries: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(tokens) if isinstance(tokens, list) else () if tokens is None else (tokens,)
 
 
-def with_end_tokens(config: Any, folder: Path) -> AbstractDecoderConfig:
+def with_end_tokens(config: AbstractModelConfig, folder: Path) -> AbstractModelConfig:
     """The configuration with the end tokens of a folder's generation_config.json, if it has any.
 
     transformers stops at these tokens, whatever config.json says. Raises `TypeError` or `ValueError`.
     """
     path = folder / "generation_config.json"
-    if not path.is_file():
+    if not isinstance(config, AbstractDecoderConfig) or not path.is_file():
         return config
     entries = read_json(path, path.name)
     if "eos_token_id" not in entries:
         return config
     with naming(path):
-        return dataclasses.replace(config, eos_token_id=end_tokens(entries))
+        own: Any = config
+        return dataclasses.replace(own, eos_token_id=end_tokens(entries))

@@ -15,7 +15,7 @@ from typing import Any
 from energy_attn.distributed.internal import IDENTITY, UNFINISHED, check_file, safetensors
 from energy_attn.kernels.internal import received
 
-from ..decoder._config import AbstractDecoderConfig
+from ..decoder._config import AbstractModelConfig
 from ..decoder._decoder import Family
 from ._config import family_of, naming, read_json
 
@@ -55,7 +55,7 @@ def unfinished(name: str, save: str) -> str:
 
 def config(
     folder: Path, families: Mapping[str, Family], save: str | None
-) -> tuple[AbstractDecoderConfig, Family]:
+) -> tuple[AbstractModelConfig, Family]:
     """The configuration that belongs to the weights of a save, and its family; raises as `Llama.load`."""
     if save is not None:
         waiting = inside(folder, unfinished(CONFIG, save))
@@ -75,7 +75,7 @@ def config(
 
 def _read(
     entries: Mapping[str, Any], file: Path, families: Mapping[str, Family]
-) -> tuple[AbstractDecoderConfig, Family]:
+) -> tuple[AbstractModelConfig, Family]:
     """The configuration in a file, and its family."""
     with naming(file):
         family = family_of(entries, families)

@@ -17,8 +17,8 @@ from energy_attn.distributed.internal import Part, Tensor, files, safetensors
 from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
 from ...functional._progress import Progress, progress_of
-from ..decoder._config import AbstractDecoderConfig
-from ..decoder._decoder import AbstractDecoder, Family
+from ..decoder._config import AbstractModelConfig
+from ..decoder._decoder import AbstractModel, Family
 from ..decoder._stored import Stored
 from . import _folder
 from ._config import with_end_tokens
@@ -50,7 +50,7 @@ def load(
     if dtype is not None:
         dtype = check_floating_dtype("dtype", dtype)
 
-    def read() -> tuple[AbstractDecoderConfig, Family, dict[str, Tensor]]:
+    def read() -> tuple[AbstractModelConfig, Family, dict[str, Tensor]]:
         tensors, save = _stored(folder)
         config, family = _folder.config(folder, families, save)
         return with_end_tokens(config, folder), family, unpacked(tensors)
@@ -99,7 +99,7 @@ def _part(index: Any, shape: tuple[int, ...]) -> Part:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def named(model: AbstractDecoder) -> tuple[list[str], list[Any]]:
+def named(model: AbstractModel) -> tuple[list[str], list[Any]]:
     """The weights of a decoder, and their names; a checkpoint may have others."""
     names, leaves = [], []
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
@@ -137,7 +137,7 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
     return {name: headers[file].tensors[name] for name, file in file_of.items()}, save
 
 
-def _check_layers(config: AbstractDecoderConfig, stored: Mapping[str, Tensor]) -> None:
+def _check_layers(config: AbstractModelConfig, stored: Mapping[str, Tensor]) -> None:
     """Raises `ValueError` for more layers than the files have, before the model is built."""
     layers = {match[1] for name in stored if (match := _LAYER.search(name))}
     if config.num_hidden_layers > len(layers):
@@ -151,7 +151,7 @@ def _matching(
     stored: Mapping[str, Tensor],
     places: list[Stored],
     leaves: list[Any],
-    config: AbstractDecoderConfig,
+    config: AbstractModelConfig,
     dtype: np.dtype | None,
 ) -> np.dtype:
     """The dtype of the tensors, all of which are checked; raises `ValueError`, which names a wrong one."""

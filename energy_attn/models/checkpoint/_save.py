@@ -18,7 +18,7 @@ from energy_attn.distributed import fetch
 from energy_attn.distributed.internal import files, safetensors
 from energy_attn.kernels.internal import check_integer, received
 
-from ..decoder._decoder import AbstractDecoder
+from ..decoder._decoder import AbstractModel
 from ..decoder._stored import Stored
 from . import _folder
 from ._folder import CONFIG, INDEX, SAVE, WHOLE, unfinished
@@ -34,7 +34,7 @@ _OURS = re.compile(
 _THEIRS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
-def save(model: AbstractDecoder, directory: object, max_shard_size: int) -> None:
+def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
     """Writes a model into a folder, in files of at most so many bytes; raises as `Llama.save`."""
     folder = _folder.checked(directory)
     check_integer("max_shard_size", max_shard_size, 1)
@@ -80,7 +80,7 @@ class _Written(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _tensors(model: AbstractDecoder, names: list[str], leaves: list[Array]) -> dict[str, _Written]:
+def _tensors(model: AbstractModel, names: list[str], leaves: list[Array]) -> dict[str, _Written]:
     """The tensors of the files by name."""
     found: dict[str, _Written] = {}
     for name, leaf in zip(names, leaves, strict=True):
@@ -113,7 +113,7 @@ def _numbered(groups: list[dict[str, _Written]], identity: str) -> dict[str, dic
 
 
 def _write_texts(
-    folder: Path, model: AbstractDecoder, parts: dict[str, dict[str, _Written]], identity: str
+    folder: Path, model: AbstractModel, parts: dict[str, dict[str, _Written]], identity: str
 ) -> None:
     """Writes the configuration, and the index of several files, under their waiting names."""
     file_of = {name: file for file, group in parts.items() for name in group}

@@ -1,4 +1,4 @@
-"""The sharding of a decoder's weights on a mesh."""
+"""The sharding of a model's weights on a mesh."""
 
 import dataclasses
 from typing import Any, TypeVar
@@ -10,11 +10,11 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import received
 
-from ..decoder._config import AbstractDecoderConfig
-from ..decoder._decoder import AbstractDecoder
+from ..decoder._config import AbstractModelConfig
+from ..decoder._decoder import AbstractModel
 from ..decoder._experts import AbstractExperts
 
-Decoder = TypeVar("Decoder", bound=AbstractDecoder)
+Model = TypeVar("Model", bound=AbstractModel)
 Leaf = Array | jax.ShapeDtypeStruct
 
 # Each device has a part of the outputs of these maps, and of the inputs of those that follow, so that attention and
@@ -25,11 +25,11 @@ _INPUTS = ("o_proj", "down_proj")
 _EXPERTS = "experts"
 # Split by rows, one for each token, so that each device has some of the logits; split by columns, it would have
 # partial sums of all logits, the largest array.
-_VOCABULARY = ("embed_tokens", "lm_head")
+_VOCABULARY = ("embed_tokens", "lm_head", "word_embeddings")
 
 
-def shard(model: Decoder, mesh: Mesh, *, tensor: str = "tensor") -> Decoder:
-    """A decoder on a mesh: heads, the width inside the MLP, experts and the vocabulary split, the rest replicated.
+def shard(model: Model, mesh: Mesh, *, tensor: str = "tensor") -> Model:
+    """A model on a mesh: heads, the width inside the MLP, experts and the vocabulary split, the rest replicated.
 
     Weights are replicated over all other axes than `tensor`: a cache is sharded over those. The
     vocabulary stays whole where the axis does not divide it. XLA adds the communication: one sum over
@@ -47,7 +47,7 @@ def shard(model: Decoder, mesh: Mesh, *, tensor: str = "tensor") -> Decoder:
         be compiled before there are weights.
 
     Raises:
-        TypeError: `model` is not an `AbstractDecoder`, `mesh` not a mesh, or `tensor` not a name.
+        TypeError: `model` is neither a decoder nor an encoder, `mesh` not a mesh, or `tensor` not a name.
         ValueError: the axis does not divide the heads, the width or the experts, or is explicit.
 
     Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3.
@@ -67,8 +67,8 @@ def shard(model: Decoder, mesh: Mesh, *, tensor: str = "tensor") -> Decoder:
         >>> cache.parallel.heads
         ('tensor',)
     """
-    if not isinstance(model, AbstractDecoder):
-        raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
+    if not isinstance(model, AbstractModel):
+        raise TypeError(f"model: wanted a decoder or an encoder, got {received(model)}")
 
     def place(leaf: Leaf, sharding: NamedSharding) -> Leaf:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -80,7 +80,7 @@ def shard(model: Decoder, mesh: Mesh, *, tensor: str = "tensor") -> Decoder:
     return along(jax.tree.unflatten(tree, list(placed)), mesh, tensor)
 
 
-def along(model: Decoder, mesh: Mesh, tensor: str) -> Decoder:
+def along(model: Model, mesh: Mesh, tensor: str) -> Model:
     """A decoder whose experts know that they are sharded over an axis, if the mesh has it."""
     axis = tensor if dict(mesh.shape).get(tensor, 1) > 1 else None
 
@@ -90,7 +90,7 @@ def along(model: Decoder, mesh: Mesh, tensor: str) -> Decoder:
     return jax.tree.map(told, model, is_leaf=lambda x: isinstance(x, AbstractExperts))
 
 
-def shardings(model: AbstractDecoder, mesh: object, tensor: object) -> list[NamedSharding]:
+def shardings(model: AbstractModel, mesh: object, tensor: object) -> list[NamedSharding]:
     """The sharding of each leaf of a decoder, whose leaves may be abstract; raises as `shard`."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh: wanted a jax.sharding.Mesh, got {received(mesh)}")
@@ -125,7 +125,7 @@ def shardings(model: AbstractDecoder, mesh: object, tensor: object) -> list[Name
     return found
 
 
-def _check(config: AbstractDecoderConfig, mesh: Mesh, tensor: str, size: int) -> None:
+def _check(config: AbstractModelConfig, mesh: Mesh, tensor: str, size: int) -> None:
     if size == 1:
         return
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

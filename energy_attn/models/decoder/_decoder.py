@@ -16,12 +16,18 @@ from ...functional._attention import attention
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
 from ._cache import DecoderCache, TreeOutput, check_cache
-from ._config import AbstractDecoderConfig
+from ._config import AbstractModelConfig
 from ._output import DecoderOutput
 from ._read import check_tokens, fitting, read_alone, read_chunks, read_on, read_tree
 
 
-class AbstractDecoder(eqx.Module):
+class AbstractModel(eqx.Module):
+    """A model that has checkpoints, and a sharding on a mesh, by its `config`."""
+
+    config: eqx.AbstractVar[Any]  # an `AbstractModelConfig`; to pyright, fields are invariant
+
+
+class AbstractDecoder(AbstractModel):
     """A decoder of any family whose attention is this library's.
 
     [`generate`][energy_attn.models.generate], the drafters, checkpoints and
@@ -52,7 +58,7 @@ class AbstractDecoder(eqx.Module):
         [9]
     """
 
-    config: eqx.AbstractVar[Any]  # an `AbstractDecoderConfig`; to pyright, fields are invariant
+    config: eqx.AbstractVar[Any]  # an `AbstractDecoderConfig`
     embed_tokens: eqx.AbstractVar[Any]
     layers: eqx.AbstractVar[tuple[Callable[..., Any], ...]]
     norm: eqx.AbstractVar[Any]
@@ -236,8 +242,8 @@ class Family(NamedTuple):
     Attributes:
         read: returns the configuration that the fields of a `config.json` describe; raises
             `TypeError` or `ValueError` for what the family does not compute.
-        build: returns the decoder of a configuration, called as `build(config, key=key)`.
+        build: returns the model of a configuration, called as `build(config, key=key)`.
     """
 
-    read: Callable[[Mapping[str, Any]], AbstractDecoderConfig]
-    build: Callable[..., AbstractDecoder]
+    read: Callable[[Mapping[str, Any]], AbstractModelConfig]
+    build: Callable[..., AbstractModel]

@@ -6,9 +6,9 @@ from typing import Any
 from energy_attn.kernels.internal import received
 
 from ..checkpoint._config import end_tokens
+from ..checkpoint._fields import check_fields
 from ..families._variant import FULL, SLIDING
 from ..families._variants import VARIANTS
-from ._fields import check_fields
 from ._scaling_fields import read_scaling, rope_entries
 
 # Attributes that every family has in its file, and fields that are read in addition.

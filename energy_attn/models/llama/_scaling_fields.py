@@ -6,8 +6,8 @@ from typing import Any
 
 from energy_attn.kernels.internal import received
 
+from ..checkpoint._fields import check_fields
 from ..families._variant import as_tuple
-from ._fields import check_fields
 from ._scaling import AbstractRope, LinearRope, Llama3Rope, YarnRope
 from ._scaling_by_length import DynamicRope, LongRope
 

@@ -1,9 +1,9 @@
-"""The fields of a `config.json` that do not change what a Llama computes."""
+"""The fields of a `config.json` that do not change what a model computes."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..checkpoint._folder import SAVE
+from ._folder import SAVE
 
 # The logits do not depend on these.
 _OF_NO_EFFECT = frozenset(
@@ -76,7 +76,7 @@ def check_fields(entries: Mapping[str, Any], read: Collection[str]) -> None:
     }
     if unknown:
         raise ValueError(
-            f"{', '.join(unknown)}: wanted only fields and values that a Llama has, got {unknown}; "
+            f"{', '.join(unknown)}: wanted only fields and values that its family has, got {unknown}; "
             "delete from the file what changes nothing"
         )
 

@@ -1,0 +1,1 @@
+"""Encoders, whose tokens see each other in both directions."""

@@ -1,0 +1,130 @@
+"""The sizes of an encoder, and the `config.json` that holds them."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from energy_attn.kernels.internal import (
+    check_finite_number,
+    check_integer,
+    received,
+)
+
+from ..checkpoint._fields import check_fields
+from ..decoder._config import AbstractModelConfig
+from ..decoder._stored import Stored
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "max_position_embeddings", "type_vocab_size"),
+)
+# Names of weights here, and in a checkpoint.
+_RENAMED = (
+    (r"^model\.", ""),
+    (r"^layers\.", "encoder.layer."),
+    (r"\bq_proj\b", "attention.self.query"),
+    (r"\bk_proj\b", "attention.self.key"),
+    (r"\bv_proj\b", "attention.self.value"),
+    (r"\bo_proj\b", "attention.output.dense"),
+    (r"\battention_norm\b", "attention.output.LayerNorm"),
+    (r"\bup_proj\b", "intermediate.dense"),
+    (r"\bdown_proj\b", "output.dense"),
+    (r"^embeddings\.norm\b", "embeddings.LayerNorm"),
+    (r"\bmlp_norm\b", "output.LayerNorm"),
+)
+# What a checkpoint has and hidden states do not depend on.
+_IGNORED = re.compile(r"pooler\.dense\.(weight|bias)|embeddings\.position_ids")
+# Fields with the only value that is computed.
+_ONLY: Mapping[str, Any] = {
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+}
+# Fields of training, and of how others lay out their work.
+_OF_NO_EFFECT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+
+
+@dataclass(frozen=True)
+class EncoderConfig(AbstractModelConfig):
+    """The sizes of a BERT, under Hugging Face's names.
+
+    Attributes:
+        vocab_size: number of tokens.
+        hidden_size: width of the residual stream, a multiple of the heads.
+        num_hidden_layers: number of layers.
+        num_attention_heads: number of heads.
+        intermediate_size: width inside the MLP.
+        max_position_embeddings: the most tokens of a text.
+        type_vocab_size: number of kinds of tokens, of which the first is that of a single text.
+        layer_norm_eps: added to the variance before its root.
+
+    Raises:
+        TypeError: a size is not an integer, or the constant not a number.
+        ValueError: a size is not positive, or the heads do not divide the width.
+
+    Examples:
+        >>> from energy_attn.models import EncoderConfig
+        >>> EncoderConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536).head_dim
+        32
+    """
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            check_integer(name, getattr(self, name), 1)
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size: wanted a multiple of the {self.num_attention_heads} heads, "
+                f"got {self.hidden_size}"
+            )
+        if check_finite_number("layer_norm_eps", self.layer_norm_eps) < 0:
+            raise ValueError(f"layer_norm_eps: wanted at least 0, got {self.layer_norm_eps}")
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """The number of key/value heads: each head has its own."""
+        return self.num_attention_heads
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields of a `config.json` that transformers reads."""
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"architectures": ["BertModel"], "model_type": "bert", **_ONLY, **sizes}
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+        """Where a checkpoint has the weight of this name and shape."""
+        del shape
+        for ours, theirs in _RENAMED:
+            name = re.sub(ours, theirs, name)
+        return Stored((name,))
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of a checkpoint is none of the encoder's, and may be there."""
+        return _IGNORED.fullmatch(name) is not None
+
+
+def read_config(entries: Mapping[str, Any]) -> EncoderConfig:
+    """The configuration that the fields of a `config.json` describe.
+
+    Raises `TypeError` or `ValueError` for what an encoder does not compute.
+    """
+    for name, only in _ONLY.items():
+        if entries.get(name, only) != only:
+            raise ValueError(f"{name}: wanted {only!r}, got {received(entries[name])}")
+    names = {field.name for field in dataclasses.fields(EncoderConfig)}
+    check_fields(entries, {*names, *_ONLY, *_OF_NO_EFFECT, "model_type"})
+    return EncoderConfig(**{name: x for name, x in entries.items() if name in names})
