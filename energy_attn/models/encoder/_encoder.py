@@ -32,6 +32,12 @@ class EncoderOutput(NamedTuple):
         hidden: the final hidden states, in the dtype of the weights.
         energies: the free energy of each layer, position and head in nats, or None. With another
             `attend`, its second result, stacked over layers.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.models import EncoderOutput
+        >>> EncoderOutput(jnp.zeros((1, 3, 8)), None).hidden.shape
+        (1, 3, 8)
     """
 
     hidden: Float[Array, "batch time width"]

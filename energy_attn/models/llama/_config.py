@@ -22,6 +22,7 @@ from ..families._experts import ExpertsConfig
 from ..families._latent import LatentConfig
 from ..families._variant import FULL, SLIDING
 from ..families._variants import VARIANTS
+from ._checks import check_latent, check_layers
 from ._json import read_fields, write_fields
 from ._scaling import AbstractRope, LinearRope, check_positive
 from ._scaling_by_length import DynamicRope
@@ -162,7 +163,8 @@ class LlamaConfig(AbstractDecoderConfig):
                 f"got {self.num_key_value_heads}"
             )
         if self.latent is not None:
-            self._check_latent(self.latent)
+            check_latent(self)
+            self._fill("head_dim", self.latent.head_dim)
         if self.head_dim is None:
             if self.hidden_size % heads != 0:
                 raise ValueError(
@@ -209,37 +211,10 @@ class LlamaConfig(AbstractDecoderConfig):
             check_flag("output_bias", self.output_bias)
         if self.sliding_window is not None:
             check_integer("sliding_window", self.sliding_window, 1)
-        self._check_layers("layer_types", (FULL, SLIDING))
-        self._check_layers("no_rope_layers", (0, 1))
+        check_layers(self, "layer_types", (FULL, SLIDING))
+        check_layers(self, "no_rope_layers", (0, 1))
         if self.sliding_window is None and SLIDING in (self.layer_types or ()):
             raise ValueError(f"sliding_window: wanted a size for layers of {SLIDING!r}, got None")
-
-    def _check_latent(self, latent: object) -> None:
-        if not isinstance(latent, LatentConfig):
-            raise TypeError(f"latent: wanted a LatentConfig or None, got {received(latent)}")
-        if self.num_key_value_heads != self.num_attention_heads:
-            raise ValueError(
-                f"num_key_value_heads: wanted the {self.num_attention_heads} heads beside latent attention, "
-                f"got {self.num_key_value_heads}"
-            )
-        if self.qk_norm or self.attention_sinks:
-            name = "qk_norm" if self.qk_norm else "attention_sinks"
-            raise ValueError(f"{name}: wanted False beside latent attention, got True")
-        if self.head_dim not in (None, latent.head_dim):
-            raise ValueError(
-                f"head_dim: wanted None or {latent.head_dim} beside latent attention, got {self.head_dim}"
-            )
-        self._fill("head_dim", latent.head_dim)
-
-    def _check_layers(self, name: str, kinds: tuple[Any, ...]) -> None:
-        given, count = getattr(self, name), self.num_hidden_layers
-        if given is None:
-            return
-        if not isinstance(given, tuple):
-            raise TypeError(f"{name}: wanted a tuple or None, got {received(given)}")
-        if len(given) != count or any(x not in kinds for x in given):
-            wanted = " or ".join(map(repr, kinds))
-            raise ValueError(f"{name}: wanted {wanted} for each of {count} layers, got {given}")
 
     def window(self, layer: int) -> int | None:
         """How many tokens a query of a layer sees, its own among them; None: all before it.

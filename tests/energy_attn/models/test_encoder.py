@@ -1,6 +1,7 @@
 """A BERT: beside transformers, by its own files, over devices."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def by_definition(model, tokens, length):
     def linear(x, part):
         return x @ part.weight.T + part.bias
 
-    erf = np.vectorize(__import__("math").erf)
+    erf = np.vectorize(math.erf)
     e = w.embeddings
     x = e.word_embeddings.weight[tokens] + e.position_embeddings.weight[:time]
     x, energies = norm(x + e.token_type_embeddings.weight[0], e.norm), []
@@ -98,9 +99,6 @@ def test_by_definition(model):
         check(jax.device_get(jax.jit(lambda model: run(model, parallel))(split)))
     assert split.layers[0].up_proj.weight.sharding.spec == jax.P("tensor")
     _, seen = ea.record(lambda: model(TOKENS, lengths=LENGTHS), "energy")()
-    close(
-        [x["energy"] for x in seen.values()], list(map(array, energies.mean((1, 2)))), ""
-    ) if False else None
     assert list(seen) == ["layers[0].attention", "layers[1].attention"]
 
 

@@ -141,7 +141,9 @@ REFUSED = {
     "deepseek_v3 scoring_func: wanted 'sigmoid', got str 'softmax'": {"scoring_func": "softmax"},
     "deepseek_v3 n_group: wanted a divisor of the 10 experts": {"n_routed_experts": 10},
     "deepseek_v3 qk_rope_head_dim: wanted an even number": {"qk_rope_head_dim": 5},
-    "deepseek_v3 num_key_value_heads: wanted the 32 heads": {"num_key_value_heads": 8},
+    "deepseek_v3 num_key_value_heads: wanted 32 beside latent attention": {
+        "num_key_value_heads": 8
+    },
     "gemma2 hidden_activation: wanted 'gelu_pytorch_tanh', got str 'gelu'": {
         "hidden_activation": "gelu"
     },

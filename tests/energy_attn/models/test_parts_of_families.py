@@ -3,12 +3,14 @@
 import json
 from dataclasses import replace
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.models import (
     DynamicRope,
@@ -239,6 +241,32 @@ def test_files(kind, tmp_path):
     half = load(tmp_path, dtype="bfloat16", progress=False)
     kinds = {x.dtype.name for x in jax.tree.leaves(half)}
     assert kinds == ({"bfloat16", "float32"} if kind == "sigmoids in groups" else {"bfloat16"})
+
+
+@pytest.mark.parametrize("config", [GPT_OSS, DEEPSEEK], ids=["sinks", "latent"])
+def test_what_is_asked_of_layers(config):
+    """An energy without the sink, of other heads or without a window; documents that do not reach a layer."""
+    model = build(config)
+    tokens = array(np.random.default_rng(6).integers(0, 40, (1, 12)))
+    out = jax.jit(lambda model: model(tokens, return_energies=True))(model)
+    report = ea.energy_report(model, tokens, per_query=True)
+    close(report.energy, out.energies)
+    if (
+        config is GPT_OSS
+    ):  # each sink is one of the outcomes, and what is not a sink is more for later queries
+        sinks = np.stack([np.asarray(layer.self_attn.sinks) for layer in model.layers])
+        assert (np.asarray(out.energies) > sinks[:, None, None]).all()
+        without = eqx.tree_at(
+            lambda m: [layer.self_attn.sinks for layer in m.layers],
+            model,
+            [jnp.full(4, -1e9)] * 2,
+        )
+        first = jax.jit(lambda model: model(tokens, return_energies=True).energies[0])(without)
+        close(out.energies[0], np.logaddexp(first, sinks[0]))
+    read = jax.jit(ea.weigh(lambda: model(tokens).logits))
+    close(read(jnp.zeros(12), jnp.arange(12)), out.logits)
+    hidden = read(jnp.where(jnp.arange(12) < 6, -jnp.inf, 0.0), jnp.arange(12))
+    assert float(jnp.abs(hidden - out.logits)[:, 8:].max()) > 1e-3
 
 
 def four_bits(code):
