@@ -17,8 +17,8 @@ def heat(panel: Any, values: Any, title: str, colours: str = "viridis", **option
     for (layer, head), x in np.ndenumerate(shown):
         light = np.dot(image.cmap(image.norm(x))[:3], (0.299, 0.587, 0.114)) > 0.5
         text = f"{round(x, 2) + 0.0:.2f}" if abs(x) < 9.995 else f"{x:.1f}"
-        colour, size = "black" if light else "white", 8 if shown.size < 20 else 6
-        panel.text(head, layer, text, ha="center", va="center", fontsize=size, color=colour)
+        colour = "black" if light else "white"
+        panel.text(head, layer, text, ha="center", va="center", fontsize=8, color=colour)
     panel.set(title=title, xlabel="head", ylabel="layer")
     panel.set_xticks(range(shown.shape[1]))
     panel.set_yticks(range(shown.shape[0]))
@@ -28,7 +28,7 @@ def heat(panel: Any, values: Any, title: str, colours: str = "viridis", **option
 
 def energies(report: dict[str, Any]) -> Figure:
     """The heads of the byte model: their energies, what they are good for, and where."""
-    figure, panels = plt.subplots(2, 3, figsize=(8.6, 5.0))
+    figure, panels = plt.subplots(2, 3, figsize=(7.6, 4.8))
     mean = {name: x[0] for name, x in report["heads"].items()}
     heat(panels[0, 0], mean["relative_entropy"], "entropy S / log n")
     heat(panels[0, 1], mean["energy"], "free energy F, nats")
@@ -57,7 +57,7 @@ def two_levels(weight: np.ndarray, others: int) -> np.ndarray:
 
 def matches(report: dict[str, Any]) -> Figure:
     """Queries with and without an earlier occurrence: which heads tell them apart, and what the induction head does."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(9.6, 3.3))
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(8.2, 3.1))
     found, queries = report["random"]["separation"]["others"], report["random"]["queries"]
     at = np.arange(np.size(found["gap"][0]))
     for name, label, colour, mark in (
@@ -93,7 +93,7 @@ def matches(report: dict[str, Any]) -> Figure:
     right.set(
         xlabel="weight of the match",
         ylabel="heat capacity C, nats²",
-        title="and its heat capacity",
+        title="Its heat capacity",
         ylim=(0, None),
     )
     right.legend(fontsize=8, loc="lower center")
@@ -128,7 +128,7 @@ def costs(report: dict[str, Any]) -> Figure:
 
 def sinks(report: dict[str, Any]) -> Figure:
     """What [CLS] weighs in each head of MiniLM, and the entropy with and without it."""
-    figure, panels = plt.subplots(1, 3, figsize=(11.4, 2.9))
+    figure, panels = plt.subplots(3, 1, figsize=(7.2, 7.0))
     mean = {name: x[0] for name, x in report["minilm"]["heads"].items()}
     heat(panels[0], mean["cost_of_first"], "free energy of [CLS], F − F′, nats", "magma")
     heat(panels[1], mean["relative_entropy"], "entropy S / log n", vmin=0, vmax=1)

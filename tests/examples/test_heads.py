@@ -253,6 +253,7 @@ def test_what_the_page_says():
         {x: random["figures"][x][name][0][at[0]][at[1]] for x in texts}
         for name in ("entropy", "energy")
     )
+    heat = random["figures"]["others"]["heat_capacity"][0][at[0]][at[1]]
     apart = {
         (x, y): np.asarray(random["separation"][x][y][0])
         for x in texts[1:]
@@ -290,6 +291,7 @@ def test_what_the_page_says():
         "match with probability "
         + " and ".join(f"{number(apart[x, 'heat_capacity'][at])} ({x})" for x in texts[1:]),
         f"it is {', '.join(sixths[:-1])} and {sixths[-1]} nats²",
+        f"nothing to find, {number(heat)} with other bytes",
         f"by {number(pairs['relative_entropy']['mean on text']['rho'])} with "
         f"p = {number(pairs['relative_entropy']['mean on text']['p'])}: 16 heads",
         f"other one, {number(others['relative_entropy']['mean']['rho'])} with "
