@@ -281,7 +281,7 @@ def test_what_the_page_says():
         f"get {number(text['uniform_by_span'][-1], 4)} to {number(text['uniform_by_span'][0], 4)}",
         f"first key, {number(np.max(text['cost_of_first'][0]), 3)} nats in that head",
         f"$S / \\log n = {number(narrow[at])}$",
-        f"by {number(pairs['relative_entropy']['induction']['rho'])}, only since",
+        f"go together, by {number(pairs['relative_entropy']['induction']['rho'])}",
         f"its entropy is {number(entropy['repeated'])} nats, shuffled {number(entropy['shuffled'])}, "
         f"with other bytes {number(entropy['others'])}",
         "with probability "
