@@ -28,7 +28,7 @@ from energy_attn.models import Llama
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attribution import main, processor
-from minilm.heads import by_head
+from minilm.heads import all_but_one, by_head
 from minilm_energies import SENTENCES, get_model_path, load, tokenize
 
 TEXTS, LENGTH = 24, 512
@@ -142,11 +142,26 @@ def ablate(model: Llama, tokens: Array, instead: Array) -> tuple[Array, Array, A
         other = log_probabilities(model, read, kept, instead)
         return loss(other) - loss(whole), (jnp.exp(whole) * (whole - other)).sum(-1)
 
-    one = ~jnp.eye(everything.size, dtype=bool).reshape(-1, *everything.shape)
-    rise, divergence = (
-        x.reshape(*everything.shape, *read.shape) for x in jax.lax.map(without, one)
-    )
+    found = jax.lax.map(without, all_but_one(*everything.shape))
+    rise, divergence = (x.reshape(*everything.shape, *read.shape) for x in found)
     return loss(whole), rise, divergence
+
+
+def matched_without(
+    model: Llama, tokens: Array, instead: Array, head: tuple[int, int]
+) -> np.ndarray:
+    """The weight that one head gives to matches where each head's output is replaced, `[B, layers, N]`."""
+    asked = {"rows": slice(HALF, 2 * HALF - 1), "keys": slice(1, HALF)}
+
+    @jax.jit
+    def run(kept: Array) -> Array:
+        read = ea.record(log_probabilities, weights=lambda F: F.weights(**asked))
+        _, seen = read(model, tokens, kept, instead)
+        weights = list(seen.values())[head[0]]["weights"][:, :, head[1]]
+        return jnp.diagonal(weights, axis1=1, axis2=2).mean(-1)
+
+    found = [run(kept) for kept in all_but_one(*instead.shape[:2])]
+    return np.stack(found, 1).reshape(-1, *instead.shape[:2])
 
 
 def mean_and_error(x: np.ndarray) -> list[Any]:
@@ -275,6 +290,8 @@ def on_random_texts(model: Llama) -> tuple[dict[str, np.ndarray], dict[str, Any]
         }
     head = np.unravel_index(found["induction"].mean(0).argmax(), mean.shape[:2])
     rest["most_inductive"] = [int(x) for x in head]
+    left = matched_without(model, texts["repeated"], jnp.asarray(mean, jnp.float32), head)
+    rest["matched_without"] = mean_and_error(left)
     weight, heat = (
         x[:, *head].ravel() for x in (score["repeated"], at["repeated"]["heat_capacity"])
     )

@@ -71,13 +71,16 @@ def _layer(layer: ea.nn.MultiheadAttention, x: Array, lengths: Array) -> dict[st
 def _costs(model: Bert, given: tuple[Array, Array], instead: Array) -> Float[Array, "L N B"]:
     embed = jax.vmap(lambda model, *x: pooled(model(*x)[-1], x[1]), in_axes=(None, 0, 0))
     whole = embed(model, *given)
-    everything = jnp.ones(instead.shape[:2], bool)
-    one = ~jnp.eye(everything.size, dtype=bool).reshape(-1, *everything.shape)
 
     def cost(kept: Array) -> Array:
         return 1 - (whole * embed(ablated(model, kept, instead), *given)).sum(-1)
 
-    return jax.lax.map(cost, one).reshape(*everything.shape, -1)
+    return jax.lax.map(cost, all_but_one(*instead.shape[:2])).reshape(*instead.shape[:2], -1)
+
+
+def all_but_one(layers: int, heads: int) -> Bool[Array, "L*N L N"]:
+    """Which heads are kept, where each is left out in turn."""
+    return ~jnp.eye(layers * heads, dtype=bool).reshape(-1, layers, heads)
 
 
 def ablated(model: Bert, kept: Bool[Array, "L N"], instead: Float[Array, "L N H"]) -> Bert:

@@ -130,6 +130,17 @@ def test_zero(model, tokens, user_settings):
     assert (jnp.abs(again).mean((2, 3)) > 1e-3).sum() == 15
 
 
+def test_matched_without(model, user_settings):
+    """Induction that is measured in another head, or without another one."""
+    texts = heads.random_texts()["repeated"][:2]
+    found = heads.matched_without(model, texts, jnp.zeros((4, 4, 32)), (3, 0))
+    for layer, head in ((1, 2), (0, 3)):
+        weights = heads.record(without(model, layer, head), texts)["weights"][:, 3, 0]
+        np.testing.assert_allclose(
+            found[:, layer, head], heads.matched(weights).mean(-1), atol=1e-4
+        )
+
+
 def test_mean(model, user_settings):
     """A mean that is not put in the place of its head: of one byte alone, layer 0 says the same everywhere."""
     text = jnp.full((1, 65), ord("a"), jnp.int32)
@@ -254,6 +265,7 @@ def test_what_the_page_says():
         for name in ("entropy", "energy")
     )
     heat = random["figures"]["others"]["heat_capacity"][0][at[0]][at[1]]
+    left = np.asarray(random["matched_without"][0])
     apart = {
         (x, y): np.asarray(random["separation"][x][y][0])
         for x in texts[1:]
@@ -275,7 +287,9 @@ def test_what_the_page_says():
         f"The second halves cost {number(random['losses_of_halves'][1][0])} nats per byte, "
         f"the first {number(random['losses_of_halves'][0][0])}",
         f"without the head {number(repeats[at])} more",
-        f"an induction head builds, {number(repeats[1, 2])} more",
+        f"an induction head builds, {number(repeats[1, 2])} more. Without the latter the match gets "
+        f"{number(left[1, 2])} of the induction head's weight, without any other head at least "
+        f"{number(np.sort(left.ravel())[1])}",
         f"The least cost on text is {number(cost.min(), 3)} ± {number(unsure, 3)}",
         f"at most {number(mean['first'].max(), 4)} of a head's weight",
         f"get {number(text['uniform_by_span'][-1], 4)} to {number(text['uniform_by_span'][0], 4)}",
@@ -323,7 +337,7 @@ def test_what_the_page_says():
     assert not [sentence for sentence in quoted if sentence not in page]
 
     assert at == (3, 0) and REPORT["dead"] == {"zero": [], "mean": []}
-    assert mean["induction"][away].max() < 0.015
+    assert mean["induction"][away].max() < 0.015 and left.argmin() == 4 * 1 + 2
     assert (cost / error["mean on text"]).min() > 6 and mean["heaviest"].max() < 0.015
     assert mean["first"].argmax() == np.argmax(text["cost_of_first"][0])
     assert (narrow > narrow[at]).sum() == 3  # the fourth widest
