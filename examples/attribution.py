@@ -153,7 +153,7 @@ def memory(model: Any) -> dict[str, float]:
     return found
 
 
-def _processor() -> str:
+def processor() -> str:
     """The name of the processor, where the system tells it."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
@@ -165,7 +165,7 @@ def report() -> dict[str, Any]:
     """All numbers of the page, and the machine."""
     model = byte_llama()
     return {
-        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "machine": f"{processor()}, {os.cpu_count()} cores",
         "jax": jax.__version__,
         "documents": DOCUMENTS,
         "questions": QUESTIONS,
