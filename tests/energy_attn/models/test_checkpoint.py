@@ -734,3 +734,55 @@ def test_host_memory(tmp_path):
     beside, largest = map(float, spawn("-c", PEAK, tmp_path, devices=4).split())
     assert largest == 64 * 1024
     assert 0 < beside < 1.2 * largest
+
+
+# The same for 16 GB in four files, of which this process keeps no weight, as one that hands them to accelerators.
+HANDED_ON = PEAK.replace(
+    "mesh = make_mesh", "from energy_attn.models.checkpoint import _load\n\nmesh = make_mesh"
+)
+HANDED_ON = HANDED_ON.replace(
+    "model = Llama.load(sys.argv[1], mesh=mesh)",
+    """largest = 0
+
+def handed_on(array):
+    global largest
+    largest = max(largest, array.nbytes)
+    jax.block_until_ready(array)
+    array.delete()
+    return array
+
+_load.jax = type("Jax", (), {"block_until_ready": staticmethod(handed_on), "__getattr__": lambda _, x: getattr(jax, x)})()
+model = Llama.load(sys.argv[1])""",
+)
+HANDED_ON = (
+    HANDED_ON[: HANDED_ON.index("held =")] + "print(max(found) - found[0], largest / 1024)\n"
+)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
+def test_host_memory_of_eight_billion(tmp_path):
+    """A folder of 16 GB in four files: the host holds one weight at a time, and here what it handed to a device."""
+    (tmp_path / "small").mkdir()
+    write(tmp_path / "small", arrays())
+    config = LlamaConfig(
+        128256, 4096, 14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
+    model = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
+    leaves = leaves_of(model)
+    assert sum(x.size for x in leaves.values()) > 8e9
+    headers, ends, where = [{} for _ in range(4)], [0] * 4, {}
+    for name, leaf in leaves.items():
+        i = int(np.argmin(ends))
+        begin, ends[i] = ends[i], ends[i] + 2 * leaf.size
+        headers[i][name] = {"dtype": "BF16", "shape": leaf.shape, "data_offsets": [begin, ends[i]]}
+        where[name] = f"model-{i}.safetensors"
+    for i, (header, end) in enumerate(zip(headers, ends, strict=True)):
+        file = tmp_path / f"model-{i}.safetensors"
+        rewritten(file, header, b"")
+        os.truncate(file, file.stat().st_size + end)  # zeros, not written
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": where}))
+    beside, largest = map(float, spawn("-c", HANDED_ON, tmp_path, devices=4).split())
+    assert largest == 128256 * 4096 * 2 / 1024
+    assert 0 < beside < 2.2 * largest < 0.6 * max(ends) / 1024
