@@ -39,9 +39,10 @@ from energy_attn.kernels import (
     merge,
     merge_all,
 )
-from energy_attn.models import Llama, score_continuations
+from energy_attn.models import Encoder, EncoderConfig, ExpertsConfig, Llama, score_continuations
 from energy_attn.prefix_tree import Accepted, commit, pack, tree_decode
 from energy_attn.solvers import FixedPoint, Newton, Optax
+from tests.support import weights
 from tests.support.llama import CONFIG, build
 
 
@@ -267,6 +268,17 @@ TOKENS = np.asarray([[3, 1, 4, 1, 5]], np.int32)
 SMALL = dataclasses.replace(
     CONFIG, vocab_size=8, hidden_size=6, intermediate_size=5, num_hidden_layers=1, head_dim=4
 )
+
+ROUTED = dataclasses.replace(
+    SMALL,
+    model_type="mixtral",
+    experts=ExpertsConfig(num_experts=3, num_experts_per_tok=2, intermediate_size=4),
+)
+
+
+def encoder() -> Encoder:
+    config = EncoderConfig(8, 6, 1, 2, 5, 8)
+    return weights.drawn(lambda key: Encoder(config, jnp.float64, key=key))
 
 
 def logits(model: Llama, tokens: Any, x: Any) -> Any:
@@ -560,6 +572,16 @@ CASES = {
         logits,
         lambda: {"model": build(SMALL), "tokens": TOKENS} | drawn(21, x=(1, 2, 6)),
     ),
+    "Llama of experts": Case(
+        "models.Llama.__call__",
+        lambda model, tokens: model(tokens).logits,
+        lambda: {"model": build(ROUTED), "tokens": TOKENS},
+    ),
+    "Encoder": Case(
+        "models.Encoder models.Encoder.__call__ models.Encoder.embed models.EncoderOutput",
+        lambda model, tokens: (model(tokens).hidden, model.embed(tokens)),
+        lambda: {"model": encoder(), "tokens": TOKENS},
+    ),
     "score_continuations": Case(
         """models.score_continuations models.Llama.read_tree models.TreeOutput
         models.DecoderCache prefix_tree.unpack""",
@@ -654,7 +676,8 @@ WITHOUT = {
     prefix_tree.tree_from_parents""",
     "of constants": """CHECKPOINT_NAMES kernels.CHECKPOINT_NAMES kernels.empty_state models.LinearRope
     models.Llama3Rope models.YarnRope models.LinearRope.scaled
-    models.Llama3Rope.scaled models.YarnRope.scaled""",
+    models.Llama3Rope.scaled models.YarnRope.scaled models.DynamicRope models.DynamicRope.scaled models.LongRope
+    models.LongRope.scaled models.ExpertsConfig models.LatentConfig models.EncoderConfig""",
     "called by local_attention, which has the derivatives": """kernels.PallasGPU.forward
     kernels.PallasGPU.tangent""",
 }

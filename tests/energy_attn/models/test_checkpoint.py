@@ -751,7 +751,13 @@ def handed_on(array):
     array.delete()
     return array
 
-_load.jax = type("Jax", (), {"block_until_ready": staticmethod(handed_on), "__getattr__": lambda _, x: getattr(jax, x)})()
+class Jax:
+    block_until_ready = staticmethod(handed_on)
+
+    def __getattr__(self, name):
+        return getattr(jax, name)
+
+_load.jax = Jax()
 model = Llama.load(sys.argv[1])""",
 )
 HANDED_ON = (
