@@ -1,7 +1,8 @@
 """MkDocs hook: runs the blocks of pages that are marked ```python exec="1", and keeps what they print.
 
 They run on eight simulated CPU devices, as the tests do, and may import the modules in this folder. A page is run again
-when its code, a file of the repository that it may use, Python or an installed package has changed; `EXECUTE=1` in the
+when its code, a JSON of docs/ that it names, a file of the repository that it may use, Python or an installed package has
+changed; `EXECUTE=1` in the
 environment runs every page again. With `EXECUTE=0` none is run: `make check` builds the pages so, to check links,
 anchors and signatures.
 """
@@ -28,6 +29,7 @@ import markdown_exec
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / ".docs_cache"
 BLOCK = re.compile(r"^```python exec=[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"\bdocs/[\w/.-]+\.json\b")
 OPENING = re.compile(r"^```python exec=.*$", re.MULTILINE)
 # Files, and folders of files, that the code of a page may use; and this one.
 USED = (
@@ -106,6 +108,12 @@ def _used() -> Iterator[Path]:
             yield from (Path(directory, name) for name in sorted(names))
 
 
+def _read_by(blocks: list[str]) -> str:
+    """The JSON files that blocks name."""
+    names = sorted({name for block in blocks for name in NAMED.findall(block)})
+    return "".join((ROOT / name).read_text(encoding="utf-8") for name in names)
+
+
 _surroundings: str
 _page: Page | None = None
 
@@ -134,7 +142,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if os.environ.get("EXECUTE") == "0":
         return OPENING.sub("```python", markdown)
     if blocks := BLOCK.findall(markdown):
-        _page = Page(page.file.src_uri, blocks, _surroundings)
+        _page = Page(page.file.src_uri, blocks, _surroundings + _read_by(blocks))
     return markdown
 
 

@@ -25,6 +25,7 @@ PAGE = """# A page
 ```python exec="1" session="page"
 from pathlib import Path
 x = open("runs", "a").write("x") + 20
+seen = Path("docs/seen.json").read_text()
 ```
 
 ```python exec="1" source="above" result="text" session="page"
@@ -40,6 +41,7 @@ def tree(tmp_path):
         "mkdocs.yml": SETTINGS,
         "theme/main.html": "{{ page.content }}",
         "docs/index.md": PAGE,
+        "docs/seen.json": "1",
         "energy_attn/__init__.py": "",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -88,6 +90,7 @@ def test_an_unchanged_page_is_not_run_again(tree):
     ("name", "old", "new"),
     [
         ("docs/index.md", "2 * x", "2 * x + 0"),
+        ("docs/seen.json", "1", "2"),
         ("energy_attn/__init__.py", "", "x = 1"),
         ("tools/executed.py", "\n\nimport", "\n\n\nimport"),
     ],
