@@ -1,10 +1,9 @@
 """MkDocs hook: runs the blocks of pages that are marked ```python exec="1", and keeps what they print.
 
 They run on eight simulated CPU devices, as the tests do, and may import the modules in this folder. A page is run again
-when its code, a JSON of docs/ that it names, a file of the repository that it may use, Python or an installed package has
-changed; `EXECUTE=1` in the
-environment runs every page again. With `EXECUTE=0` none is run: `make check` builds the pages so, to check links,
-anchors and signatures.
+when its code, a JSON file of docs/ that it names, a file of the repository that it may use, Python or an installed
+package has changed; `EXECUTE=1` in the environment runs every page again. With `EXECUTE=0` none is run: `make check`
+builds the pages so, to check links, anchors and signatures.
 """
 
 import hashlib
