@@ -140,8 +140,8 @@ class Encoder(AbstractModel):
 
     Computes the `last_hidden_state` of Hugging Face's `BertModel`; its pooler is left out.
     [`load`][energy_attn.models.load] reads its checkpoints, and those of sentence encoders such as all-MiniLM-L6-v2.
-    [`shard`][energy_attn.models.shard], [`ea.record`][energy_attn.record] and
-    [`ea.weigh`][energy_attn.weigh] take it.
+    [`shard`][energy_attn.models.shard], [`ea.record`][energy_attn.record],
+    [`ea.energy_report`][energy_attn.energy_report] and [`ea.weigh`][energy_attn.weigh] take it.
 
     Raises:
         TypeError: `config` is not an `EncoderConfig`, `dtype` is not floating, or `key` is not a key.
@@ -183,7 +183,7 @@ class Encoder(AbstractModel):
         return_energies: bool = False,
         attend: Callable[..., Any] = attention,
     ) -> EncoderOutput:
-        """Final hidden states; those of padding are undefined.
+        """Final hidden states; those of padding are undefined, and its energies minus infinity.
 
         Args:
             tokens: of any integer dtype, at most `max_position_embeddings` of them.
@@ -206,7 +206,8 @@ class Encoder(AbstractModel):
             )
         options = {"parallel": parallel, "return_energy": True}
         if lengths is not None:
-            options["key_value_seq_lengths"] = check_counts(lengths, batch, time)
+            counts = check_counts(lengths, batch, time)
+            options |= {"query_seq_lengths": counts, "key_value_seq_lengths": counts}
         kinds = jnp.zeros((1, time), jnp.int32)
         if token_types is not None:
             kinds = check_tokens("token_types", token_types)
