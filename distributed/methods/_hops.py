@@ -16,7 +16,7 @@ Tree = TypeVar("Tree")
 def hop(tree: Tree, axes: Axes, way: int = 1) -> Tree:
     """The arrays of a tree, passed to the next device of the ring, and those of the one before.
 
-    `way` is -1 for the other direction.
+    `way` is -1 for the other direction, or another number of places.
     """
     devices = lax.axis_size(axes)
     pairs = [(i, (i + way) % devices) for i in range(devices)]

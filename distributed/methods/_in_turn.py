@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -80,7 +81,12 @@ class AbstractTurns(abc.ABC):
     @property
     @abc.abstractmethod
     def count(self) -> int:
-        """How many turns there are."""
+        """How many turns there are whose arrays are of one shape, in front."""
+
+    @property
+    def others(self) -> int:
+        """How many turns follow them, whose number is never traced."""
+        return 0
 
     @abc.abstractmethod
     def first(self, own: Tree) -> Tree:
@@ -129,6 +135,13 @@ def added(a: Tree, b: Tree) -> Tree:
     return jax.tree.map(jnp.add, a, b)
 
 
+def _computed_again(visit: Callable[..., Found], turn: int | Array) -> Callable[..., Found]:
+    """`visit` of a turn, computed again where it is differentiated; the number of a turn stays static if it is."""
+    if isinstance(turn, int):
+        return jax.checkpoint(functools.partial(visit, turn))
+    return functools.partial(jax.checkpoint(visit), turn)
+
+
 def _own(operands: Operands) -> Keys:
     return Keys(operands.key, operands.value)
 
@@ -162,10 +175,12 @@ def _fold(
         found, here = carry
         return visit(found, here, turn, turns.following(here, own, turn)), None
 
-    carry, last = (start, turns.first(own)), turns.count - 1
+    (found, here), last = (start, turns.first(own)), turns.count - 1
     if last > 0:
-        carry, _ = lax.scan(step, carry, jnp.arange(last, dtype=jnp.int32))
-    return visit(*carry, last, None)[0]
+        (found, here), _ = lax.scan(step, (found, here), jnp.arange(last, dtype=jnp.int32))
+    for turn in range(last, last + turns.others):
+        found, here = visit(found, here, turn, turns.following(here, own, turn))
+    return visit(found, here, last + turns.others, None)[0]
 
 
 def _attend(
@@ -213,9 +228,8 @@ class _OfTurns(AbstractDerivative):
     def tangent(self, saved: Saved, directions: Operands) -> AttentionState:
         turns, operands, state = self.turns, saved.operands, saved.state
 
-        @jax.checkpoint
         def visit(
-            sums: TangentSums, here: Tree, turn: int | Array, in_flight: Tree | None
+            turn: int | Array, sums: TangentSums, here: Tree, in_flight: Tree | None
         ) -> tuple[TangentSums, Tree | None]:
             keys, changes = cast("tuple[Keys, Keys]", turns.joined(here))
             bias = turns.cut(directions.bias, 3, turn)
@@ -228,15 +242,20 @@ class _OfTurns(AbstractDerivative):
         out, lse = (lax.full_like(x, 0.0, dtype=state.lse.dtype) for x in state)
         zero = TangentSums(out, lse, lse)
         own = _own(operands), Keys(directions.key, directions.value)
-        return tangent_of(state, _fold(visit, zero, own, turns).means())
+
+        def once(
+            sums: TangentSums, here: Tree, turn: int | Array, in_flight: Tree | None
+        ) -> tuple[TangentSums, Tree | None]:
+            return _computed_again(visit, turn)(sums, here, in_flight)
+
+        return tangent_of(state, _fold(once, zero, own, turns).means())
 
     def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
         settings, turns = wanting(self.settings, moved), self.turns
         operands, state = saved.operands, saved.state
 
-        @jax.checkpoint
         def once(
-            keys: Any, staying: Gradients | None, turn: int | Array, in_flight: InFlight
+            turn: int | Array, keys: Any, staying: Gradients | None, in_flight: InFlight
         ) -> tuple[InFlight, Gradients]:
             here = _with_keys(operands, keys, turns, turn)
             d_query = None if staying is None else staying.query
@@ -255,7 +274,7 @@ class _OfTurns(AbstractDerivative):
             keys: Any, so_far: Gradients | None, turn: int | Array, in_flight: InFlight
         ) -> tuple[InFlight, Gradients]:
             staying = None if so_far is None else so_far._replace(keys=Keys(None, None))
-            return once(keys, staying, turn, in_flight)
+            return _computed_again(once, turn)(keys, staying, in_flight)
 
         found = turns.backward(visit, _own(operands))
         given = cotangents(found.query, *found.keys, found.bias, found.score_arrays)

@@ -11,6 +11,7 @@ from energy_attn.kernels.internal import InFlight
 
 from ._arguments import Axes
 from ._direction import AbstractWay
+from ._hops import hop
 from ._in_turn import AbstractTurns, Gradients, Keys, Tree, Visit, added
 
 
@@ -21,16 +22,18 @@ class Around(AbstractTurns):
     Attributes:
         gradient_dtype: of what travels; None: `lse`'s.
         way: the direction.
+        turns: how many devices' keys a device sees; None: those of all.
     """
 
     axes: Axes
     size: int
     gradient_dtype: jnp.dtype | None
     way: AbstractWay
+    turns: int | None = None
 
     @property
     def count(self) -> int:
-        return lax.axis_size(self.axes)
+        return lax.axis_size(self.axes) if self.turns is None else self.turns
 
     def first(self, own: Tree) -> Tree:
         return self.way.apart(own)
@@ -59,7 +62,7 @@ class Around(AbstractTurns):
             going = InFlight(keys if onward else None, self.way.apart(sums))
             arrived, found = visit(keys, so_far, step, self.way.hop(going, self.axes))
             if so_far is not None:
-                sums = _as(self.way.joined(arrived.sums), so_far.keys)
+                sums = as_like(self.way.joined(arrived.sums), so_far.keys)
                 found = found._replace(keys=added(sums, found.keys))
             return arrived.others, found
 
@@ -72,11 +75,13 @@ class Around(AbstractTurns):
         found = carry[1]
         if last == 0:
             return found
-        home = self.way.hop(self.way.apart(_as(found.keys, own)), self.axes)
-        return found._replace(keys=self.way.joined(home))
+        keys = as_like(found.keys, own)
+        if self.turns is not None:
+            return found._replace(keys=hop(keys, self.axes, -last))
+        return found._replace(keys=self.way.joined(self.way.hop(self.way.apart(keys), self.axes)))
 
 
-def _as(gradients: Keys, like: Keys) -> Keys:
+def as_like(gradients: Keys, like: Keys) -> Keys:
     """Gradients, unless they are None, in the dtypes of others."""
     pairs = zip(gradients, like, strict=True)
     return Keys(*(x if x is None or y is None else x.astype(y.dtype) for x, y in pairs))

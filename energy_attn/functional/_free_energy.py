@@ -17,6 +17,7 @@ from energy_attn.distributed.internal import (
     attend_sharded,
     in_shard_map,
     local_sharding_plan,
+    near_plan,
     place_tokens,
     sharding_plan,
     unbatched,
@@ -171,6 +172,8 @@ def prepare(
     if parallel is not None:
         place = functools.partial(place_tokens, parallel, plan, *sizes)
     call = check_scored(arrays, bias, mask, place=place, **scored)
+    given = any(options.get(name) is not None for name in ("query_positions", "key_positions"))
+    plan = near_plan(plan, parallel, call.settings, call.operands, given)
     if call.operands.sink is not None:
         cite("sinks")
     if not differentiated_by_jax(names):

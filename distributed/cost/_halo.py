@@ -1,0 +1,120 @@
+"""Which keys of other devices a device's queries may see, by positions that are known before anything is computed."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+# More spans than this are not sent one by one.
+_MOST_SPANS = 8
+
+# Whether a query of one position may see a key of another: `[devices]` of first and last positions, of both.
+Meets = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
+class Span(NamedTuple):
+    """A part of each device's keys, which goes to the device so many places further on.
+
+    Attributes:
+        distance: of the devices, from 1 to one less than their number, counted around.
+        start: the first of the keys.
+        stop: the last of them, exclusive.
+    """
+
+    distance: int
+    start: int
+    stop: int
+
+
+class Halo(NamedTuple):
+    """The keys that come to a device, beside its own; static.
+
+    Attributes:
+        around: how many devices' keys go around whole, its own among them, each from the device before.
+        spans: what is sent from further devices, directly.
+    """
+
+    around: int
+    spans: tuple[Span, ...]
+
+    def keys(self, size: int) -> int:
+        """How many keys a device sends, where each has `size`."""
+        return (self.around - 1) * size + sum(x.stop - x.start for x in self.spans)
+
+
+class Run(NamedTuple):
+    """Consecutive positions of each device, `[devices]`, and where they begin in its part.
+
+    Attributes:
+        position: of the first token.
+        place: its index.
+        length: the number of tokens.
+    """
+
+    position: np.ndarray
+    place: int
+    length: np.ndarray
+
+
+def runs(layout: str, tokens: int, devices: int) -> list[Run] | None:
+    """The positions of each device; None where they are not consecutive."""
+    size, here = -(-tokens // devices), np.arange(devices)
+    if layout == "contiguous":
+        return [Run(here * size, 0, np.clip(tokens - here * size, 0, size))]
+    if layout != "zigzag" or size % 2:
+        return None
+    piece, length = size // 2, np.full(devices, size // 2)
+    return [Run(here * piece, 0, length), Run((2 * devices - 1 - here) * piece, piece, length)]
+
+
+def halo(
+    layout: str,
+    devices: int,
+    queries: int,
+    keys: int,
+    window: tuple[int, int],
+    meets: Meets | None = None,
+) -> Halo | None:
+    """The keys that queries may see, from `window[0]` before them to `window[1]` after; None: of all devices.
+
+    `meets` may say of intervals of positions that they do not see each other.
+    """
+    rows, columns = (runs(layout, count, devices) for count in (queries, keys))
+    size = -(-keys // devices)
+    if rows is None or columns is None or devices == 1:
+        return None
+    every = [x for d in range(1, devices) if (x := _span(rows, columns, d, window, meets))]
+    found = Halo(1, tuple(every))
+    if len(every) > _MOST_SPANS:
+        whole = [x.distance for x in every if (x.start, x.stop) == (0, size)]
+        consecutive = whole[-1] if whole == list(range(1, len(whole) + 1)) else 0
+        rest = tuple(x for x in every if x.distance > consecutive)
+        if len(rest) > _MOST_SPANS:  # all of each, up to the last that is needed
+            consecutive, rest = every[-1].distance, ()
+        found = Halo(1 + consecutive, rest)
+    return found if found.keys(size) < (devices - 1) * size else None
+
+
+def _span(
+    rows: list[Run],
+    columns: list[Run],
+    distance: int,
+    window: tuple[int, int],
+    meets: Meets | None,
+) -> Span | None:
+    """The keys that any device needs of the one `distance` places before it."""
+    start, stop = None, 0
+    for run in columns:
+        position, length = (np.roll(x, distance) for x in (run.position, run.length))
+        for queries in rows:
+            last = queries.position + queries.length - 1
+            first = np.maximum(position, queries.position - window[0])
+            end = np.minimum(position + length, last + window[1] + 1)
+            seen = (first < end) & (queries.length > 0)
+            if meets is not None and seen.any():
+                seen = seen & meets(queries.position, last, first, end - 1)
+            if seen.any():
+                begin = int((first - position)[seen].min()) + run.place
+                start = begin if start is None else min(start, begin)
+                stop = max(stop, int((end - position)[seen].max()) + run.place)
+    return None if start is None else Span(distance, start, stop)

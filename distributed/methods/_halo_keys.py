@@ -1,0 +1,111 @@
+"""Keys of some of the devices: those that queries may see."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from energy_attn.kernels.internal import InFlight
+
+from ..cost._halo import Halo, Span
+from ._arguments import Axes
+from ._direction import OneWay
+from ._hops import hop, origin, part
+from ._in_turn import AbstractTurns, Gradients, Keys, Tree, Visit, added
+from ._ring_keys import Around, as_like
+
+
+@dataclasses.dataclass(frozen=True)
+class Near(AbstractTurns):
+    """First the keys that go around whole, then spans, each straight from its device; gradients return as they came.
+
+    Attributes:
+        gradient_dtype: in which gradients of keys go around; those of spans return in the dtypes of keys and values.
+        halo: which keys.
+    """
+
+    axes: Axes
+    size: int
+    gradient_dtype: jnp.dtype | None
+    halo: Halo
+
+    @property
+    def count(self) -> int:
+        return self.halo.around
+
+    @property
+    def others(self) -> int:
+        return len(self.halo.spans)
+
+    def first(self, own: Tree) -> Tree:
+        return own
+
+    def following(self, here: Tree, own: Tree, turn: int | Array) -> Tree:
+        if isinstance(turn, int) and turn + 1 >= self.count:
+            return self._fetch(own, self.halo.spans[turn + 1 - self.count])
+        return hop(here, self.axes)
+
+    def joined(self, here: Tree) -> Tree:
+        return here
+
+    def cut(self, x: Array | None, axis: int, turn: int | Array) -> Array | None:
+        span = self._span(turn)
+        place = origin(turn if span is None else span.distance, self.axes)
+        found = part(x, axis, place, self.size)
+        if span is None or found is None or found.shape[axis] == 1:
+            return found
+        return lax.slice_in_dim(found, span.start, span.stop, axis=axis)
+
+    def uncut(self, found: Array, like: Array, axis: int, turn: int | Array) -> Array:
+        span = self._span(turn)
+        if span is None:
+            return OneWay().uncut(found, like, axis, turn, self.axes)
+        if like.shape[axis] == 1:
+            return found
+        return OneWay().uncut(
+            self._inside(found, span, axis), like, axis, span.distance, self.axes
+        )
+
+    def backward(self, visit: Visit, own: Keys) -> Gradients:
+        ring = Around(self.axes, self.size, self.gradient_dtype, OneWay(), self.count)
+        found = ring.backward(visit, own)
+        # each span comes beside the products of the turn before, and its gradients return beside those of the next
+        spans, keys, home = self.halo.spans, found.keys, Keys(None, None)
+        here = self._fetch(own, spans[0]) if spans else own
+        for turn, span in enumerate(spans, self.count):
+            more = turn + 1 - self.count < len(spans)
+            coming = self._fetch(own, spans[turn + 1 - self.count]) if more else None
+            arrived, found = visit(here, found, turn, InFlight(coming, home))
+            keys = self._with(keys, arrived.sums, spans[turn - 1 - self.count], turn > self.count)
+            home = hop(as_like(found.keys, own), self.axes, -span.distance)
+            here = arrived.others
+        if spans:
+            keys = self._with(keys, home, spans[-1], True)
+        return found._replace(keys=keys)
+
+    def _span(self, turn: int | Array) -> Span | None:
+        is_later = isinstance(turn, int) and turn >= self.count
+        return self.halo.spans[turn - self.count] if is_later else None
+
+    def _fetch(self, own: Tree, span: Span) -> Tree:
+        cut = jax.tree.map(lambda x: lax.slice_in_dim(x, span.start, span.stop, axis=1), own)
+        return hop(cut, self.axes, span.distance)
+
+    def _with(self, keys: Keys, more: Any, span: Span, is_there: bool) -> Keys:
+        """The sums of gradients, and those of a span."""
+        if not is_there:
+            return keys
+
+        def whole(x: Array, like: Array) -> Array:
+            return self._inside(x.astype(like.dtype), span, 1)
+
+        return added(keys, jax.tree.map(whole, more, keys))
+
+    def _inside(self, x: Array, span: Span, axis: int) -> Array:
+        """An array of a span's keys as one of all of a device, zero elsewhere."""
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = span.start, self.size - span.stop
+        return jnp.pad(x, widths)
