@@ -83,7 +83,7 @@ def halo(
     size = -(-keys // devices)
     if rows is None or columns is None or devices == 1:
         return None
-    every = [x for d in range(1, devices) if (x := _span(rows, columns, d, window, meets))]
+    every = [x for d in range(1, devices) for x in _spans(rows, columns, d, window, meets)]
     found = Halo(1, tuple(every))
     if len(every) > _MOST_SPANS:
         whole = [x.distance for x in every if (x.start, x.stop) == (0, size)]
@@ -95,17 +95,18 @@ def halo(
     return found if found.keys(size) < (devices - 1) * size else None
 
 
-def _span(
+def _spans(
     rows: list[Run],
     columns: list[Run],
     distance: int,
     window: tuple[int, int],
     meets: Meets | None,
-) -> Span | None:
-    """The keys that any device needs of the one `distance` places before it."""
-    start, stop = None, 0
+) -> list[Span]:
+    """The keys that any device needs of the one `distance` places before it, in order."""
+    found: list[Span] = []
     for run in columns:
         position, length = (np.roll(x, distance) for x in (run.position, run.length))
+        start, stop = int(length.max()), 0
         for queries in rows:
             last = queries.position + queries.length - 1
             first = np.maximum(position, queries.position - window[0])
@@ -114,7 +115,10 @@ def _span(
             if meets is not None and seen.any():
                 seen = seen & meets(queries.position, last, first, end - 1)
             if seen.any():
-                begin = int((first - position)[seen].min()) + run.place
-                start = begin if start is None else min(start, begin)
-                stop = max(stop, int((end - position)[seen].max()) + run.place)
-    return None if start is None else Span(distance, start, stop)
+                start = min(start, int((first - position)[seen].min()))
+                stop = max(stop, int((end - position)[seen].max()))
+        if start < stop:
+            found.append(Span(distance, run.place + start, run.place + stop))
+    if len(found) == 2 and found[0].stop == found[1].start:
+        return [Span(distance, found[0].start, found[1].stop)]
+    return found

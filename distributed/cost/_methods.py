@@ -15,6 +15,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ..merge._strategies import MERGES, check_levels
+from ._halo import Halo, halo
 from ._merges import FOLDED, exchanged, summed
 from ._shape import Shape, key_copies, pieces
 from ._topology import Topology
@@ -113,6 +114,9 @@ def transfers(
         return ()
     if method in ("ulysses", "hybrid"):
         return tuple(_exchanged(method, shape, topology, with_tangent, gradient_bytes))
+    near = near_keys(method, merge, shape, topology)
+    if near is not None:
+        return tuple(_near(near, shape, topology, with_tangent, gradient_bytes))
     if method == "gather":
         return tuple(_gathered(shape, topology, with_tangent))
     if method == "ring" and merge == "keys":
@@ -234,6 +238,37 @@ def _around(
         if gradient_bytes:  # gradients, which follow their keys, and return to their devices
             yield Transfer("collective-permute", size // shape.bytes * gradient_bytes, axes, hops)
             yield Transfer("collective-permute", size, axes)
+
+
+def near_keys(method: str, merge: str | None, shape: Shape, topology: Topology) -> Halo | None:
+    """The keys that a window lets queries see, of a method that sends no others; None: all."""
+    if shape.window is None or not shape.queries_sharded:
+        return None
+    if method != "gather" and (method, merge) != ("ring", "keys"):
+        return None
+    return halo(shape.layout, topology.devices, shape.queries, shape.keys, shape.window)
+
+
+def _near(
+    near: Halo, shape: Shape, topology: Topology, tangent: bool, gradient_bytes: int
+) -> Iterator[Transfer]:
+    """Keys and values of a halo; gradients return in the dtypes of keys and values, or behind keys that go around."""
+    size, axes = -(-shape.keys // topology.devices), topology.axes
+    yield from _positions(shape.keys, shape, topology, axes)
+    for whole in kv_shard(shape, topology):
+        hops = near.around - 1
+        if hops:
+            again = 1 + (hops > 1 and bool(tangent or gradient_bytes)) + tangent
+            yield from [Transfer("collective-permute", whole, axes, hops)] * again
+            if gradient_bytes:
+                moving = whole // shape.bytes * gradient_bytes
+                yield Transfer("collective-permute", moving, axes, hops)
+                yield Transfer("collective-permute", whole, axes)
+        for span in near.spans:
+            part = whole // size * (span.stop - span.start)
+            # the backward's keys are the forward's, which XLA sends once
+            count = 1 + tangent + bool(gradient_bytes)
+            yield from [Transfer("collective-permute", part, axes)] * count
 
 
 def _positions(

@@ -4,10 +4,12 @@ import dataclasses
 import math
 
 from energy_attn.kernels.internal import (
+    check_choice,
     check_flag,
     check_floating_dtype,
     check_integer,
     is_static,
+    received,
 )
 
 _MOST_PIECES = 8
@@ -28,12 +30,16 @@ class Shape:
         dtype: of all arrays but `lse`, which is float32 (float64 with float64).
         causal: whether positions are compared: a ring then gathers, once, those that each
             device gives for its part. (With `parallel=` all devices know them, and none are sent.)
+        window: how far a query sees before and after its own position, where positions are those of the layout; None:
+            as far as there are keys. A ring of keys, and a gather, then send what some query may see.
+        layout: the order of the sequence over the devices, as of
+            [`SequenceParallel`][energy_attn.distributed.SequenceParallel].
         queries_sharded: whether queries are sharded as keys are (prefill, training); else they are
             on every device (decode).
 
     Raises:
-        TypeError: sizes that are no integers, a dtype that is not floating.
-        ValueError: negative sizes, no heads, or `kv_heads` that does not divide `heads`.
+        TypeError: sizes that are no integers, a dtype that is not floating, or a window of another type.
+        ValueError: negative sizes, an unknown layout, no heads, or `kv_heads` that does not divide `heads`.
 
     Source: Tree Attention (arXiv 2408.04093), section 6.3: $b$, $N$, $n_h$, $d_h$ are `batch`,
         `keys`, `heads`, `width`; the paper's $d = d_h n_h$ for keys is here `kv_heads` · `width`.
@@ -54,6 +60,8 @@ class Shape:
     dtype: str = "bfloat16"
     causal: bool = False
     queries_sharded: bool = False
+    window: tuple[int, int] | None = None
+    layout: str = "contiguous"
 
     def __post_init__(self) -> None:
         for name in ("batch", "queries", "keys", "width"):
@@ -69,6 +77,12 @@ class Shape:
         check_floating_dtype("dtype", self.dtype)
         check_flag("causal", self.causal)
         check_flag("queries_sharded", self.queries_sharded)
+        check_choice("layout", self.layout, ("contiguous", "striped", "zigzag"))
+        if self.window is not None:
+            if not isinstance(self.window, tuple) or len(self.window) != 2:
+                raise TypeError(f"window: wanted two integers or None, got {received(self.window)}")
+            for side in self.window:
+                check_integer("window", side, least=0)
 
     @property
     def rows(self) -> int:

@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import Interval, Operands, Settings, may_meet, vary_together
 
+from .. import cost
+from ..cost._devices import usual_topology
 from ..cost._halo import Halo, halo
 from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
@@ -19,7 +22,7 @@ from ._gather import Gather
 from ._halo_keys import Near
 from ._in_turn import attend_in_turn
 from ._parallel import SequenceParallel
-from ._plan import ShardingPlan
+from ._plan import ShardingPlan, shape_of
 from ._ring import Ring
 
 
@@ -67,21 +70,21 @@ def near_plan(
     """
     if plan is None or not plan.sequence or not plan.queries or given:
         return plan
-    method = plan.method
+    layout = "contiguous" if parallel is None else parallel.layout
+    arrays = operands.query, operands.key, operands.value
+    shape = shape_of(plan, *arrays, settings.mask.window, layout)
+    meets, is_bounded = _meets(settings, operands), max(settings.mask.window) < shape.keys
+    if not is_bounded and meets is None:
+        return plan
+    if layout != "contiguous" and shape.queries != shape.keys:
+        return plan  # queries in an order of their own
+    method: Any = plan.method
+    if is_bounded and (parallel is None or parallel.method == "auto"):
+        name = cost.choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
+        method = {"ring": Ring(), "gather": Gather()}.get(name, method)
     if not isinstance(method, (Ring, Gather)) or getattr(method, "rotate", "keys") == "queries":
         return plan
-    layout = "contiguous" if parallel is None else parallel.layout
-    queries, keys = operands.query.shape[1], operands.key.shape[1]
-    parts = plan.devices if plan.local else 1
-    alike = queries == keys
-    found = halo(
-        layout if alike else "contiguous" if layout == "contiguous" else "other",
-        plan.devices,
-        queries * parts,
-        keys * parts,
-        settings.mask.window,
-        _meets(settings, operands),
-    )
+    found = halo(layout, plan.devices, shape.queries, shape.keys, settings.mask.window, meets)
     if found is None:
         return plan
     return plan._replace(method=Neighbours(found, getattr(method, "gradient_dtype", None)))
@@ -98,8 +101,8 @@ def _meets(settings: Settings, operands: Operands) -> Callable[..., np.ndarray] 
 
     def meets(*bounds: np.ndarray) -> np.ndarray:
         with jax.ensure_compile_time_eval():
-            low, high, first, last = (np.asarray(x, np.int32)[None] for x in bounds)
-            found = may_meet(mask, Interval(low, high), Interval(first, last))  # pyright: ignore[reportArgumentType]
-        return np.asarray(found).any(0)
+            low, high, first, last = (jnp.asarray(x, jnp.int32)[None] for x in bounds)
+            found = np.asarray(may_meet(mask, Interval(low, high), Interval(first, last)))
+        return np.asarray(found.any(0))
 
     return meets

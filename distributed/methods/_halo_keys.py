@@ -65,9 +65,7 @@ class Near(AbstractTurns):
             return OneWay().uncut(found, like, axis, turn, self.axes)
         if like.shape[axis] == 1:
             return found
-        return OneWay().uncut(
-            self._inside(found, span, axis), like, axis, span.distance, self.axes
-        )
+        return OneWay().uncut(self._inside(found, span, axis), like, axis, span.distance, self.axes)
 
     def backward(self, visit: Visit, own: Keys) -> Gradients:
         ring = Around(self.axes, self.size, self.gradient_dtype, OneWay(), self.count)

@@ -150,9 +150,22 @@ def _by(
 def _choose_method(plan: ShardingPlan, query: Array, key: Array, value: Array) -> str:
     if not plan.queries:
         return "tree"
+    shape = shape_of(plan, query, key, value)
+    return cost.choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
+
+
+def shape_of(
+    plan: ShardingPlan,
+    query: Array,
+    key: Array,
+    value: Array,
+    window: tuple[int, int] | None = None,
+    layout: str = "contiguous",
+) -> cost.Shape:
+    """The sizes of a call of sharded queries, by which a method is chosen."""
     batch, heads = device_count(plan.mesh, plan.batch), device_count(plan.mesh, plan.heads)
     parts = plan.devices if plan.local else 1
-    shape = cost.Shape(
+    return cost.Shape(
         math.prod(query.shape[:-3]) // batch,
         query.shape[-3] * parts,
         key.shape[-3] * parts,
@@ -162,8 +175,9 @@ def _choose_method(plan: ShardingPlan, query: Array, key: Array, value: Array) -
         value.shape[-1],
         dtype=query.dtype.name,
         queries_sharded=True,
+        window=window,
+        layout=layout,
     )
-    return cost.choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
 
 
 def device_count(mesh: AbstractMesh, axes: Axes) -> int:
