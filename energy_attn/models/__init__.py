@@ -20,6 +20,7 @@ from .generation._drafters import ModelDrafter as ModelDrafter
 from .generation._drafters import PromptLookup as PromptLookup
 from .generation._generate import Generation as Generation
 from .generation._generate import generate as generate
+from .generation._options import SamplingOptions as SamplingOptions
 from .generation._score import score_continuations as score_continuations
 from .llama._config import LlamaConfig as LlamaConfig
 from .llama._llama import Llama as Llama
@@ -27,3 +28,5 @@ from .llama._scaling import AbstractRope as AbstractRope
 from .llama._scaling import LinearRope as LinearRope
 from .llama._scaling import Llama3Rope as Llama3Rope
 from .llama._scaling import YarnRope as YarnRope
+from .text._text_stream import TextStream as TextStream
+from .text._tokenizer import Tokenizer as Tokenizer
