@@ -20,7 +20,6 @@ from .generation._drafters import ModelDrafter as ModelDrafter
 from .generation._drafters import PromptLookup as PromptLookup
 from .generation._generate import Generation as Generation
 from .generation._generate import generate as generate
-from .generation._options import SamplingOptions as SamplingOptions
 from .generation._score import score_continuations as score_continuations
 from .llama._config import LlamaConfig as LlamaConfig
 from .llama._llama import Llama as Llama

@@ -105,8 +105,8 @@ def generate(
     text: at temperature 0 it is that of greedy decoding; else tokens have the distribution
     $\mathrm{softmax}(\mathrm{logits} / \mathrm{temperature})$, restricted by `top_k`, `top_p` and
     `min_p`. Before that, logits get the bias, then the penalties of what is in the text. The draw after
-    position $n$ depends on `key`, the number of the prompt and $n$ alone, so that one key
-    gives one text on any mesh, with any drafter and any `batch_size`, up to rounding.
+    position $n$ depends on `key`, the number of the prompt and $n$ alone, so that one key gives one text
+    on any mesh, with any drafter and any `batch_size`, up to rounding.
 
     With a `batch_size` below the number of prompts they are a queue: a row whose prompt is complete
     gives its place in the cache to the next prompt. Two compiled programs take turns: one reads a
@@ -143,32 +143,30 @@ def generate(
             that is a terminal; a function: called instead with the share read and a note.
         chunk_size: tokens of the prompts read at a time; where the cache is sharded over devices, each
             reads its share of them.
-        sampling: `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`,
-            `logit_bias` and `key`, as for [`SamplingOptions`][energy_attn.models.SamplingOptions].
+        **sampling: the keys of `SamplingOptions`, which says what each does: `temperature`, `top_k`,
+            `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `logit_bias`, and the `key` of
+            the draws.
 
     Warns:
         UserWarning: `top_k`, `top_p` or `min_p` at temperature 0, where nothing is drawn; prompts that
-        end,
-            with the new tokens, beyond the context that the model is meant for.
+            end, with the new tokens, beyond the context that the model is meant for.
 
     Returns:
         The tokens and their text, and the number of passes. Under `jax.jit`, where bad values cannot be
-        refused, a row
-        whose prompt has a token outside the vocabulary, or a length not from 1 to `T`, gets no tokens.
+        refused, a row whose prompt has a token outside the vocabulary, or a length not from 1 to `T`,
+        gets no tokens.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: no prompt or an empty one, tokens outside the vocabulary, an array whose rows are
             padded with the tokenizer's pad token and no `lengths`, sizes below one, a temperature
-            without
-            a key, `tokenizer`, `stream`, `progress` or a queue inside `jax.jit`, a queue where
-            `parallel.batch` splits the rows or a drafter's state has none, a tree of another batch by
-            a drafter, or a mesh that [`KVCache`][energy_attn.distributed.KVCache] refuses.
+            without a key, `tokenizer`, `stream`, `progress` or a queue inside `jax.jit`, a queue where
+            `parallel.batch` splits the rows or a drafter's state has none, a tree of another batch by a
+            drafter, or a mesh that [`KVCache`][energy_attn.distributed.KVCache] refuses.
 
     Source: Leviathan et al. (arXiv 2211.17192) and SpecInfer (arXiv 2305.09781), whose output has the
     distribution of the model; the cache and its reduction: Tree Attention (arXiv 2408.04093), section
-    5;
-    `repetition_penalty`: CTRL (arXiv 1909.05858), section 4.1; `min_p`: Nguyen et al. (arXiv
+    5; `repetition_penalty`: CTRL (arXiv 1909.05858), section 4.1; `min_p`: Nguyen et al. (arXiv
     2407.01082).
 
     Examples:

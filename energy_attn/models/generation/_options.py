@@ -31,10 +31,6 @@ class SamplingOptions(TypedDict, total=False):
     In this order, as in transformers: `logit_bias`, `repetition_penalty` and `presence_penalty` change
     the logits; at temperature 0 the likeliest token is chosen, else the logits are divided by
     `temperature`, restricted by `top_k`, `top_p` and `min_p`, and a token is drawn.
-
-    Examples:
-        >>> from energy_attn.models import SamplingOptions
-        >>> options: SamplingOptions = {"temperature": 0.8, "min_p": 0.05}
     """
 
     temperature: float | Float[Array, ""]

@@ -8,7 +8,8 @@ from energy_attn.kernels.internal import received
 
 from ..checkpoint._config import naming, read_json
 
-_AROUND = "add_bos_token", "add_eos_token"
+# Flags, for transformers where there is no tokenizer.json, which says itself what is put around a text.
+_FLAGS_OF_NAMES = "add_bos_token", "add_eos_token"
 # Of an entry of `added_tokens_decoder`: what the library tokenizers takes.
 _FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
 
@@ -20,13 +21,11 @@ class Special(NamedTuple):
         named: by name, `bos_token`, `eos_token`, `pad_token` and others.
         contents: all of them, those without a name too.
         added: tokens that the vocabulary may lack, special or not, with their flags.
-        around: `add_bos_token` and `add_eos_token`, where a file says them.
     """
 
     named: Mapping[str, str]
     contents: tuple[str, ...]
     added: tuple[Mapping[str, Any], ...]
-    around: Mapping[str, bool]
 
 
 def special_tokens(folder: Path, config: Mapping[str, Any]) -> Special:
@@ -42,7 +41,7 @@ def special_tokens(folder: Path, config: Mapping[str, Any]) -> Special:
         named = {
             name: _content(name, token)
             for name, token in entries.items()
-            if name.endswith("_token") and name not in _AROUND and token is not None
+            if name.endswith("_token") and name not in _FLAGS_OF_NAMES and token is not None
         }
         lists: list[Any] = [
             entries.get(f"{x}_special_tokens") or () for x in ("additional", "extra")
@@ -59,8 +58,7 @@ def special_tokens(folder: Path, config: Mapping[str, Any]) -> Special:
             | {flag: token[flag] for flag in _FLAGS if flag in token}
             for _, token in sorted(listed.items(), key=lambda item: int(item[0]))
         )
-    around = {name: bool(entries[name]) for name in _AROUND if name in entries}
-    return Special(named, tuple(dict.fromkeys(contents)), added, around)
+    return Special(named, tuple(dict.fromkeys(contents)), added)
 
 
 def _is_map(x: object) -> bool:

@@ -127,7 +127,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
-        **variables: Any,
+        **variables: object,
     ) -> str:
         """The text of a chat, by the checkpoint's template.
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from energy_attn.distributed.internal import check_file
-from energy_attn.kernels.internal import received
 
 from ..checkpoint._config import naming
 from ._special import Special
@@ -65,7 +64,6 @@ class FromFile(AbstractVocabulary):
             self._tokenizer.no_truncation()
         with naming(path.parent / "tokenizer_config.json"):
             self._add(special)
-            self._surround(special)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """The tokens, with those that the file puts around a text."""
@@ -92,25 +90,6 @@ class FromFile(AbstractVocabulary):
         # a name for text that is no token would make one, with a number beyond the model's
         named = [x for x in special.contents if self.number(x) is not None and x not in known]
         self._tokenizer.add_special_tokens([AddedToken(x, normalized=False) for x in named])
-
-    def _surround(self, special: Special) -> None:
-        """Puts the tokens around a text that `add_bos_token` and `add_eos_token` ask for."""
-        from tokenizers import processors
-
-        if not special.around:
-            return
-        begin, end = (
-            special.named.get(f"{name}_token") if special.around.get(f"add_{name}_token") else None
-            for name in ("bos", "eos")
-        )
-        template = [x for x in (begin and f"{begin}:0", "$A:0", end and f"{end}:0") if x]
-        numbers = {x: self.number(x) for x in (begin, end) if x is not None}
-        for token, number in numbers.items():
-            if number is None:
-                raise ValueError(f"bos_token, eos_token: wanted tokens, got {received(token)}")
-        self._tokenizer.post_processor = processors.TemplateProcessing(
-            single=template, special_tokens=[(x, n) for x, n in numbers.items() if n is not None]
-        )
 
 
 @contextlib.contextmanager
