@@ -17,7 +17,7 @@ from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks, read_on
 from ._drafters import AbstractDrafter, last_of
-from ._next_token import Seen, along, choose, log_probabilities, seen_in, with_new
+from ._next_token import Seen, choose, log_probabilities, seen_in, with_new
 from ._options import Sampling
 from ._stream import tell_read, tell_wrote
 
@@ -93,10 +93,9 @@ def begin(
     x, cache = read_chunks(
         by.model, tokens, cache, lengths, chunk_size, tell=tell, is_ragged=is_ragged
     )
-    depth = jnp.zeros((batch, 1), jnp.int32)
     seen = seen_in(by.sampling, tokens, exists & ~out_of_vocabulary, by.model.config.vocab_size)
     logits = by.model.logits(x)
-    first = choose(by.sampling, logits, seen, numbers, lengths - 1, depth, 1)
+    first = choose(by.sampling, logits, seen, numbers, lengths - 1, None)
     text = jnp.pad(tokens, ((0, 0), (0, most)))
     state = (
         None
@@ -126,9 +125,8 @@ def _read(by: Decoding, loop: Loop) -> Loop:
     """Adds one token to each row that is not complete."""
     number = jnp.minimum(loop.left, 1)
     x, cache, _ = read_on(by.model, last_of(loop.text, loop.lengths), loop.cache, number)
-    depth = jnp.zeros(x.shape[:2], jnp.int32)
     logits = by.model.logits(x)
-    new = choose(by.sampling, logits, loop.seen, loop.numbers, loop.lengths - 1, depth, 1)
+    new = choose(by.sampling, logits, loop.seen, loop.numbers, loop.lengths - 1, None)
     zeros = jnp.zeros_like(number)
     loop = loop._replace(cache=cache, counts=loop.counts + jnp.stack([number, zeros, zeros]))
     return _extended(loop, new, logits, *_ended(by, loop, new, number))
@@ -148,8 +146,8 @@ def _verify(by: Decoding, drafter: AbstractDrafter, loop: Loop) -> Loop:
     # Tokens outside the vocabulary are never accepted, but their NaN would spread to all nodes.
     clipped = tree._replace(tokens=jnp.clip(tokens, 0, by.model.config.vocab_size - 1))
     read = by.model.read_tree(clipped, loop.cache)
-    seen, first = along(loop.seen, clipped), loop.lengths - 1
-    choice = choose(by.sampling, read.logits, seen, loop.numbers, first, tree.depth, levels)
+    first = loop.lengths - 1
+    choice = choose(by.sampling, read.logits, loop.seen, loop.numbers, first, clipped)
     accepted = longest_chosen_path(tree, choice, root)
     level = jnp.arange(levels, dtype=jnp.int32)[None]
     behind_root = jnp.roll(gather_slots(tree.tokens, accepted.path), -1, 1)

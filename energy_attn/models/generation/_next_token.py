@@ -16,7 +16,7 @@ from ._options import Sampling
 
 
 class Seen(NamedTuple):
-    """Which tokens a text has, `[B, V]`, or `[B, L, V]` for each node of a tree; None if nobody asks.
+    """Which tokens each text has, `[B, V]`; None if nobody asks.
 
     Attributes:
         text: in the prompt or generated.
@@ -39,22 +39,6 @@ def with_new(seen: Seen, new: Array, exists: Array) -> Seen:
     return Seen(*(None if x is None else _marked(x, new, exists) for x in seen))
 
 
-def along(seen: Seen, tree: PrefixTree) -> Seen:
-    """The tokens that each node sees: those of the text, its ancestors' and its own."""
-    batch, slots = tree.tokens.shape
-
-    def each(x: Array | None) -> Array | None:
-        if x is None:
-            return None
-        nodes = jnp.broadcast_to(x[:, None], (batch, slots, x.shape[1]))
-        nodes = nodes.reshape(batch * slots, -1)
-        tokens = jnp.broadcast_to(tree.tokens[:, None], tree.mask.shape)
-        nodes = _marked(nodes, tokens.reshape(-1, slots), tree.mask.reshape(-1, slots))
-        return nodes.reshape(batch, slots, -1)
-
-    return Seen(*map(each, seen))
-
-
 def _marked(seen: Array, tokens: Array, exists: Array) -> Array:
     """`seen` `[B, V]`, and True at those of `tokens` `[B, n]` that exist."""
     rows = jnp.arange(len(seen), dtype=jnp.int32)[:, None]
@@ -68,14 +52,14 @@ def choose(
     seen: Seen,
     numbers: Array | None,
     first: Array,
-    depth: Array,
-    levels: int,
+    tree: PrefixTree | None,
 ) -> Array:
-    """The next token `[B, L]` of each node, which is `depth` positions after `first` `[B]`.
+    """The next token `[B, L]` of each node of a tree whose root is at position `first` `[B]`.
 
-    `seen` is of each node. Nodes of one depth share their noise, so that the text does not depend on the tree.
+    Without a tree, of the root alone. Nodes of one depth share their noise, and penalties count their ancestors,
+    so that the text does not depend on the tree.
     """
-    logits = _penalized(sampling, logits, seen)
+    logits = _penalized(sampling, logits, seen, tree)
     if sampling.key is None:
         return lax.argmax(logits, 2, jnp.int32)
     processed = process_logits(
@@ -91,23 +75,35 @@ def choose(
 
     if numbers is None:
         numbers = jnp.arange(len(logits), dtype=jnp.int32)
+    levels = 1 if tree is None else tree.unpacker.shape[2]
     noise = jax.vmap(row)(numbers, first)
-    return lax.argmax(processed + gather_slots(noise, depth), 2, jnp.int32)
+    noise = noise if tree is None else gather_slots(noise, tree.depth)
+    return lax.argmax(processed + noise, 2, jnp.int32)
 
 
-def _penalized(sampling: Sampling, logits: Array, seen: Seen) -> Array:
+def _penalized(sampling: Sampling, logits: Array, seen: Seen, tree: PrefixTree | None) -> Array:
     """Logits with the bias and the penalties, in float32 or wider; the same array without any."""
     dtype = lse_dtype(logits.dtype)
     if sampling.logit_bias is not None:
-        logits = logits.astype(dtype) + sampling.logit_bias.astype(dtype)
+        logits = logits.astype(dtype) + sampling.logit_bias.astype(dtype)[None, None]
     if seen.text is not None:
         logits, penalty = logits.astype(dtype), jnp.asarray(sampling.repetition_penalty, dtype)
         repeated = jnp.where(logits < 0, logits * penalty, logits / penalty)
-        logits = jnp.where(seen.text, repeated, logits)
+        logits = jnp.where(_along(seen.text, tree), repeated, logits)
     if seen.generated is not None:
         logits, penalty = logits.astype(dtype), jnp.asarray(sampling.presence_penalty, dtype)
-        logits = jnp.where(seen.generated, logits - penalty, logits)
+        logits = jnp.where(_along(seen.generated, tree), logits - penalty, logits)
     return logits
+
+
+def _along(seen: Array, tree: PrefixTree | None) -> Array:
+    """The tokens `[B, L, V]` that each node sees: those of the text, its ancestors' and its own."""
+    if tree is None:
+        return seen[:, None]
+    batch, slots = tree.tokens.shape
+    nodes = jnp.repeat(seen, slots, axis=0)
+    tokens = jnp.broadcast_to(tree.tokens[:, None], tree.mask.shape).reshape(-1, slots)
+    return _marked(nodes, tokens, tree.mask.reshape(-1, slots)).reshape(batch, slots, -1)
 
 
 def log_probabilities(logits: Array, tokens: Array) -> Array:
