@@ -15,7 +15,7 @@ from energy_attn.models import (
     Tokenizer,
     generate,
 )
-from energy_attn.models.generation import _generate, _next_token, _options
+from energy_attn.models.generation import _generate, _next_token, _options, _stream
 from energy_attn.prefix_tree import pack
 from tests.support.complaints import refused
 from tests.support.distributions import distribution
@@ -302,10 +302,16 @@ def test_stop_strings_and_streams(way, writer, tokenizer):
     assert len(heard) > 5 and sum(map(any, heard)) > 5
 
 
-def test_an_error_of_a_text_stream(writer, tokenizer):
+def test_an_error_of_a_text_stream(writer, tokenizer, monkeypatch):
     """A loop that goes on though nobody listens, or an error that is lost."""
     model, bias = writer
-    calls = []
+    calls, told, wrote = [], [], _stream._Listener.wrote
+
+    def counted(self, *args):
+        told.append(args)
+        return wrote(self, *args)
+
+    monkeypatch.setattr(_stream._Listener, "wrote", counted)
 
     def stream(texts):
         calls.append(texts)
@@ -314,7 +320,7 @@ def test_an_error_of_a_text_stream(writer, tokenizer):
 
     with pytest.raises(KeyError, match="enough"):
         generate(model, "ab", 30, tokenizer=tokenizer, logit_bias=bias, stream=stream)
-    assert len(calls) == 3
+    assert len(calls) == len(told) == 3
 
 
 @pytest.fixture(scope="module")
