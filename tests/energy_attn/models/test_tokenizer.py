@@ -201,7 +201,7 @@ def naive(pieces, stops):
 
 
 def test_stop_strings(folder):
-    """One that begins inside of another, or is spread over tokens; text that is shown and then taken back."""
+    """One that begins inside of another, or takes several tokens; text that is shown and then taken back."""
     tokenizer, rng = Tokenizer.load(folder), np.random.default_rng(0)
     first = tokenizer.encode("\n", add_special_tokens=False)
 
