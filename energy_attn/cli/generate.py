@@ -27,6 +27,7 @@ from ..models import (
     generate,
     load,
 )
+from ..models.text._tokenizer import special_ids
 from ._byte_llama import FOLDER
 from ._devices import enough_devices, simulate_devices
 
@@ -183,6 +184,7 @@ def _run(args: argparse.Namespace, count: int) -> int:
         )
     if args.json:
         ends = model.config.eos_token_id if args.eos is None else args.eos
+        ends = (*ends, *special_ids(tokenizer, args.stop or ()))
         streams = [tokenizer.stream(row, stop=args.stop or ()) for row in rows]
         _write_json(prompts, generation, streams, ends)
     elif len(prompts) > 1:

@@ -26,7 +26,7 @@ from ...prefix_tree._tree import is_concrete
 from ..decoder._config import AbstractDecoderConfig
 from ..decoder._decoder import AbstractDecoder
 from ..text._text_stream import TextStream
-from ..text._tokenizer import Tokenizer
+from ..text._tokenizer import Tokenizer, special_ids
 from ._drafters import AbstractDrafter
 from ._loop import Decoding, begin, run
 from ._options import SamplingOptions, sampling_of, warn
@@ -129,7 +129,7 @@ def generate(
             `model.config`, which [`Llama.load`][energy_attn.models.Llama.load] reads from
             generation_config.json or config.json; `()`: none.
         stop: a string that ends a row, or several: with the token that completes it, which is kept. The
-            text ends before it. Needs a tokenizer; the host is asked behind every pass.
+            text ends before it. It may be a special token. Needs a tokenizer; the host is asked behind every pass.
         drafter: guesses ahead: [`PromptLookup`][energy_attn.models.PromptLookup],
             [`ModelDrafter`][energy_attn.models.ModelDrafter], or your own; None: a token at a time.
         return_logprobs: whether to return `logprobs`.
@@ -201,6 +201,8 @@ def generate(
         model.config.vocab_size, sampling, check_flag("return_logprobs", return_logprobs)
     )
     ends = _stop_tokens(model.config.eos_token_id if eos_token_id is None else eos_token_id)
+    if tokenizer is not None:
+        ends = jnp.append(ends, jnp.asarray(special_ids(tokenizer, stops), jnp.int32))
     rows = len(tokens) if batch_size is None else check_integer("batch_size", batch_size, 1)
     is_queue = rows < len(tokens)
     if is_queue:

@@ -177,6 +177,12 @@ class Tokenizer:
         return TextStream(decode, before, stop)
 
 
+def special_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+    """The numbers of the special tokens among `texts`, which decoded text lacks."""
+    numbers = (tokenizer.token_id(text) for text in texts)
+    return [x for x in numbers if x is not None and not tokenizer.decode([x])]
+
+
 def _entries(file: Path) -> Mapping[str, Any]:
     """The object in a JSON file; empty without the file."""
     return read_json(file, file.name) if file.is_file() else {}

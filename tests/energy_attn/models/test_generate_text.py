@@ -303,6 +303,25 @@ def test_stop_strings_and_streams(way, writer, tokenizer):
     assert len(heard) > 5 and sum(map(any, heard)) > 5
 
 
+@pytest.mark.full
+def test_a_special_token_as_a_stop_string(padding):
+    """`stop="<|im_end|>"`, of which the text shows nothing, without effect."""
+    model = build(LlamaConfig(400, 16, 24, num_hidden_layers=1, num_attention_heads=4))
+    end = padding.token_id("<|im_end|>")
+    bias = {end: 2.0, **dict.fromkeys(range(330, 400), -np.inf)}
+    options = {
+        "tokenizer": padding,
+        "temperature": 1.0,
+        "key": jax.random.key(0),
+        "logit_bias": bias,
+    }
+    free = generate(model, "The energy", 40, **options)
+    found = generate(model, "The energy", 40, stop=["<|im_end|>", "never written"], **options)
+    length = free.tokens[0].tolist().index(end) + 1
+    assert 1 < length < 40 and found.lengths.tolist() == [length]
+    assert found.texts[0] == padding.decode(free.tokens[0, :length])
+
+
 def test_an_error_of_a_text_stream(writer, tokenizer, monkeypatch):
     """A loop that goes on though nobody listens, or an error that is lost."""
     model, bias = writer
