@@ -95,6 +95,12 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise TypeError(f"text: wanted a string, got {received(text)}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # half of a surrogate pair
+            raise ValueError(
+                f"text: wanted text that UTF-8 can encode, got {received(text)}"
+            ) from error
         return self._vocabulary.encode(text, check_flag("add_special_tokens", add_special_tokens))
 
     def decode(

@@ -307,6 +307,9 @@ BAD = {
     "ValueError wanted a special_tokens_map.json, got .*Expecting": with_file(
         "special_tokens_map.json", "{"
     ),
+    "ValueError text: wanted text that UTF-8 can encode": lambda f: Tokenizer.load(f).encode(
+        "a\ud800"
+    ),
     "TypeError text: wanted a string, got int 3": lambda f: Tokenizer.load(f).encode(3),
     "TypeError tokens: wanted an integer array": lambda f: Tokenizer.load(f).decode([0.5]),
     "ValueError tokens: wanted shape": lambda f: Tokenizer.load(f).decode(np.ones((1, 2), int)),
