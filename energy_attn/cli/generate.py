@@ -27,6 +27,7 @@ from ..models import (
     generate,
     load,
 )
+from ..models.generation._prompts import tokens_of
 from ..models.text._tokenizer import special_ids
 from ._byte_llama import FOLDER
 from ._devices import enough_devices, simulate_devices
@@ -211,11 +212,9 @@ def _text(file: Path, option: str) -> str:
 
 def _tokens_of(args: argparse.Namespace, prompt: str, tokenizer: Tokenizer) -> list[int]:
     """The tokens of a prompt, or of the chat that it begins."""
-    if args.chat:
-        system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        chat = [*system, {"role": "user", "content": prompt}]
-        return tokenizer.encode(tokenizer.apply_chat_template(chat), add_special_tokens=False)
-    tokens = tokenizer.encode(prompt)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    chat = [*system, {"role": "user", "content": prompt}]
+    tokens = tokens_of(chat if args.chat else prompt, tokenizer)
     if not tokens:
         option = "--prompt-file" if args.prompt is None else "--prompt"
         raise ValueError(

@@ -42,30 +42,27 @@ def encoded(tokens: object, tokenizer: Tokenizer | None) -> object:
         raise TypeError(
             f"tokens: wanted tokens, or a tokenizer= beside text, got {received(tokens)}"
         )
-    return [_tokens_of(index, text, tokenizer) for index, text in enumerate(tokens)]
+    rows = [tokens_of(text, tokenizer) for text in tokens]
+    for index, (row, text) in enumerate(zip(rows, tokens, strict=True)):
+        if not row:
+            raise ValueError(
+                "tokens: wanted text, as this tokenizer begins one with no token, got "
+                f"{received(text)} as number {index}"
+            )
+    return rows
+
+
+def tokens_of(text: Any, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a string or a chat; raises `TypeError` for anything else."""
+    if isinstance(text, str):
+        return tokenizer.encode(text)
+    if _is_chat(text):  # its text has the special tokens that begin it
+        return tokenizer.encode(tokenizer.apply_chat_template(text), add_special_tokens=False)
+    raise TypeError(f"tokens: wanted strings and chats beside each other, got {received(text)}")
 
 
 def _is_chat(x: object) -> bool:
     return isinstance(x, (list, tuple)) and len(x) > 0 and isinstance(x[0], Mapping)
-
-
-def _tokens_of(index: int, text: Any, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of the prompt with this number."""
-    if isinstance(text, str):
-        found = tokenizer.encode(text)
-    elif _is_chat(text):
-        rendered = tokenizer.apply_chat_template(text)
-        found = tokenizer.encode(rendered, add_special_tokens=False)
-    else:
-        raise TypeError(
-            f"tokens: wanted strings and chats beside each other, got {received(text)} as number {index}"
-        )
-    if not found:
-        raise ValueError(
-            "tokens: wanted text, as this tokenizer begins one with no token, got "
-            f"{received(text)} as number {index}"
-        )
-    return found
 
 
 def check_padding(tokens: object, lengths: object, tokenizer: Tokenizer | None) -> None:

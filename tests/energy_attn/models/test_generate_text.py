@@ -304,6 +304,17 @@ def test_stop_strings_and_streams(way, writer, tokenizer):
 
 
 @pytest.mark.full
+def test_a_chat_begins_once(padding, tmp_path):
+    """The token that begins a text, by the template and by the tokenizer once more."""
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    chatting = Tokenizer.load(write(tmp_path, byte_level()), chat_template=template)
+    model = build(LlamaConfig(400, 16, 24, num_hidden_layers=1, num_attention_heads=4))
+    found = generate(model, [{"role": "user", "content": "né"}], 5, tokenizer=chatting)
+    again = generate(model, "né", 5, tokenizer=padding)
+    np.testing.assert_array_equal(found.tokens, again.tokens)
+
+
+@pytest.mark.full
 def test_a_special_token_as_a_stop_string(padding):
     """`stop="<|im_end|>"`, of which the text shows nothing, without effect."""
     model = build(LlamaConfig(400, 16, 24, num_hidden_layers=1, num_attention_heads=4))
@@ -392,7 +403,7 @@ BAD = {
     "ValueError tokens: wanted text, .* got str '' as number 1": lambda m, t: generate(
         m, ["a", ""], 3, tokenizer=t
     ),
-    "TypeError tokens: wanted strings and chats .* as number 1": lambda m, t: generate(
+    "TypeError tokens: wanted strings and chats .* got list": lambda m, t: generate(
         m, ["a", [1]], 3, tokenizer=t
     ),
     r"TypeError messages\[1\]: wanted a mapping": lambda m, t: generate(
