@@ -3,10 +3,11 @@
 import argparse
 import contextlib
 import io
+import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -16,10 +17,20 @@ from jax.sharding import Mesh
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.distributed.internal import METHODS
 
-from ..models import AbstractDrafter, Generation, ModelDrafter, PromptLookup, generate, load
+from ..models import (
+    AbstractDrafter,
+    Generation,
+    ModelDrafter,
+    PromptLookup,
+    TextStream,
+    Tokenizer,
+    generate,
+    load,
+)
+from ..models.generation._prompts import tokens_of
+from ..models.text._tokenizer import special_ids
 from ._byte_llama import FOLDER
 from ._devices import enough_devices, simulate_devices
-from ._tokenizer import AbstractTokenizer, tokenizer_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,10 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder: config.json, *.safetensors, tokenizer.json; demo: the library's own, which writes Python",
     )
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", help="the text to continue")
     prompt.add_argument(
-        "--prompt-file", type=Path, help="a file with the text, in UTF-8; -: standard input"
+        "--prompt", action="append", help="the text to continue; -: standard input; may be repeated"
     )
+    prompt.add_argument(
+        "--prompt-file",
+        type=Path,
+        action="append",
+        help="a file with the text, in UTF-8; -: standard input; may be repeated",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="the text is what a user says: answer, by the chat template",
+    )
+    add("--system", help="what the model is told before the user speaks, with --chat")
     add("--mesh", type=_mesh, default=(), help="devices to shard the context over: 8, or 2x4")
     add("--tensor", type=int, default=1, help="devices to split the weights over (%(default)s)")
     methods = "auto", *METHODS
@@ -48,10 +70,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="draw from the likeliest tokens whose probabilities add up to this",
     )
+    add("--min-p", type=float, help="draw from tokens this times as likely as the likeliest")
     add(
-        "--stop",
+        "--repetition-penalty",
+        type=float,
+        help="divide or multiply logits of tokens in the prompt or the text: 1.1",
+    )
+    add("--presence-penalty", type=float, help="subtract from logits of tokens in the text: 0.5")
+    add("--stop", action="append", help="a string that ends the text; may be repeated")
+    add(
+        "--eos",
         type=_tokens,
         help="tokens that end the text, 2 or 2,7; default: those of the files",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="a line for each prompt: prompt, text, tokens, logprobs, finish_reason",
     )
     add("--seed", type=int, default=0, help="of the draws (%(default)s)")
     add("--dtype", help="of weights and cache: bfloat16, float32; default: that of the files")
@@ -61,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the text to standard output as it comes, and a summary to standard error.
+    """Writes the text to standard output, that of one prompt as it comes, and a summary to standard error.
 
     Returns 0, or 2 for an error. Raises `BrokenPipeError` where nobody reads the text any more.
     """
@@ -106,10 +141,15 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--tensor: wanted at least 1, got {args.tensor}")
     if args.speculative and args.draft_model is not None:
         raise ValueError("--speculative: wanted it or --draft-model, got both")
+    if args.system is not None and not args.chat:
+        raise ValueError("--system: wanted --chat beside it, got none")
 
 
 def _run(args: argparse.Namespace, count: int) -> int:
-    prompt = _text(args.prompt_file) if args.prompt is None else args.prompt
+    if args.prompt is None:
+        prompts = [_text(file, "--prompt-file") for file in args.prompt_file]
+    else:
+        prompts = [_text(Path(x), "--prompt") if x == "-" else x for x in args.prompt]
     sequence = ("node", "device")[2 - len(args.mesh) :]
     mesh = None
     if count > 1:
@@ -118,37 +158,48 @@ def _run(args: argparse.Namespace, count: int) -> int:
     parallel = SequenceParallel(sequence, method=args.method) if mesh and sequence else None
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         model = load(args.model, mesh=mesh, dtype=args.dtype)
-        tokenizer = tokenizer_of(args.model, model.config.vocab_size)
-        tokens = tokenizer.encode(prompt)
-        if not tokens:
-            option = "--prompt-file" if args.prompt is None else "--prompt"
-            raise ValueError(
-                f"{option}: wanted text, as this tokenizer begins one with no token, got {prompt!r}"
-            )
+        tokenizer = Tokenizer.load(args.model)
+        rows = [_tokens_of(args, prompt, tokenizer) for prompt in prompts]
         drafter = _drafter(args, mesh)
-        writer = _Writer(tokenizer)
+        watch = _Watch(shown=len(prompts) == 1 and not args.json)
         generation = generate(
             model,
-            [tokens],
+            rows,
             args.max_new_tokens,
+            tokenizer=tokenizer,
             parallel=parallel,
             temperature=args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,
-            eos_token_id=args.stop,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
+            presence_penalty=args.presence_penalty,
+            eos_token_id=args.eos,
+            stop=args.stop,
             key=jax.random.key(args.seed),
             drafter=drafter,
-            stream=writer,
+            return_logprobs=args.json,
+            stream=watch,
             progress=None,
             chunk_size=args.chunk_size,
         )
-    writer.end()
-    print(_summary(writer, generation, len(tokens)), file=sys.stderr)
+    if args.json:
+        ends = model.config.eos_token_id if args.eos is None else args.eos
+        ends = (*ends, *special_ids(tokenizer, args.stop or ()))
+        streams = [tokenizer.stream(row, stop=args.stop or ()) for row in rows]
+        _write_json(prompts, generation, streams, ends)
+    elif len(prompts) > 1:
+        between = "\n" if args.chat else ""
+        texts = zip(prompts, generation.texts or (), strict=True)
+        print("\n---\n".join(f"{prompt}{between}{text}" for prompt, text in texts))
+    else:
+        print()
+    print(_summary(watch.times, generation, sum(map(len, rows))), file=sys.stderr)
     return 0
 
 
-def _text(file: Path) -> str:
-    """The text in a file, or in standard input."""
+def _text(file: Path, option: str) -> str:
+    """The text in a file, or in standard input; `option` names it."""
     is_stdin = str(file) == "-"
     data = sys.stdin.buffer.read() if is_stdin else file.read_bytes()
     try:
@@ -156,7 +207,20 @@ def _text(file: Path) -> str:
         return io.TextIOWrapper(io.BytesIO(data), "utf-8").read()
     except UnicodeDecodeError as error:
         name = "standard input" if is_stdin else file
-        raise ValueError(f"--prompt-file: wanted text in UTF-8, got {name}: {error}") from error
+        raise ValueError(f"{option}: wanted text in UTF-8, got {name}: {error}") from error
+
+
+def _tokens_of(args: argparse.Namespace, prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a prompt, or of the chat that it begins."""
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    chat = [*system, {"role": "user", "content": prompt}]
+    tokens = tokens_of(chat if args.chat else prompt, tokenizer)
+    if not tokens:
+        option = "--prompt-file" if args.prompt is None else "--prompt"
+        raise ValueError(
+            f"{option}: wanted text, as this tokenizer begins one with no token, got {prompt!r}"
+        )
+    return tokens
 
 
 def _drafter(args: argparse.Namespace, mesh: Mesh | None) -> AbstractDrafter | None:
@@ -167,38 +231,48 @@ def _drafter(args: argparse.Namespace, mesh: Mesh | None) -> AbstractDrafter | N
     return None
 
 
-class _Writer:
-    """Writes tokens as text when they come, and records the times."""
+class _Watch:
+    """Writes text when it comes, if it is shown, and records the times."""
 
     times: list[float]
-    counts: list[int]
 
-    def __init__(self, tokenizer: AbstractTokenizer) -> None:
-        self.times, self.counts = [time.perf_counter()], [0]
-        self._write: Callable[[list[int]], str] = tokenizer.writer()
+    def __init__(self, shown: bool) -> None:
+        self.times, self._shown = [time.perf_counter()], shown
 
-    def __call__(self, tokens: np.ndarray) -> None:
-        row = [int(token) for token in tokens[0] if token >= 0]
+    def __call__(self, texts: list[str]) -> None:
         self.times.append(time.perf_counter())
-        self.counts.append(len(row))
-        sys.stdout.write(self._write(row))
-        sys.stdout.flush()
-
-    def end(self) -> None:
-        """Ends the line."""
-        sys.stdout.write("\n")
+        if self._shown:
+            sys.stdout.write(texts[0])
+            sys.stdout.flush()
 
 
-def _summary(writer: _Writer, generation: Generation, prompt: int) -> str:
-    first = writer.times[1] - writer.times[0]
-    text = f"{prompt:,} tokens read and the first written in {first:.1f} s, compilation included"
-    # the time before the second pass includes compilation
-    remaining, seconds = (
-        sum(writer.counts[3:]),
-        writer.times[-1] - writer.times[min(2, len(writer.times) - 1)],
+def _write_json(
+    prompts: Sequence[str],
+    generation: Generation,
+    streams: Sequence[TextStream],
+    ends: Sequence[int],
+) -> None:
+    """A line for each prompt."""
+    rows = zip(
+        *(prompts, generation.texts or (), generation.tokens.tolist()),
+        *(generation.lengths.tolist(), np.asarray(generation.logprobs).tolist(), streams),
+        strict=True,
     )
-    if remaining:
-        text += f"; then {remaining / seconds:,.1f} tokens a second"
+    for prompt, text, tokens, length, logprobs, stream in rows:
+        tokens = tokens[:length]
+        stream.write(tokens)
+        is_ended = stream.stopped or tokens[-1] in ends
+        line = {"prompt": prompt, "text": text, "tokens": tokens, "logprobs": logprobs[:length]}
+        print(json.dumps(line | {"finish_reason": "stop" if is_ended else "length"}))
+
+
+def _summary(times: Sequence[float], generation: Generation, prompt: int) -> str:
+    text = f"{prompt:,} tokens read and the first written in {times[1] - times[0]:.1f} s, compilation included"
+    # the time before the second pass includes compilation
+    passes, seconds = len(times) - 2, times[-1] - times[min(2, len(times) - 1)]
+    if passes > 1:
+        written = int((generation.lengths - 1).sum()) * (passes - 1) / passes
+        text += f"; then {written / seconds:,.1f} tokens a second"
     if int(generation.drafted.sum()):
         text += (
             f", {float(generation.tokens_per_pass):.2f} a pass, "

@@ -34,3 +34,5 @@ from .llama._scaling import Llama3Rope as Llama3Rope
 from .llama._scaling import YarnRope as YarnRope
 from .llama._scaling_by_length import DynamicRope as DynamicRope
 from .llama._scaling_by_length import LongRope as LongRope
+from .text._text_stream import TextStream as TextStream
+from .text._tokenizer import Tokenizer as Tokenizer

@@ -1,4 +1,4 @@
-"""The sampling distribution of tokens: logits after temperature, top-k and top-p."""
+"""The sampling distribution of tokens: logits after temperature, top-k, top-p and min-p."""
 
 import functools
 from typing import Any
@@ -20,7 +20,11 @@ from energy_attn.kernels.internal import (
 
 
 def process_logits(
-    logits: Array, temperature: float | Array, top_k: int | None, top_p: float | Array | None
+    logits: Array,
+    temperature: float | Array,
+    top_k: int | None,
+    top_p: float | Array | None,
+    min_p: float | Array | None = None,
 ) -> Array:
     r"""Logits `[..., V]` whose softmax is the sampling distribution; minus infinity for excluded tokens.
 
@@ -28,8 +32,9 @@ def process_logits(
 
     Then the `top_k` largest are kept (all, if there are fewer), and of these the fewest whose
     probability reaches `top_p`, at least one. Ties go to the lower token, so that exactly that many
-    are kept. The result is in float32 or wider. A row of minus infinities is unchanged; NaN is
-    never excluded. The settings must have passed `check_sampling`.
+    are kept. Of these, those are kept that are at least `min_p` times as likely as the likeliest. The
+    result is in float32 or wider. A row of minus infinities is unchanged; NaN is never excluded. The
+    settings must have passed `check_sampling`.
     """
     dtype = lse_dtype(logits.dtype)
     logits = logits.astype(dtype)
@@ -39,9 +44,11 @@ def process_logits(
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     temperature = jnp.maximum(jnp.asarray(temperature, dtype), jnp.finfo(dtype).tiny)
     scaled = (logits - largest) / temperature
+    # the logit of the likeliest token is 0
+    least = None if min_p is None else jnp.log(jnp.asarray(min_p, dtype))
     count = scaled.shape[-1] if top_k is None else min(top_k, scaled.shape[-1])
     if count == scaled.shape[-1] and top_p is None:
-        return scaled
+        return scaled if least is None else jnp.where(scaled < least, -jnp.inf, scaled)
     scaled = jnp.where(scaled == 0, 0, scaled)  # sorting distinguishes -0 from 0
     values, tokens = lax.top_k(scaled, count)  # ties in order of their tokens
     last = jnp.full((*scaled.shape[:-1], 1), count - 1, jnp.int32)
@@ -54,6 +61,8 @@ def process_logits(
     value, token = (jnp.take_along_axis(x, last, -1) for x in (values, tokens))
     token_index = lax.broadcasted_iota(jnp.int32, scaled.shape, scaled.ndim - 1)
     excluded = (scaled < value) | ((scaled == value) & (token_index > token))
+    if least is not None:
+        excluded |= scaled < least
     return jnp.where(excluded, -jnp.inf, scaled)
 
 
@@ -81,14 +90,18 @@ def check_sampling(
     Raises `TypeError` for another type, and `ValueError` for a concrete value that is out of range:
     a temperature that is not above 0, `top_k` below 1, `top_p` outside (0, 1].
     """
-    temperature = _check_positive("temperature", temperature, None)
+    temperature = check_positive("temperature", temperature, None)
     top_k = None if top_k is None else check_integer("top_k", top_k, least=1)
-    top_p = None if top_p is None else _check_positive("top_p", top_p, 1)
+    top_p = None if top_p is None else check_positive("top_p", top_p, 1)
     is_all = isinstance(top_p, float) and top_p == 1  # avoids a sort
     return temperature, top_k, None if is_all else top_p
 
 
-def _check_positive(name: str, x: object, most: int | None) -> Any:
+def check_positive(name: str, x: object, most: int | None) -> Any:
+    """Returns a number or a floating scalar above 0 and at most `most`; traced ones are not read.
+
+    Raises `TypeError` for another type, and `ValueError` for another value or shape.
+    """
     number = x
     if isinstance(x, (jax.Array, np.ndarray)):
         check_floating(name, x)

@@ -669,7 +669,7 @@ WITHOUT = {
     distributed.cost. distributed.methods.""",
     "of text, pictures, files, processes and programs": """citation plot. kernels.implementations
     distributed.collectives distributed.initialize distributed.make_mesh distributed.fetch distributed.place
-    distributed.place_like models.shard models.load""",
+    distributed.place_like models.shard models.load models.Tokenizer models.TextStream""",
     "of integers: draws, tokens, trees, places and buckets": """Gibbs.sample models.generate
     kernels.scores.At kernels.scores.t5_buckets prefix_tree.accept_greedy prefix_tree.accept_sampling
     prefix_tree.verify prefix_tree.grow prefix_tree.pack prefix_tree.token_tree

@@ -3,7 +3,6 @@
 import functools
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,22 +12,14 @@ from energy_attn.distributed.internal import positions_from
 from energy_attn.kernels.internal import as_int32, check_shape
 
 from ...prefix_tree._accept import longest_chosen_path
-from ...prefix_tree._sampling import process_logits
 from ...prefix_tree._tree import check_tree, gather_slots
 from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks, read_on
 from ._drafters import AbstractDrafter, last_of
+from ._next_token import Seen, choose, log_probabilities, seen_in, with_new
+from ._options import Sampling
 from ._stream import tell_read, tell_wrote
-
-
-class Sampling(eqx.Module):
-    """How tokens are chosen; without a key, the likeliest one."""
-
-    key: Any = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: int | None = eqx.field(static=True, default=None)
 
 
 class Decoding(NamedTuple):
@@ -61,6 +52,8 @@ class Loop(NamedTuple):
         state: of the drafter.
         counts: `[3, B]`: passes, drafted nodes, accepted nodes.
         numbers: `[B]`, the number of the prompt in each row; None: 0, 1, ...
+        seen: the tokens that penalties count.
+        logprobs: `[B, slots]` float32, of the generated tokens, or None.
     """
 
     text: Array
@@ -71,6 +64,8 @@ class Loop(NamedTuple):
     state: Any
     counts: Array
     numbers: Array | None = None
+    seen: Seen = Seen(None, None)
+    logprobs: Array | None = None
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=3)
@@ -98,8 +93,9 @@ def begin(
     x, cache = read_chunks(
         by.model, tokens, cache, lengths, chunk_size, tell=tell, is_ragged=is_ragged
     )
-    depth = jnp.zeros((batch, 1), jnp.int32)
-    first = _choose(by, by.model.logits(x), numbers, lengths - 1, depth, 1)
+    seen = seen_in(by.sampling, tokens, exists & ~out_of_vocabulary, by.model.config.vocab_size)
+    logits = by.model.logits(x)
+    first = choose(by.sampling, logits, seen, numbers, lengths - 1, None)
     text = jnp.pad(tokens, ((0, 0), (0, most)))
     state = (
         None
@@ -108,8 +104,9 @@ def begin(
     )
     left, counts = jnp.full(batch, most, jnp.int32), jnp.zeros((3, batch), jnp.int32)
     left = jnp.where(invalid, 0, left)
-    loop = Loop(text, lengths, lengths, left, cache, state, counts, numbers)
-    return _extended(by, loop, first, *_ended(by, first, jnp.minimum(loop.left, 1)))
+    logprobs = jnp.zeros(text.shape, jnp.float32) if by.sampling.is_scored else None
+    loop = Loop(text, lengths, lengths, left, cache, state, counts, numbers, seen, logprobs)
+    return _extended(loop, first, logits, *_ended(by, loop, first, jnp.minimum(loop.left, 1)))
 
 
 @functools.partial(jax.jit, donate_argnums=1)
@@ -128,11 +125,11 @@ def _read(by: Decoding, loop: Loop) -> Loop:
     """Adds one token to each row that is not complete."""
     number = jnp.minimum(loop.left, 1)
     x, cache, _ = read_on(by.model, last_of(loop.text, loop.lengths), loop.cache, number)
-    depth = jnp.zeros(x.shape[:2], jnp.int32)
-    new = _choose(by, by.model.logits(x), loop.numbers, loop.lengths - 1, depth, 1)
+    logits = by.model.logits(x)
+    new = choose(by.sampling, logits, loop.seen, loop.numbers, loop.lengths - 1, None)
     zeros = jnp.zeros_like(number)
     loop = loop._replace(cache=cache, counts=loop.counts + jnp.stack([number, zeros, zeros]))
-    return _extended(by, loop, new, *_ended(by, new, number))
+    return _extended(loop, new, logits, *_ended(by, loop, new, number))
 
 
 def _verify(by: Decoding, drafter: AbstractDrafter, loop: Loop) -> Loop:
@@ -149,65 +146,54 @@ def _verify(by: Decoding, drafter: AbstractDrafter, loop: Loop) -> Loop:
     # Tokens outside the vocabulary are never accepted, but their NaN would spread to all nodes.
     clipped = tree._replace(tokens=jnp.clip(tokens, 0, by.model.config.vocab_size - 1))
     read = by.model.read_tree(clipped, loop.cache)
-    choice = _choose(by, read.logits, loop.numbers, loop.lengths - 1, tree.depth, levels)
+    first = loop.lengths - 1
+    choice = choose(by.sampling, read.logits, loop.seen, loop.numbers, first, clipped)
     accepted = longest_chosen_path(tree, choice, root)
     level = jnp.arange(levels, dtype=jnp.int32)[None]
     behind_root = jnp.roll(gather_slots(tree.tokens, accepted.path), -1, 1)
     is_next = level == accepted.length[:, None] - 1
     new = jnp.where(is_next, accepted.token[:, None], behind_root)
-    number, stopped = _ended(by, new, jnp.minimum(accepted.length, loop.left))
+    number, stopped = _ended(by, loop, new, jnp.minimum(accepted.length, loop.left))
     num_accepted = jnp.minimum(number, accepted.length - 1)
     counts = jnp.stack([jnp.ones_like(num_accepted), tree.size - 1, num_accepted])
     counts = loop.counts + jnp.where((loop.left > 0)[None], counts, 0)
     # Stored: the root and all new tokens but the last, which is the next root.
     cache = loop.cache.append_path(accepted.path, read, number)
     loop = loop._replace(cache=cache, state=state, counts=counts)
-    return _extended(by, loop, new, number, stopped)
+    logits = None if loop.logprobs is None else gather_slots(read.logits, accepted.path)
+    return _extended(loop, new, logits, number, stopped)
 
 
-def _ended(by: Decoding, new: Array, number: Array) -> tuple[Array, Array]:
-    """`number` cut off after the first of `new` that ends a row, and whether there is one."""
+def _ended(by: Decoding, loop: Loop, new: Array, number: Array) -> tuple[Array, Array]:
+    """`number` of `new` tokens cut off after the first that ends a row, and which rows end there.
+
+    A token of `by.stop` ends a row, or the listener, which is told of the tokens.
+    """
     index = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     stops = (new[:, :, None] == by.stop[None, None]).any(2) & (index < number[:, None])
     stopped = stops.any(1)
-    return jnp.where(stopped, lax.argmax(stops, 1, jnp.int32) + 1, number), stopped
+    number = jnp.where(stopped, lax.argmax(stops, 1, jnp.int32) + 1, number)
+    if by.watch is None:
+        return number, stopped
+    told = jnp.where(index < number[:, None], new, -1)
+    number, ended = tell_wrote(by.watch, told, stopped | (number >= loop.left), loop.numbers)
+    return number, stopped | ended
 
 
-def _extended(by: Decoding, loop: Loop, new: Array, number: Array, stopped: Array) -> Loop:
-    """Appends the first `number` of `new` to the text, and reports them."""
+def _extended(loop: Loop, new: Array, logits: Array | None, number: Array, stopped: Array) -> Loop:
+    """Appends the first `number` of `new` tokens, chosen from `logits`, to the text."""
     slots = positions_from(loop.lengths, number, new.shape[1])
     outside = jnp.int32(loop.text.shape[1])
     rows = jnp.arange(len(new), dtype=jnp.int32)[:, None]
-    text = loop.text.at[rows, jnp.where(slots < 0, outside, slots)].set(new, mode="drop")
-    goes_on = tell_wrote(by.watch, jnp.where(slots < 0, -1, new), loop.numbers)
-    left = jnp.where(stopped | ~jnp.asarray(goes_on), 0, loop.left - number)
-    return loop._replace(text=text, lengths=loop.lengths + number, left=left)
-
-
-def _choose(
-    by: Decoding,
-    logits: Array,
-    numbers: Array | None,
-    first: Array,
-    depth: Array,
-    levels: int,
-) -> Array:
-    """The next token `[B, L]` of each node, which is `depth` positions after `first` `[B]`.
-
-    Nodes of one depth share their noise, so that the text does not depend on the tree.
-    """
-    sampling = by.sampling
-    if sampling.key is None:
-        return lax.argmax(logits, 2, jnp.int32)
-    warped = process_logits(logits, sampling.temperature, sampling.top_k, sampling.top_p)
-
-    def row(number: Array, first: Array) -> Array:
-        key = jax.random.fold_in(sampling.key, number)
-        positions = first + jnp.arange(levels, dtype=jnp.int32)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
-        return jax.vmap(lambda key: jax.random.gumbel(key, warped.shape[2:], warped.dtype))(keys)
-
-    if numbers is None:
-        numbers = jnp.arange(len(logits), dtype=jnp.int32)
-    noise = jax.vmap(row)(numbers, first)
-    return lax.argmax(warped + gather_slots(noise, depth), 2, jnp.int32)
+    place = rows, jnp.where(slots < 0, outside, slots)
+    text = loop.text.at[place].set(new, mode="drop")
+    logprobs = loop.logprobs
+    if logprobs is not None and logits is not None:
+        logprobs = logprobs.at[place].set(log_probabilities(logits, new), mode="drop")
+    return loop._replace(
+        text=text,
+        lengths=loop.lengths + number,
+        left=jnp.where(stopped, 0, loop.left - number),
+        seen=with_new(loop.seen, new, slots >= 0),
+        logprobs=logprobs,
+    )

@@ -42,21 +42,24 @@ def serve(
     parallel: SequenceParallel | None,
     most: int,
     chunk_size: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """`text`, `start`, `lengths` and `counts` of a `Loop` of all prompts, computed `rows` at a time.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """`text`, `start`, `lengths`, `counts` and `logprobs` of a `Loop` of all prompts, `rows` at a time.
 
     There are more prompts than rows. Raises the error of a listener.
     """
     prompts, starts = fetch((tokens, lengths))
     text = np.pad(prompts, ((0, 0), (0, most)))
     ends, counts = np.zeros_like(starts), np.zeros((3, len(prompts)), np.int32)
+    logprobs = np.zeros(text.shape, np.float32) if by.sampling.is_scored else None
 
     def store(loop: Loop) -> np.ndarray:
         """Stores what is known so far; returns the rows that are complete."""
-        known = fetch(loop._replace(cache=(), state=()))
+        known = fetch(loop._replace(cache=(), state=(), seen=()))
         raise_error(by.watch)
         text[known.numbers], ends[known.numbers] = known.text, known.lengths
         counts[:, known.numbers] = known.counts
+        if logprobs is not None:
+            logprobs[known.numbers] = known.logprobs
         return np.flatnonzero(known.left == 0)
 
     loop, free = None, deque(range(rows))
@@ -68,7 +71,7 @@ def serve(
         loop = _put(_complete(one, rows) if loop is None else loop, one, np.int32(free.popleft()))
     assert loop is not None
     store(_run(by, loop, False))
-    return text, starts, ends, counts
+    return text, starts, ends, counts, logprobs
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))

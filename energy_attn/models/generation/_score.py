@@ -17,7 +17,7 @@ from ...prefix_tree._tree import gather_slots
 from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks
-from ._generate import check_vocabulary, prompts
+from ._prompts import check_vocabulary, prompts
 
 
 def score_continuations(

@@ -2,8 +2,8 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, SupportsInt
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, SupportsInt
 
 import jax
 import jax.core
@@ -15,6 +15,7 @@ from jaxtyping import Array
 from energy_attn.kernels.internal import received
 
 from ...functional._progress import Progress, progress_of
+from ..text._text_stream import TextStream
 
 # Compiled programs call the functions below with the number of a listener, so that another listener
 # does not compile the program again. Listeners are registered here while they listen.
@@ -22,16 +23,28 @@ _LISTENERS: dict[int, "_Listener"] = {}
 _NUMBERS = itertools.count()
 
 
+class Receivers(NamedTuple):
+    """Who is told of a running loop.
+
+    Attributes:
+        stream: gets the next tokens, or the text that they add where there are `texts`; or None.
+        progress: of the prompts.
+        texts: of each prompt; one that is stopped ends its row. None: tokens are no text.
+    """
+
+    stream: Callable[[Any], Any] | None
+    progress: bool | Progress | None
+    texts: Sequence[TextStream] | None
+
+
 class _Listener:
     """Passes messages on; keeps an error that this raises, which ends the loop."""
 
     error: BaseException | None
 
-    def __init__(
-        self, stream: Callable[[np.ndarray], Any] | None, show: Progress, total: int, prompts: int
-    ):
+    def __init__(self, to: Receivers, show: Progress, total: int, prompts: int):
         self.error = None
-        self._stream, self._show, self._total, self._prompts = stream, show, total, prompts
+        self._to, self._show, self._total, self._prompts = to, show, total, prompts
         self._read = 0
 
     def read(self, number: int) -> None:
@@ -40,15 +53,42 @@ class _Listener:
         note = f"{self._read:,} of {self._total:,} tokens"
         self._tell(self._show, self._read / self._total, note)
 
-    def wrote(self, tokens: np.ndarray, numbers: np.ndarray | None) -> bool:
-        """These tokens of these prompts follow, -1 where a row has none; returns whether to go on."""
-        if self._stream is not None:
-            if numbers is not None:
-                rows = np.full((self._prompts, tokens.shape[1]), -1, tokens.dtype)
-                rows[numbers] = tokens
-                tokens = rows
-            self._tell(self._stream, tokens)
-        return self.error is None
+    def wrote(
+        self, tokens: np.ndarray, ends: np.ndarray, numbers: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """These tokens of these prompts follow, -1 where a row has none; `ends` is where they are the last.
+
+        Returns the number of tokens that each row keeps, and the rows that end here.
+        """
+        kept, texts = (tokens >= 0).sum(1, dtype=np.int32), self._to.texts
+        if texts is not None:
+            self._tell(self._write, texts, kept, tokens, ends, numbers)
+        elif self._to.stream is not None:
+            rows = np.full((self._prompts, tokens.shape[1]), -1, tokens.dtype)
+            rows[numbers] = tokens
+            self._tell(self._to.stream, rows)
+        stopped = [texts is not None and texts[number].stopped for number in numbers]
+        return kept, np.array(stopped) | (self.error is not None)
+
+    def _write(
+        self,
+        texts: Sequence[TextStream],
+        kept: np.ndarray,
+        tokens: np.ndarray,
+        ends: np.ndarray,
+        numbers: np.ndarray,
+    ) -> None:
+        """Tells the text that the tokens add; writes into `kept` how many of them were taken."""
+        said = [""] * self._prompts
+        for index in np.flatnonzero(kept):
+            number, row = numbers[index], tokens[index, tokens[index] >= 0]
+            text, taken = texts[number], texts[number].count
+            said[number] = text.write(row.tolist())
+            kept[index] = text.count - taken
+            if ends[index]:
+                said[number] += text.end()
+        if self._to.stream is not None:
+            self._to.stream(said)
 
     def _tell(self, receiver: Callable[..., Any], *told: object) -> None:
         if self.error is None:
@@ -58,31 +98,30 @@ class _Listener:
                 self.error = error
 
 
+def check_untraced(name: str, argument: object) -> None:
+    """Raises `ValueError` inside of a traced program, which cannot talk to the host."""
+    if isinstance(jnp.zeros((), jnp.int32) + 1, jax.core.Tracer):
+        raise ValueError(f"{name}: wanted none inside of jax.jit, got {received(argument)}")
+
+
 @contextlib.contextmanager
-def listening(
-    stream: Callable[[np.ndarray], Any] | None,
-    progress: bool | Progress | None,
-    total: int,
-    prompts: int,
-) -> Iterator[Array | None]:
+def listening(to: Receivers, total: int, prompts: int) -> Iterator[Array | None]:
     """The number of a listener, for `tell_read` and `tell_wrote`; None without a listener.
 
     `total` tokens will be read, of so many prompts. On exit, waits for all messages and raises the
-    error of `stream` or `progress`. Raises `ValueError` inside of a traced program, and `TypeError` for
-    a wrong `progress`.
+    error of a receiver. Raises `ValueError` inside of a traced program, and `TypeError` for a wrong
+    `progress`.
     """
-    if stream is None and progress is False:
+    if to.stream is None and to.progress is False and to.texts is None:
         yield None
         return
+    name = "progress" if to.stream is None else "stream"
+    check_untraced(name, getattr(to, name))
     number = next(_NUMBERS)
-    watch = jnp.zeros((), jnp.int32) + number
-    if isinstance(watch, jax.core.Tracer):
-        name, argument = ("progress", progress) if stream is None else ("stream", stream)
-        raise ValueError(f"{name}: wanted none inside of jax.jit, got {received(argument)}")
-    with progress_of("reading", progress) as show:
-        listener = _LISTENERS[number] = _Listener(stream, show, total, prompts)
+    with progress_of("reading", to.progress) as show:
+        listener = _LISTENERS[number] = _Listener(to, show, total, prompts)
         try:
-            yield watch
+            yield jnp.zeros((), jnp.int32) + number
         finally:
             jax.effects_barrier()
             del _LISTENERS[number]
@@ -103,23 +142,25 @@ def tell_read(watch: Array | None, number: Array | int) -> None:
         io_callback(_read, None, watch, number, ordered=True)
 
 
-def tell_wrote(watch: Array | None, tokens: Array, numbers: Array | None) -> Array | bool:
+def tell_wrote(
+    watch: Array, tokens: Array, ends: Array, numbers: Array | None
+) -> tuple[Array, Array]:
     """Reports the next tokens of all prompts or of those with these numbers, for use inside `jax.jit`.
 
-    Returns whether to go on.
+    `ends` `[B]`: whether a row ends with them. Returns, int32 and bool `[B]`, how many tokens a row
+    keeps, and whether it ends here.
     """
-    if watch is None:
-        return True
-    told = (watch, tokens) if numbers is None else (watch, tokens, numbers)
-    return io_callback(_wrote, jax.ShapeDtypeStruct((), bool), *told, ordered=True)
+    if numbers is None:
+        numbers = jnp.arange(len(tokens), dtype=jnp.int32)
+    rows = ends.shape
+    answer = jax.ShapeDtypeStruct(rows, jnp.int32), jax.ShapeDtypeStruct(rows, bool)
+    return io_callback(_wrote, answer, watch, tokens, ends, numbers, ordered=True)
 
 
 def _read(watch: SupportsInt, number: SupportsInt) -> None:
     _LISTENERS[int(watch)].read(int(number))
 
 
-def _wrote(
-    watch: SupportsInt, tokens: Array | np.ndarray, numbers: Array | np.ndarray | None = None
-) -> np.ndarray:
-    rows = None if numbers is None else np.asarray(numbers)
-    return np.asarray(_LISTENERS[int(watch)].wrote(np.asarray(tokens), rows))
+def _wrote(watch: SupportsInt, *told: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    tokens, ends, numbers = map(np.asarray, told)
+    return _LISTENERS[int(watch)].wrote(tokens, ends, numbers)

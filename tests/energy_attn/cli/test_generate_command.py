@@ -10,12 +10,12 @@ import sys
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from energy_attn.__main__ import main
 from energy_attn.cli._byte_llama import byte_llama
-from energy_attn.cli._tokenizer import Bytes, tokenizer_of
-from energy_attn.models import Llama, LlamaConfig, generate
+from energy_attn.models import Llama, LlamaConfig, Tokenizer, generate
 from tests.support.flags import environment
 from tests.support.selection import few
 
@@ -85,7 +85,7 @@ def test_ends_where_the_checkpoint_says(folder, written, tmp_path, capsys):
     model = Llama.load(tmp_path)
     found = [generate(model, [list(PROMPT.encode())], 12, **x) for x in ({}, {"eos_token_id": ()})]
     assert found[0].lengths.tolist() == [end] and found[1].tokens[0].tolist() == written.tolist()
-    assert command(tmp_path, "--stop", "300,301") == 0
+    assert command(tmp_path, "--eos", "300,301") == 0
     assert capsys.readouterr().out == bytes(written.tolist()).decode("utf-8", "replace") + "\n"
     model.save(tmp_path / "again")
     assert Llama.load(tmp_path / "again").config.eos_token_id == (300, first)
@@ -100,7 +100,9 @@ def test_tokens_of_a_tokenizer(tmp_path, capsys):
     """Text of tokens depends on their neighbours, and a character may take several of them."""
     # every byte is a token, in the order of the library's alphabet for bytes: é takes two
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     model = jax.tree.map(lambda x: 20 * x, Llama(CONFIG, key=jax.random.key(1)))
@@ -119,6 +121,9 @@ def test_tokens_of_a_tokenizer(tmp_path, capsys):
     ("more", "message"),
     [
         (["--speculative", "--draft-model", "x"], "--speculative: wanted it or --draft-model"),
+        (["--system", "s"], "--system: wanted --chat beside it"),
+        (["--chat"], "wanted a checkpoint with a chat template"),
+        (["--min-p", "2"], "min_p: wanted a number above 0 and at most 1"),
         (["--tensor", "0"], "--tensor: wanted at least 1, got 0"),
         (["--mesh", "3x5"], "wanted 15 devices, real or simulated, got 8"),
         (["--max-new-tokens", "0"], "max_new_tokens: wanted at least 1, got 0"),
@@ -137,7 +142,7 @@ def test_what_cannot_be_done_is_said(more, message, folder, capsys):
             (["--mesh", x], f"wanted 8 or 2x4, or other sizes, got {x!r}")
             for x in ("2y4", "0x4", "")
         ),
-        *((["--stop", x], f"by number, 2 or 2,7, got {x!r}") for x in ("foo", "2,", "2;7")),
+        *((["--eos", x], f"by number, 2 or 2,7, got {x!r}") for x in ("foo", "2,", "2;7")),
         (["--method", "star"], "invalid choice: 'star'"),
     ],
 )
@@ -170,40 +175,80 @@ def test_missing_files_are_named(folder, tmp_path, capsys):
 def test_a_tokenizer_that_panics(tmp_path):
     """A panic in Rust, for a file or a text, which is no Exception and would end the caller; and a pointer."""
     path = tmp_path / "tokenizer.json"
-    said = json.loads(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
+    said = json.loads(tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
     broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
     path.write_text(json.dumps(said | {"normalizer": broken}))
     with pytest.raises(ValueError, match=f"tokenizer: wanted a file .* got {path}: Precompiled"):
-        tokenizer_of(tmp_path, 1)
+        Tokenizer.load(tmp_path)
     special = [{"SpecialToken": {"id": "X", "type_id": 0}}]
     broken = {"type": "TemplateProcessing", "single": special, "pair": [], "special_tokens": {}}
     path.write_text(json.dumps(said | {"post_processor": broken}))
     with pytest.raises(ValueError, match=f"tokenizer: wanted a file .* got {path}: no entry"):
-        tokenizer_of(tmp_path, 1).encode("a")
+        Tokenizer.load(tmp_path).encode("a")
     path.write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match="Git LFS pointer: git lfs pull"):
-        tokenizer_of(tmp_path, 1)
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.full
+def test_several_prompts_chats_and_json(folder, written, tmp_path, capsys):
+    """A prompt with the text of another, a system message that is lost, a stop string that is written, or a reason."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    model = Llama.load(folder)
+
+    def run(*more):
+        given = ["generate", "--model", str(tmp_path), "--max-new-tokens", "12", *more]
+        assert main(given) == 0
+        return capsys.readouterr().out
+
+    texts = {x: alone(model, list(x.encode())) for x in ("abab", "é", "[system] s\n[user] é\n")}
+    shown = run("--prompt", "abab", "--prompt", "é")
+    assert shown == f"abab{texts['abab']}\n---\né{texts['é']}\n"
+    said = run("--prompt", "é", "--chat", "--system", "s")
+    assert said == texts["[system] s\n[user] é\n"] + "\n"
+    # ends with the fifth character of the first text, which the second may not have
+    stop = texts["abab"][4]
+    lines = [
+        json.loads(x)
+        for x in run(*("--json --prompt abab --prompt é --stop".split()), stop).splitlines()
+    ]
+    for line, prompt in zip(lines, ("abab", "é"), strict=True):
+        text = texts[prompt]
+        assert line["prompt"] == prompt and line["text"] == text.partition(stop)[0]
+        assert line["finish_reason"] == ("stop" if stop in text else "length")
+        assert len(line["logprobs"]) == len(line["tokens"]) and sum(line["logprobs"]) < 0
+    assert lines[0]["finish_reason"] == "stop" and len(lines[0]["tokens"]) < 12
+    ended = json.loads(
+        run("--json", "--prompt-file", str(folder / "prompt.txt"), "--eos", str(written[3]))
+    )
+    assert ended["finish_reason"] == "stop" and ended["tokens"][-1] == written[3]
+
+
+def alone(model, prompt):
+    return bytes(generate(model, [prompt], 12).tokens[0].tolist()).decode("utf-8", "replace")
 
 
 def test_prompts(folder, tmp_path, monkeypatch, capsys):
     """Standard input that is taken for a file, text in another encoding of a file that is not named, and no text."""
     seen = []
-    monkeypatch.setattr("energy_attn.cli.generate.generate", lambda _, prompts, *__, **___: 1 / 0)
 
-    class Whole(Bytes):
-        def encode(self, text):
-            seen.append(text)
-            return super().encode(text)
+    def stopped(model, tokens, *_, **__):
+        seen.append(tokens)
+        raise ZeroDivisionError
 
-    monkeypatch.setattr("energy_attn.cli.generate.tokenizer_of", lambda *_: Whole())
+    monkeypatch.setattr("energy_attn.cli.generate.generate", stopped)
 
     def run(*given, stdin=b""):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), "ascii"))
         return command(folder, *given, prompt=False)
 
-    with pytest.raises(ZeroDivisionError):
-        run("--prompt-file", "-", stdin="é\r\n-".encode())
-    assert seen == ["é\n-"]
+    for given in ("--prompt-file", "-"), ("--prompt", "-"), ("--prompt", "-", "--prompt", "a"):
+        with pytest.raises(ZeroDivisionError):
+            run(*given, stdin="é\r\n-".encode())
+    assert seen == [[list("é\n-".encode())]] * 2 + [[list("é\n-".encode()), list(b"a")]]
     latin = tmp_path / "latin.txt"
     latin.write_bytes("é".encode("latin-1"))
     for path, stdin, name in ((latin, b"", str(latin)), ("-", b"\xe9", "standard input")):
@@ -218,7 +263,7 @@ def test_prompts(folder, tmp_path, monkeypatch, capsys):
 @pytest.mark.full
 def test_a_text_that_begins_with_a_token(tmp_path, capsys):
     """No prompt, where the tokenizer puts a token before every text: what the model says after that one."""
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<s>": 7}, unk_token="a"))
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "<s>": 7}, unk_token="a"))
     tokenizer.post_processor = processors.TemplateProcessing("<s> $0", special_tokens=[("<s>", 7)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     model = Llama(CONFIG, key=jax.random.key(1))

@@ -49,6 +49,18 @@ def test_distribution(top_k, dtype):
             close(softmax(found), want, tolerance=tolerance)
 
 
+def test_min_p():
+    """A threshold on logits before the temperature, on what is left, or that excludes ties or the likeliest token."""
+    rows = rows_of_logits()
+    for way in ((None, None), (4, None), (None, 0.9)):
+        for min_p in (0.05, 0.4, 1.0, jnp.float32(0.2)):
+            found = process_logits(jnp.asarray(rows), 2.0, *way, min_p)
+            want = np.stack([distribution(row, 2.0, *way) for row in rows])
+            want = np.where(want < float(min_p) * want.max(-1, keepdims=True), 0, want)
+            np.testing.assert_array_equal(np.isfinite(found), want > 0)
+            close(softmax(found), want / want.sum(-1, keepdims=True), tolerance=1e-14)
+
+
 def test_exactly_so_many():
     """Equal logits: a threshold keeps all of them or none; the lower tokens must stay."""
     even = np.zeros((1, 8), np.float32)

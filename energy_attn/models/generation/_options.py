@@ -1,0 +1,154 @@
+"""The options of how tokens are chosen, and their checks."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from energy_attn.kernels.internal import (
+    check_array,
+    check_finite_number,
+    check_floating,
+    check_integer,
+    check_key,
+    check_options,
+    check_shape,
+    received,
+)
+
+from ...prefix_tree._sampling import check_positive, check_sampling
+from ...prefix_tree._tree import is_concrete
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How [`generate`][energy_attn.models.generate] chooses tokens.
+
+    In this order, as in transformers: `logit_bias`, `repetition_penalty` and `presence_penalty` change
+    the logits; at temperature 0 the likeliest token is chosen, else the logits are divided by
+    `temperature`, restricted by `top_k`, `top_p` and `min_p`, and a token is drawn.
+    """
+
+    temperature: float | Float[Array, ""]
+    """The number 0, which is the default, chooses the likeliest token; an array is above 0."""
+
+    top_k: int | None
+    """Draw from this number of likeliest tokens; None: from all."""
+
+    top_p: float | Float[Array, ""] | None
+    """Draw from the likeliest tokens whose probabilities add up to this; None: from all."""
+
+    min_p: float | Float[Array, ""] | None
+    """Draw from tokens that are this times as likely as the likeliest, after `temperature`; None: from all."""
+
+    repetition_penalty: float | Float[Array, ""] | None
+    """Divides the logits above 0 of tokens of the prompt and of the text so far, and multiplies those
+    below; None, and 1: nothing."""
+
+    presence_penalty: float | Float[Array, ""] | None
+    """Subtracted from the logits of tokens that were generated already; None, and 0: nothing."""
+
+    logit_bias: Mapping[int, float] | Float[Array | np.ndarray, " vocab"] | None
+    """Added to the logits: numbers by token, or `[vocab]`; minus infinity excludes a token."""
+
+    key: PRNGKeyArray | None
+    """Of the draws; required unless `temperature` is 0."""
+
+
+class Sampling(eqx.Module):
+    """How tokens are chosen; without a key, the likeliest one. Of what is None nothing is computed.
+
+    `is_scored`: whether the log-probabilities of chosen tokens are kept.
+    """
+
+    key: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    min_p: Any = None
+    top_k: int | None = eqx.field(static=True, default=None)
+    repetition_penalty: Any = None
+    presence_penalty: Any = None
+    logit_bias: Any = None
+    is_scored: bool = eqx.field(static=True, default=False)
+
+
+def sampling_of(vocab: int, options: SamplingOptions, is_scored: bool) -> Sampling:
+    """The checked options; raises `TypeError` or `ValueError` with the name of one, and warns of idle ones."""
+    check_options(options, SamplingOptions)
+    temperature, key = options.get("temperature", 0.0), options.get("key")
+    is_number = isinstance(temperature, (int, float, np.number)) and not isinstance(
+        temperature, bool
+    )
+    greedy = is_number and temperature == 0
+    checked = check_sampling(
+        1.0 if greedy else temperature, options.get("top_k"), options.get("top_p")
+    )
+    temperature, top_k, top_p = checked
+    min_p = options.get("min_p")
+    min_p = None if min_p is None else check_positive("min_p", min_p, 1)
+    if key is not None:
+        check_key("key", key)
+    penalties = _penalties(vocab, options)
+    if greedy:
+        drawn = ("top_k", top_k), ("top_p", top_p), ("min_p", min_p)
+        unused = [name for name, x in drawn if x is not None]
+        if unused:
+            warn(f"{unused[0]}: wanted a temperature above 0 beside it, got 0; nothing is drawn")
+        return Sampling(**penalties, is_scored=is_scored)
+    if key is None:
+        shown = temperature if isinstance(temperature, float) else received(temperature)
+        raise ValueError(f"key: wanted a jax.random.key at temperature {shown}, got None")
+    most = None if top_k is None else min(top_k, vocab)
+    temperature = jnp.asarray(temperature, jnp.float32)
+    return Sampling(key, temperature, top_p, min_p, most, **penalties, is_scored=is_scored)
+
+
+def _penalties(vocab: int, options: SamplingOptions) -> dict[str, Any]:
+    """What changes logits before a token is chosen, without what changes nothing."""
+    repetition, presence = options.get("repetition_penalty"), options.get("presence_penalty")
+    if repetition is not None:
+        repetition = check_positive("repetition_penalty", repetition, None)
+    if isinstance(presence, (jax.Array, np.ndarray)):
+        check_shape("presence_penalty", check_floating("presence_penalty", presence), ())
+    elif presence is not None:
+        presence = check_finite_number("presence_penalty", presence)
+    return {
+        "repetition_penalty": None if _is(repetition, 1) else repetition,
+        "presence_penalty": None if _is(presence, 0) else presence,
+        "logit_bias": _bias(vocab, options.get("logit_bias")),
+    }
+
+
+def _is(x: object, number: float) -> bool:
+    return isinstance(x, float) and x == number
+
+
+def _bias(vocab: int, bias: Any) -> Array | None:
+    """`[vocab]`, or None; raises `TypeError` or `ValueError`."""
+    name = "logit_bias"
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        check_shape(name, check_floating(name, check_array(name, bias)), (vocab,))
+        if is_concrete(bias):
+            wrong = np.asarray(bias, np.float64)
+            wrong = wrong[np.isnan(wrong) | (wrong == np.inf)]
+            if wrong.size:
+                raise ValueError(f"{name}: wanted numbers below infinity, got {wrong[0]}")
+        return jnp.asarray(bias)
+    array = np.zeros(vocab, np.float32)
+    for token, number in bias.items():
+        if check_integer(f"{name}: a token", token, 0) >= vocab:
+            raise ValueError(f"{name}: wanted tokens from 0 to {vocab - 1}, got {token}")
+        excluded = isinstance(number, (float, np.floating)) and number == -np.inf
+        array[token] = number if excluded else check_finite_number(f"{name}[{token}]", number)
+    return jnp.asarray(array)
+
+
+def warn(message: str) -> None:
+    """A `UserWarning` at the caller of `generate`, where a function that it calls says so."""
+    warnings.warn(message, UserWarning, stacklevel=4)

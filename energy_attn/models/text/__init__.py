@@ -1,0 +1,1 @@
+"""Text to tokens, chats to text, and tokens to text as they come."""

@@ -1,0 +1,149 @@
+"""Chat templates: messages to the text that a model was trained on, by jinja2, as transformers renders them."""
+
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from energy_attn.kernels.internal import received
+
+from ..checkpoint._config import read_json
+
+
+def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a checkpoint by name; `config` is its tokenizer_config.json.
+
+    A file of its own is preferred to the configuration. Raises `ValueError`.
+    """
+    found = config.get("chat_template")
+    file = folder / "tokenizer_config.json"
+    if (path := folder / "chat_template.json").is_file():
+        found, file = read_json(path, path.name).get("chat_template"), path
+    if (path := folder / "chat_template.jinja").is_file():
+        found, file = path.read_text(encoding="utf-8"), path
+    return named_templates(found, f"{file}: chat_template")
+
+
+def named_templates(given: object, name: str) -> dict[str, str]:
+    """A template, or a list of named ones, by name; `name` is that of the argument in a `ValueError`."""
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {"default": given}
+    if isinstance(given, list) and all(isinstance(x, Mapping) for x in given):
+        entries = [(x.get("name"), x.get("template")) for x in given]
+        if all(isinstance(text, str) for entry in entries for text in entry):
+            return {str(key): str(text) for key, text in entries}
+    raise ValueError(f"{name}: wanted a template, or a list of named ones, got {received(given)}")
+
+
+def check_messages(name: str, messages: object) -> list[dict[str, Any]]:
+    """Messages as plain data, without keys whose value is None.
+
+    Raises `TypeError` for other types than those of JSON, and `ValueError` for a message without a role,
+    or with neither a content nor calls of tools.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise TypeError(f"{name}: wanted a list of messages, got {received(messages)}")
+    if not messages:
+        raise ValueError(f"{name}: wanted at least one message, got {received(messages)}")
+    chat = []
+    for index, message in enumerate(messages):
+        place = f"{name}[{index}]"
+        if not isinstance(message, Mapping):
+            raise TypeError(
+                f"{place}: wanted a mapping with role and content, got {received(message)}"
+            )
+        found = {key: x for key, x in plain(place, message).items() if x is not None}
+        if not isinstance(found.get("role"), str):
+            raise ValueError(f"{place}: wanted a role, a string, got {received(message)}")
+        if not isinstance(found.get("content"), (str, list)) and "tool_calls" not in found:
+            raise ValueError(f"{place}: wanted a content, a string, got {received(message)}")
+        chat.append(found)
+    return chat
+
+
+def plain(name: str, x: Any) -> Any:
+    """The value as JSON has it: a template gets no object with methods; raises `TypeError`."""
+    if isinstance(x, Mapping):
+        return {str(key): plain(f"{name}[{key!r}]", value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [plain(f"{name}[{i}]", value) for i, value in enumerate(x)]
+    if x is None or type(x) in (str, bool, int, float):
+        return x
+    raise TypeError(f"{name}: wanted strings, numbers, lists and mappings, got {received(x)}")
+
+
+def render(template: str, source: str, messages: list[dict[str, Any]], variables: Any) -> str:
+    """The text of messages.
+
+    Raises `ImportError` without jinja2, and `ValueError` for a template that is none, or refuses the
+    messages; `source` says where it is from.
+    """
+    program = _program(template, source)
+    try:
+        return program.render(messages=messages, **variables)
+    except Exception as error:  # a template is a program, which may raise anything
+        raise ValueError(
+            f"messages: wanted a chat that the chat template of {source} takes, got "
+            f"{received(messages)}: {error}"
+        ) from error
+
+
+@functools.lru_cache(64)
+def _program(template: str, source: str) -> Any:
+    environment = _environment()
+    try:
+        return environment.from_string(template)
+    except Exception as error:
+        raise ValueError(
+            f"chat_template: wanted one of jinja2, got that of {source}: {error}"
+        ) from error
+
+
+@functools.cache
+def _environment() -> Any:
+    """An environment in which a template can neither change what it is given nor reach Python."""
+    try:
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ImportError(
+            "jinja2 is not installed, which chat templates need; the extra `models` brings it: "
+            "pip install jinja2"
+        ) from error
+
+    class Generation(Extension):
+        """`{% generation %}`, which marks what an assistant wrote: its body, unchanged."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(
+        x: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # jinja2's own escapes HTML
+        options = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
+        return json.dumps(x, **options, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment

@@ -1,0 +1,125 @@
+"""Tokens and the text that they stand for: by a file of the library tokenizers, or bytes."""
+
+import abc
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from energy_attn.distributed.internal import check_file
+
+from ..checkpoint._config import naming
+from ._special import Special
+
+
+class AbstractVocabulary(abc.ABC):
+    """The tokens of a text and the text of tokens, without a chat template."""
+
+    @abc.abstractmethod
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokens of a text."""
+
+    @abc.abstractmethod
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of tokens; U+FFFD in place of bytes that are no UTF-8."""
+
+    @abc.abstractmethod
+    def number(self, token: str) -> int | None:
+        """The number of a token, or None."""
+
+
+class Bytes(AbstractVocabulary):
+    """A token for each byte of UTF-8, and no special ones."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The bytes."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of bytes; raises `ValueError` for a token above 255."""
+        if tokens and max(tokens) > 255:
+            raise ValueError(f"tokens: wanted bytes, from 0 to 255, got {max(tokens)}")
+        return bytes(tokens).decode("utf-8", "replace")
+
+    def number(self, token: str) -> int | None:
+        """The byte of a character that is one."""
+        data = token.encode("utf-8")
+        return data[0] if len(data) == 1 else None
+
+
+class FromFile(AbstractVocabulary):
+    """A `tokenizer.json`, without the padding and truncation that it may ask for.
+
+    The library's errors become `ValueError` with the path.
+    """
+
+    def __init__(self, path: Path, special: Special) -> None:
+        from tokenizers import Tokenizer
+
+        self._path = path
+        with _explained(path):
+            check_file(path)
+            self._tokenizer: Any = Tokenizer.from_file(str(path))
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+        with naming(path.parent / "tokenizer_config.json"):
+            self._add(special)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokens, with those that the file puts around a text."""
+        with _explained(self._path):
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text, by the file's decoder."""
+        with _explained(self._path):
+            return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def number(self, token: str) -> int | None:
+        """The number of a token of the vocabulary, or of one that was added."""
+        return self._tokenizer.token_to_id(token)
+
+    def _add(self, special: Special) -> None:
+        """Adds tokens that tokenizer_config.json has and the file lacks, and marks special ones."""
+        from tokenizers import AddedToken
+
+        known = {str(token) for token in self._tokenizer.get_added_tokens_decoder().values()}
+        for token in special.added:
+            if token["content"] not in known:
+                self._tokenizer.add_tokens([AddedToken(**token)])
+        # a name for text that is no token would make one, with a number beyond the model's
+        named = [x for x in special.contents if self.number(x) is not None and x not in known]
+        self._tokenizer.add_special_tokens([AddedToken(x, normalized=False) for x in named])
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turns errors of the library into `ValueError`, with the path of the file."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        # the library raises no narrower class, and a panic of Rust is not an Exception
+        raise ValueError(
+            f"tokenizer: wanted a file of the library tokenizers, got {path}: {error}"
+        ) from error
+
+
+def vocabulary(folder: Path, special: Special, config: Mapping[str, Any]) -> AbstractVocabulary:
+    """The vocabulary of a checkpoint: bytes where there is no file and `config` has 256 tokens.
+
+    Raises `ImportError` without `tokenizers`, and `ValueError` if the file is missing or cannot be read.
+    """
+    path, size = folder / "tokenizer.json", config.get("vocab_size")
+    if not path.is_file():
+        if size == 256:
+            return Bytes()
+        known = "" if size is None else f", for a vocabulary of {size} tokens"
+        raise ValueError(f"tokenizer: wanted {path}{known}, got no such file")
+    try:
+        return FromFile(path, special)
+    except ImportError as error:
+        raise ImportError(
+            "tokenizers is not installed; the extra `models` brings it: pip install tokenizers"
+        ) from error

@@ -1,0 +1,331 @@
+"""The tokenizer of a checkpoint: tokens, text and chats as transformers has them, and text as it comes."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from energy_attn.models import Tokenizer
+from tests.support.complaints import refused
+from tests.support.tokenizers import TEXTS, byte_level, sentence_piece, write
+
+KINDS = {
+    "byte level": byte_level,
+    "BPE": lambda: sentence_piece("BPE"),
+    "Unigram": lambda: sentence_piece("Unigram"),
+}
+# Tokens that tokenizer_config.json adds to the file, or says to be special.
+ADDED = {
+    "added_tokens_decoder": {
+        "7": {"content": "[X]", "special": True, "normalized": False, "lstrip": True},
+        "8": {"content": "[tool]", "special": False, "normalized": False},
+    },
+    "extra_special_tokens": ["<|im_start|>", "x"],
+}
+# Each the start, in its shape, of one in use.
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- endif %}
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'system' and tools %}
+        {%- continue %}
+    {%- endif %}
+    {%- set ns.last = loop.index0 %}
+    {%- generation %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content | default('', true) + '<|im_end|>' + '\\n' }}
+    {%- endgeneration %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+LLAMA = """\
+{{- bos_token }}
+{% if not date_string is defined %}
+    {% if strftime_now is defined %}
+        {% set date_string = strftime_now("%d %b %Y") %}
+    {% endif %}
+{% endif %}
+{% if messages[0]['role'] == 'system' %}
+    {% set system = messages[0]['content']|trim %}
+    {% set messages = messages[1:] %}
+{% else %}
+    {% set system = "" %}
+{% endif %}
+<|start_header_id|>system<|end_header_id|>
+
+Today: {{ date_string }}
+{{ system }}<|eot_id|>
+{% for message in messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Roles must alternate user/assistant, got ' + message.role) }}
+{% endif %}
+<|start_header_id|>{{ message['role'] }}<|end_header_id|>
+
+{{ message['content'] | trim }}{{ message.tool_calls is defined }}<|eot_id|>
+{% endfor %}
+{%- if add_generation_prompt %}
+<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}
+{{ tools is none }} {{ pad_token }} {{ {"ü": "<&>"} | tojson(indent=2) }}
+"""
+CHAT = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": "Grüß <b>Gott</b>"},
+    {"role": "assistant", "content": "Hi", "tool_calls": None},
+    {"role": "user", "content": "and?"},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"a": "<int> é"}}}]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return write(tmp_path_factory.mktemp("tokenizer"), KINDS[request.param](), **ADDED)
+
+
+def peer_of(folder):
+    from transformers import PreTrainedTokenizerFast
+
+    peer = PreTrainedTokenizerFast.from_pretrained(folder)
+    # they keep the padding and the truncation of the file, which we switch off
+    peer.backend_tokenizer.no_padding()
+    peer.backend_tokenizer.no_truncation()
+    return peer
+
+
+@pytest.mark.full
+def test_tokens_and_text_are_those_of_transformers(folder):
+    """Prompts padded or cut by the file, special tokens twice, missing or read as text, bytes that are lost."""
+    ours, peer = Tokenizer.load(folder), peer_of(folder)
+    for text in TEXTS:
+        for special in (True, False):
+            tokens = ours.encode(text, add_special_tokens=special)
+            assert tokens == peer(text, add_special_tokens=special)["input_ids"]
+            for skip in (True, False):
+                got = ours.decode(tokens, skip_special_tokens=skip)
+                assert got == peer.decode(tokens, skip_special_tokens=skip)
+        if not {*"[<x"} & {*text}:  # no special token
+            assert ours.decode(tokens).lstrip(" ") == text.lstrip(" ")
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        tokens = rng.integers(0, 300, 9)
+        assert ours.decode(tokens) == peer.decode(tokens.tolist(), skip_special_tokens=True)
+    assert ours.token_id("<pad>") == peer.pad_token_id and ours.token_id("no such") is None
+    assert ours.decode(np.array([*tokens, -1, -1])) == ours.decode(tokens)
+    assert ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+
+
+@pytest.mark.full
+def test_the_file_says_what_is_put_around_a_text(tmp_path):
+    """Flags of tokenizer_config.json that are obeyed, or taken for names of tokens."""
+    folder = write(tmp_path, byte_level(), add_bos_token=False, add_eos_token=True)
+    tokens = Tokenizer.load(folder).encode("né")
+    assert tokens == peer_of(folder)("né")["input_ids"] and tokens[0] == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("place", ["config", "list", "jinja", "json"])
+def test_chats_are_those_of_transformers(place, tmp_path):
+    """White space around blocks, HTML that is escaped, a message with None, tools, dates, and where templates are."""
+    folder = write(tmp_path, byte_level())
+    for template in CHATML, LLAMA:
+        other = [
+            {"name": "tool_use", "template": CHATML},
+            {"name": "default", "template": template},
+        ]
+        given = {"config": template, "list": other, "jinja": "not this one", "json": "not this one"}
+        write(tmp_path, byte_level(), chat_template=given[place])
+        if place == "jinja":
+            (folder / "chat_template.jinja").write_text(template, "utf-8")
+        if place == "json":
+            (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+        ours, peer = Tokenizer.load(folder), peer_of(folder)
+        if place == "json":  # which transformers reads for processors alone
+            peer.chat_template = template
+        for options in (
+            {},
+            {"add_generation_prompt": False},
+            {"tools": TOOLS},
+            {"enable_thinking": False, "date_string": "1 Jan 2030"},
+        ):
+            options = {"add_generation_prompt": True, **options}
+            got = ours.apply_chat_template(CHAT, **options)
+            assert got == peer.apply_chat_template(CHAT, tokenize=False, **options)
+            tokens = peer.apply_chat_template(CHAT, return_dict=False, **options)
+            assert ours.encode(got, add_special_tokens=False) == tokens
+    assert ours.apply_chat_template(CHAT) == ours.apply_chat_template(
+        CHAT, add_generation_prompt=True
+    )
+
+
+def test_text_as_it_comes(folder):
+    """Half a character, a space that is lost behind the prompt, text that a stop string needs, or twice."""
+    tokenizer = Tokenizer.load(folder)
+    for text in TEXTS:
+        before, tokens = tokenizer.encode("The energy"), tokenizer.encode(" of" + text)[1:]
+        if tokenizer.token_id("<unk>") is not None:  # nothing stands before a text
+            tokens = tokenizer.encode("energy of" + text)[len(tokenizer.encode("energy")) :]
+        stream = tokenizer.stream(before)
+        pieces = [stream.write([token]) for token in tokens]
+        assert not any("\ufffd" in piece for piece in pieces)
+        whole = tokenizer.decode([*before, *tokens])
+        assert "The energy" + "".join(pieces) + stream.end() == whole
+        assert stream.text == whole.removeprefix("The energy") and stream.count == len(tokens)
+
+
+def naive(pieces, stops):
+    """The text before the first stop string that is complete, and the number of pieces up to it."""
+    text = ""
+    for count, piece in enumerate(pieces, 1):
+        text += piece
+        places = [text.find(stop) for stop in stops if stop in text]
+        if places:
+            return text[: min(places)], count
+    return text, len(pieces)
+
+
+def test_stop_strings(folder):
+    """One that begins inside of another, or takes several tokens; text that is shown and then taken back."""
+    tokenizer, rng = Tokenizer.load(folder), np.random.default_rng(0)
+    first = tokenizer.encode("\n", add_special_tokens=False)
+
+    def spelled(x):  # behind another character, as some tokenizers begin a text with a space
+        return tokenizer.encode("\n" + x, add_special_tokens=False)[len(first) :]
+
+    for _ in range(40):
+        drawn = ["aé€y"[x] for x in rng.integers(0, 4, 12)]
+        stops = ["".join("aé€y"[x] for x in rng.integers(0, 4, rng.integers(1, 5))) for _ in "ab"]
+        stops.append(stops[0][-2:])  # which one token completes with the first
+        stream = tokenizer.stream(first, stop=stops)
+        shown = ["".join(stream.write([x]) for x in spelled(c)) for c in drawn]
+        want, count = naive(drawn, stops)
+        assert "".join(shown) + stream.end() == stream.text == want
+        assert stream.count == sum(len(spelled(c)) for c in drawn[:count])
+        # nothing is held that cannot become a stop string
+        for index in range(1, count):
+            held = "".join(drawn[:index])[len("".join(shown[:index])) :]
+            assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_bytes(tmp_path):
+    """A byte model's tokens; a character in pieces, and bytes that are no text, which nothing follows."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 256}')
+    tokenizer = Tokenizer.load(tmp_path, chat_template="{{ messages[0].content }}")
+    assert tokenizer.encode("é<s>") == [195, 169, *b"<s>"]
+    assert tokenizer.decode([195, 169, 255, -1]) == "é\ufffd"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == "x"
+    assert tokenizer.token_id("a") == 97 and tokenizer.token_id("é") is None
+    stream = tokenizer.stream()
+    assert [stream.write([x]) for x in (195, 169, 195)] == [
+        "",
+        "é",
+        "",
+    ] and stream.end() == "\ufffd"
+
+
+@pytest.mark.parametrize("name", ["tokenizers", "jinja2"])
+def test_a_library_that_is_missing(name, tmp_path, monkeypatch):
+    """An ImportError that does not say what to install."""
+    write(tmp_path, byte_level())
+    tokenizer = Tokenizer.load(tmp_path, chat_template="a") if name == "jinja2" else None
+    from energy_attn.models.text import _template
+
+    _template._environment.cache_clear()
+    _template._program.cache_clear()
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=f"{name} is not installed.* extra `models` brings it"):
+        Tokenizer.load(tmp_path) if tokenizer is None else tokenizer.apply_chat_template(CHAT)
+
+
+def chat(*messages, **options):
+    return lambda folder: Tokenizer.load(folder, chat_template=LLAMA).apply_chat_template(
+        list(messages), **options
+    )
+
+
+def with_file(name, text):
+    def load(folder):
+        (folder / name).write_text(text)
+        return Tokenizer.load(folder)
+
+    return load
+
+
+USER = {"role": "user", "content": "a"}
+BAD = {
+    "TypeError directory: wanted the path": lambda f: Tokenizer.load(7),
+    "ValueError tokenizer: wanted .*/no/tokenizer.json, got no such file": lambda f: Tokenizer.load(
+        f / "no"
+    ),
+    "TypeError chat_template: wanted None or a template": lambda f: Tokenizer.load(
+        f, chat_template=3
+    ),
+    "ValueError chat_template: wanted one of jinja2, .*endfor": lambda f: Tokenizer.load(
+        f, chat_template="{% endfor %}"
+    ).apply_chat_template([USER]),
+    "ValueError messages: wanted a checkpoint with a chat template": lambda f: Tokenizer.load(
+        f
+    ).apply_chat_template([USER]),
+    "ValueError messages: wanted at least one": chat(),
+    r"TypeError messages\[1\]: wanted a mapping with role and content, got str": chat(
+        USER, "hello"
+    ),
+    r"ValueError messages\[0\]: wanted a role": chat({"content": "a"}),
+    r"ValueError messages\[0\]: wanted a content": chat({"role": "user", "content": None}),
+    r"TypeError messages\[0\]\['content'\]\[0\]: wanted strings": chat(USER | {"content": [print]}),
+    "TypeError tools: wanted strings, numbers": chat(USER, tools=print),
+    "TypeError add_generation_prompt: wanted True": chat(USER, add_generation_prompt="yes"),
+    "ValueError messages: wanted a chat that .* takes, .*: Roles must alternate": chat(USER, USER),
+    "ValueError messages: wanted a chat .*unsafe": lambda f: Tokenizer.load(
+        f, chat_template="{{ messages.__class__.__mro__ }}"
+    ).apply_chat_template([USER]),
+    "ValueError tokenizer_config.json.*: chat_template: wanted a template": with_file(
+        "tokenizer_config.json", '{"chat_template": 3}'
+    ),
+    "ValueError tokenizer_config.json: pad_token: wanted a token, got list": with_file(
+        "tokenizer_config.json", '{"pad_token": []}'
+    ),
+    "ValueError tokenizer_config.json: added_tokens_decoder: wanted objects": with_file(
+        "tokenizer_config.json", '{"added_tokens_decoder": [1]}'
+    ),
+    "ValueError wanted a special_tokens_map.json, got .*Expecting": with_file(
+        "special_tokens_map.json", "{"
+    ),
+    "ValueError text: wanted text that UTF-8 can encode": lambda f: Tokenizer.load(f).encode(
+        "a\ud800"
+    ),
+    "TypeError text: wanted a string, got int 3": lambda f: Tokenizer.load(f).encode(3),
+    "TypeError tokens: wanted an integer array": lambda f: Tokenizer.load(f).decode([0.5]),
+    "ValueError tokens: wanted shape": lambda f: Tokenizer.load(f).decode(np.ones((1, 2), int)),
+}
+
+
+@pytest.fixture(scope="module")
+def plain_files(tmp_path_factory):
+    write(made := tmp_path_factory.mktemp("plain"), byte_level())
+    return {path.name: path.read_bytes() for path in made.iterdir()}
+
+
+@pytest.mark.parametrize(("wanted", "call"), BAD.items(), ids=BAD)
+def test_bad_input(wanted, call, plain_files, tmp_path, unchecked):
+    """A mistake that no error names."""
+    for name, data in plain_files.items():
+        (tmp_path / name).write_bytes(data)
+    with refused(wanted):
+        call(tmp_path)
