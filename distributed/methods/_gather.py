@@ -24,6 +24,7 @@ class Gather(AbstractMethod):
     in place of $p - 1$ hops. The derivative gathers them again: in forward mode with the directions of
     keys and values, in reverse mode gradients are reduced and scattered piece by piece in `lse`'s dtype.
     Reverse over either mode keeps the keys of all devices. Positions and segments of keys are gathered once.
+    Where a window tells which keys queries see, [no others are sent](../choosing.md#windows).
 
     In programs for H200 a gather starts before the attention over the piece before and ends after it; in
     the backward the scatter of gradients does, and gathers wait. XLA:TPU's gathers are synchronous: on

@@ -56,6 +56,7 @@ class Ring(AbstractMethod):
     stay, and queries go around with their states and come home, $p$ times; or, where all devices
     have the same queries, only the states, $p - 1$ times. That is little where queries are few.
     Positions and segments of what goes around are gathered once, and do not go around.
+    Where a window tells which keys queries see, [no others are sent](../choosing.md#windows).
 
     In [`sharded_attention`][energy_attn.distributed.sharded_attention] bias and mask are for this device's queries
     and all keys in the order of the devices, broadcastable to `[B, N, T, p S]`; if queries rotate, for all queries and

@@ -456,7 +456,7 @@ def test_bad_arguments(tmp_path, unchecked):
         "TypeError dtype: wanted": lambda: Llama.load(tmp_path, dtype="int8"),
         "TypeError mesh: wanted a jax.sharding.Mesh": lambda: Llama.load(tmp_path, mesh=8),
         "TypeError mesh: wanted a jax.sharding.Mesh.*tuple": lambda: shard(model, (4, 2)),
-        "TypeError model: wanted an AbstractDecoder": lambda: shard(model.norm, mesh),
+        "TypeError model: wanted a decoder or an encoder": lambda: shard(model.norm, mesh),
         "TypeError tensor: wanted the name": lambda: shard(model, mesh, tensor=1),
         "TypeError progress: wanted": lambda: Llama.load(tmp_path, progress="bar"),
         "ValueError mesh: .* 'tensor' that divides num_attention_heads 4, got 8 devices": lambda: (
