@@ -60,7 +60,7 @@ def load(
     model = eqx.filter_eval_shape(family.build, config, key=jax.random.key(0))
     names, leaves = named(model)
     places = [config.stored(name, x.shape) for name, x in zip(names, leaves, strict=True)]
-    found = _matching(stored_tensors, places, leaves, config, dtype)
+    found = _matching(folder, stored_tensors, places, leaves, config, dtype)
     dtype = jax.dtypes.canonicalize_dtype(found if dtype is None else dtype)
     if mesh is None:
         in_force = jax.sharding.get_mesh()
@@ -148,6 +148,7 @@ def _check_layers(config: AbstractModelConfig, stored: Mapping[str, Tensor]) -> 
 
 
 def _matching(
+    folder: Path,
     stored: Mapping[str, Tensor],
     places: list[Stored],
     leaves: list[Any],
@@ -170,8 +171,10 @@ def _matching(
         if wrong:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             preposition = "without" if wrong is missing else "with"
+            place = folder if wrong is missing else stored[wrong[0]].file
             raise ValueError(
-                f"directory: wanted {expected}, got it {preposition} {', '.join(wrong[:_SHOWN])}{more}"
+                f"directory: wanted {expected}, got it {preposition} {', '.join(wrong[:_SHOWN])}{more}, "
+                f"in {place}"
             )
     first = next(name for name in shapes if name not in own)
     for name, shape in shapes.items():

@@ -385,10 +385,10 @@ def of_another_save(pattern):
 
 
 BAD_FOLDERS = {
-    f"directory: wanted all .*, got it without {QUERY}, {NORM}": with_tensors(
+    f"directory: wanted all .*, got it without {QUERY}, {NORM}, in .*test_bad": with_tensors(
         norm=None, query=None
     ),
-    "directory: wanted no other tensors, got it with model.layers.2": with_tensors(
+    f"directory: wanted no other tensors, got it with model.layers.2.*, in .*{WHOLE}": with_tensors(
         **{"model.layers.2.mlp.up_proj.weight": ONES}
     ),
     rf"{QUERY}: .*\(24, 16\) by config.json, got \(16, 24\) in .*{WHOLE}": with_tensors(query=ONES),
