@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from energy_attn.distributed import SequenceParallel, fetch
+from energy_attn.distributed.internal import is_explicit
 from energy_attn.kernels.internal import (
     as_int32,
     check_flag,
@@ -161,8 +162,8 @@ def generate(
         ValueError: no prompt or an empty one, tokens outside the vocabulary, an array whose rows are
             padded with the tokenizer's pad token and no `lengths`, sizes below one, a temperature
             without a key, `tokenizer`, `stream`, `progress` or a queue inside `jax.jit`, a queue where
-            `parallel.batch` splits the rows or a drafter's state has none, a tree of another batch by a
-            drafter, or a mesh that [`KVCache`][energy_attn.distributed.KVCache] refuses.
+            `parallel.batch` splits the rows or a drafter's state has none, rows over explicit axes, a tree of
+            another batch by a drafter, or a mesh that [`KVCache`][energy_attn.distributed.KVCache] refuses.
 
     Source: Leviathan et al. (arXiv 2211.17192) and SpecInfer (arXiv 2305.09781), whose output has the
     distribution of the model; the cache and its reduction: Tree Attention (arXiv 2408.04093), section
@@ -191,6 +192,7 @@ def generate(
         raise TypeError(f"stream: wanted None or a function of tokens, got {received(stream)}")
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_integer("chunk_size", chunk_size, 1)
+    _check_rows_of(parallel)
     stops = _check_text(tokenizer, stop)
     check_padding(tokens, lengths, tokenizer)
     given_lengths = lengths
@@ -228,6 +230,17 @@ def generate(
         text.write(row[row >= 0].tolist())
         text.end()
     return generation._replace(texts=tuple(text.text for text in written))
+
+
+def _check_rows_of(parallel: SequenceParallel | None) -> None:
+    """Raises `ValueError` for rows over explicit axes, with whose types the loop's own arrays do not agree."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if parallel is None or not isinstance(parallel, SequenceParallel) or mesh.empty:
+        return
+    if is_explicit(mesh, set(parallel.batch) & set(mesh.axis_names)):
+        raise ValueError(
+            f"parallel: wanted batch= over automatic axes of the mesh, got the explicit {parallel.batch}"
+        )
 
 
 def _check_text(tokenizer: object, stop: Any) -> tuple[str, ...]:

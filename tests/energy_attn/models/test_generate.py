@@ -458,3 +458,11 @@ def test_bad_input(wanted, call, model, unchecked):
     """A mistake that no error names."""
     with refused(wanted):
         call(model)
+
+
+def test_rows_over_explicit_axes(model):
+    """Types of the loop's own arrays that JAX refuses far from the argument."""
+    with jax.set_mesh(make_mesh((2, 4), ("data", "device"), explicit=True)):
+        parallel = SequenceParallel("device", batch="data")
+        with refused(r"ValueError parallel: wanted batch= over automatic axes .* \('data',\)"):
+            generate(model, [[1, 2], [3]], 3, parallel=parallel)
