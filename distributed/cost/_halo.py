@@ -8,8 +8,9 @@ import numpy as np
 # More spans than this are not sent one by one.
 _MOST_SPANS = 8
 
-# Whether a query of one position may see a key of another: `[devices]` of first and last positions, of both.
-Meets = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+# Of first and last positions of queries, and then of keys, `[devices]` each: the first and the last of these keys that
+# some of the queries may see, the first behind the last where they see none.
+Meets = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Span(NamedTuple):
@@ -77,7 +78,7 @@ def halo(
 ) -> Halo | None:
     """The keys that queries may see, from `window[0]` before them to `window[1]` after; None: of all devices.
 
-    `meets` may say of intervals of positions that they do not see each other.
+    `meets` may say that they see fewer.
     """
     rows, columns = (runs(layout, count, devices) for count in (queries, keys))
     size = -(-keys // devices)
@@ -113,7 +114,9 @@ def _spans(
             end = np.minimum(position + length, last + window[1] + 1)
             seen = (first < end) & (queries.length > 0)
             if meets is not None and seen.any():
-                seen = seen & meets(queries.position, last, first, end - 1)
+                nothing = np.where(seen, end - 1, first - 1)
+                first, end = meets(queries.position, last, first, nothing)
+                end, seen = end + 1, seen & (first <= end)
             if seen.any():
                 start = min(start, int((first - position)[seen].min()))
                 stop = max(stop, int((end - position)[seen].max()))

@@ -1,7 +1,6 @@
 """Attention over the keys that a mask lets queries see, where that is few of other devices'."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,11 +10,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Interval, Operands, Settings, may_meet, vary_together
+from energy_attn.kernels.internal import Operands, Settings, may_meet, vary_together
+from energy_attn.kernels.masks import AbstractMask, And, Interval, Segments
 
 from .. import cost
 from ..cost._devices import usual_topology
-from ..cost._halo import Halo, halo
+from ..cost._halo import Halo, Meets, halo
 from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
 from ._gather import Gather
@@ -24,6 +24,9 @@ from ._in_turn import attend_in_turn
 from ._parallel import SequenceParallel
 from ._plan import ShardingPlan, shape_of
 from ._ring import Ring
+
+# Pairs of tokens and devices whose segments are compared before a program is made; of more only the window counts.
+_MOST_COMPARED = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,18 +65,19 @@ def near_plan(
     parallel: SequenceParallel | None,
     settings: Settings,
     operands: Operands,
-    given: bool,
+    rule: AbstractMask | None,
 ) -> ShardingPlan | None:
     """The plan, by `Neighbours` where positions and the mask tell that queries see some of the keys.
 
-    `given` says whether positions of the user's own are, which then tell nothing before the program runs.
+    Positions are those of the layout. `rule` is the mask as it was given, whose segments may be known.
     """
-    if plan is None or not plan.sequence or not plan.queries or given:
+    if plan is None or not plan.sequence or not plan.queries:
         return plan
     layout = "contiguous" if parallel is None else parallel.layout
     arrays = operands.query, operands.key, operands.value
     shape = shape_of(plan, *arrays, settings.mask.window, layout)
-    meets, is_bounded = _meets(settings, operands), max(settings.mask.window) < shape.keys
+    meets = _meets(settings, operands, rule, plan.devices)
+    is_bounded = max(settings.mask.window) < shape.keys
     if not is_bounded and meets is None:
         return plan
     if layout != "contiguous" and shape.queries != shape.keys:
@@ -90,19 +94,62 @@ def near_plan(
     return plan._replace(method=Neighbours(found, getattr(method, "gradient_dtype", None)))
 
 
-def _meets(settings: Settings, operands: Operands) -> Callable[..., np.ndarray] | None:
-    """Whether intervals of positions may see each other, where the mask's arrays are known; else None."""
-    arrays = operands.mask_arrays
-    if not settings.mask.constrains or settings.mask.is_window:
+def _meets(
+    settings: Settings, operands: Operands, rule: AbstractMask | None, devices: int
+) -> Meets | None:
+    """What the mask says of keys beside its window, where its arrays are known; None: nothing."""
+    joined = [] if rule is None else _conjuncts(rule)
+    tables = [_ids(x) for x in joined if isinstance(x, Segments) and _is_known(x)]
+    tables = [x for x in tables if x[1].shape[1] * devices <= _MOST_COMPARED]
+    mask = settings.mask.bind(operands.mask_arrays)
+    asked = not settings.mask.is_window and _is_known(mask)
+    if not asked and not tables:
         return None
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return None
-    mask = settings.mask.bind(arrays)
 
-    def meets(*bounds: np.ndarray) -> np.ndarray:
-        with jax.ensure_compile_time_eval():
-            low, high, first, last = (jnp.asarray(x, jnp.int32)[None] for x in bounds)
-            found = np.asarray(may_meet(mask, Interval(low, high), Interval(first, last)))
-        return np.asarray(found.any(0))
+    def meets(
+        low: np.ndarray, high: np.ndarray, first: np.ndarray, last: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if asked:
+            with jax.ensure_compile_time_eval():
+                bounds = [jnp.asarray(x, jnp.int32)[None] for x in (low, high, first, last)]
+                met = may_meet(mask, Interval(*bounds[:2]), Interval(*bounds[2:]))
+                last = np.where(np.asarray(met).any(0), last, first - 1)
+        for queries, keys in tables:
+            bounds = zip(*(x.tolist() for x in (low, high, first, last)), strict=True)
+            pairs = [_shared(queries, keys, *x) for x in bounds]
+            first, last = np.array(pairs).T
+        return first, last
 
     return meets
+
+
+def _is_known(mask: AbstractMask) -> bool:
+    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask))
+
+
+def _conjuncts(mask: AbstractMask) -> list[AbstractMask]:
+    """The masks that all have to say yes."""
+    if isinstance(mask, And):
+        return [*_conjuncts(mask.first), *_conjuncts(mask.second)]
+    return [mask]
+
+
+def _ids(mask: Segments) -> tuple[np.ndarray, np.ndarray]:
+    """The segments of queries and of keys, `[rows, tokens]`."""
+    queries = np.atleast_2d(np.asarray(mask.query_ids))
+    return queries, queries if mask.key_ids is None else np.atleast_2d(np.asarray(mask.key_ids))
+
+
+def _shared(
+    queries: np.ndarray, keys: np.ndarray, low: int, high: int, first: int, last: int
+) -> tuple[int, int]:
+    """The first and the last of some keys that are in the segments of some queries."""
+    of_both = np.zeros(max(0, last - first + 1), bool)
+    for row in range(max(len(queries), len(keys))):
+        there = keys[row % len(keys), first : last + 1]
+        seen = np.isin(there, queries[row % len(queries), low : high + 1])
+        of_both[: len(seen)] |= seen
+    (places,) = np.nonzero(of_both)
+    return (
+        (first, first - 1) if not len(places) else (first + int(places[0]), first + int(places[-1]))
+    )

@@ -173,7 +173,8 @@ def prepare(
         place = functools.partial(place_tokens, parallel, plan, *sizes)
     call = check_scored(arrays, bias, mask, place=place, **scored)
     given = any(options.get(name) is not None for name in ("query_positions", "key_positions"))
-    plan = near_plan(plan, parallel, call.settings, call.operands, given)
+    rule = None if given else split_mask(mask)[0]
+    plan = plan if given else near_plan(plan, parallel, call.settings, call.operands, rule)
     if call.operands.sink is not None:
         cite("sinks")
     if not differentiated_by_jax(names):

@@ -13,9 +13,9 @@ from energy_attn.distributed import SequenceParallel
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "__cublas")
 
 
-def trained(mesh, method="ring", **options):
+def trained(mesh, method="ring", window=None, layout="zigzag", **options):
     """Causal attention over a mesh of eight devices, with gradients: 16384 tokens, 32 heads of 128 over 8 of keys."""
-    parallel = SequenceParallel(mesh.axis_names, method, layout="zigzag", **options)
+    parallel = SequenceParallel(mesh.axis_names, method, layout=layout, **options)
     sharding = NamedSharding(mesh, P(None, mesh.axis_names))
     query, key = (
         jax.ShapeDtypeStruct((1, 16384, heads, 128), jnp.bfloat16, sharding=sharding)
@@ -24,7 +24,7 @@ def trained(mesh, method="ring", **options):
 
     def both(query, key, value, cotangent):
         def out(*arrays):
-            return attention(*arrays, is_causal=True, parallel=parallel)
+            return attention(*arrays, is_causal=True, local_window_size=window, parallel=parallel)
 
         found, backward = jax.vjp(out, query, key, value)
         return found, backward(cotangent)

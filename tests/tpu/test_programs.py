@@ -141,6 +141,21 @@ def test_a_ring_sends_while_it_computes(chips):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_window_sends_its_halo(layout):
+    """Keys that no query sees, in a program for chips; or a transfer beside which no attention is computed."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
+    program = trained(Mesh(np.array(devices), ("device",)), window=(511, 0), layout=layout)
+    shape = cost.Shape(
+        1, 16384, 16384, 32, 8, 128, queries_sharded=True, window=(511, 0), layout=layout
+    )
+    topology = cost.topology("tpu_v5p", (8,))
+    assert payload(program) == by_kind(
+        cost.transfers("ring", "keys", shape, topology, gradient=True)
+    )
+    assert not waits(program.as_text())
+
+
 def test_a_ring_sends_both_ways_while_it_computes():
     """More transfers at a time than XLA:TPU has on their way, of which some are waited for first."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices

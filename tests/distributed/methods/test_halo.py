@@ -92,6 +92,10 @@ def arrays():
     return found, ways, array(draw.standard_normal((2, S, 4, 5)))
 
 
+# documents of 7, 20, 9, 3, 15 and 10 tokens, and of 30, 2 and 32: 24 keys before a shard are seen, at most
+PACKED = array(
+    np.stack([np.repeat(range(len(x)), x) for x in ((7, 20, 9, 3, 15, 10), (30, 2, 32))]), np.int32
+)
 SINK = array(np.array([0.3, -1.0, 2.0, 0.0]))
 CALLS = {
     "a window": {"is_causal": True, "local_window_size": (5, 0)},
@@ -101,6 +105,7 @@ CALLS = {
         "sink": SINK,
         "score": SoftCap(2.0),
     },
+    "documents": {"mask": masks.Causal() & masks.Segments(PACKED)},
     "a prefix": {
         "mask": masks.Window(9, 4) & (masks.Prefix(array([5, 9], np.int32)) | masks.Causal())
     },
@@ -280,3 +285,32 @@ def test_bad_shapes(said, change, unchecked):
     """A window of another form, found where bytes are counted."""
     with pytest.raises((TypeError, ValueError), match=said):
         cost.Shape(1, 8, 8, 1, 1, 4, **change)
+
+
+def test_bytes_of_documents():
+    """Keys of documents that end before a shard begins; documents that are known nowhere but in the program."""
+    x = array(np.zeros((2, S, 2, 4)))
+
+    def sent(packed, *given):
+        def f(x, *given):
+            mask = masks.Causal() & masks.Segments(given[0] if given else packed)
+            parallel = SequenceParallel("device", method=methods.Ring("keys"))
+            return ea.attention(x, x, -x, mask=mask, parallel=parallel)
+
+        with jax.set_mesh(mesh_of("8")):
+            found = collectives(jax.jit(f).lower(x, *given).compile())
+        return sum(x.bytes * x.count for x in found if x.kind == "collective-permute")
+
+    token = 2 * 2 * 2 * 4 * x.dtype.itemsize  # of keys and values of both rows
+    # from the device before the last 8, 8, 8, ... 8; two before: shard 6 of the second row sees 8 of 32 to 39
+    seen = 0
+    for distance in range(1, 8):
+        needed = np.zeros(8, bool)
+        for i in range(distance, 8):
+            own = np.asarray(PACKED)[:, 8 * i : 8 * i + 8]
+            there = np.asarray(PACKED)[:, 8 * (i - distance) : 8 * (i - distance) + 8]
+            needed |= (there[:, None] == own[:, :, None]).any((0, 1))
+        (places,) = np.nonzero(needed)
+        seen += places[-1] - places[0] + 1 if len(places) else 0
+    assert sent(PACKED) == seen * token < 7 * 8 * token
+    assert sent(None, PACKED) == 7 * 8 * token
