@@ -92,9 +92,9 @@ def arrays():
     return found, ways, array(draw.standard_normal((2, S, 4, 5)))
 
 
-# documents of 7, 20, 9, 3, 15 and 10 tokens, and of 30, 2 and 32: 24 keys before a shard are seen, at most
+# documents of 30, 2 and 32 tokens, and of 7, 20, 9, 3, 15 and 10
 PACKED = array(
-    np.stack([np.repeat(range(len(x)), x) for x in ((7, 20, 9, 3, 15, 10), (30, 2, 32))]), np.int32
+    np.stack([np.repeat(range(len(x)), x) for x in ((30, 2, 32), (7, 20, 9, 3, 15, 10))]), np.int32
 )
 SINK = array(np.array([0.3, -1.0, 2.0, 0.0]))
 CALLS = {
@@ -302,7 +302,6 @@ def test_bytes_of_documents():
         return sum(x.bytes * x.count for x in found if x.kind == "collective-permute")
 
     token = 2 * 2 * 2 * 4 * x.dtype.itemsize  # of keys and values of both rows
-    # from the device before the last 8, 8, 8, ... 8; two before: shard 6 of the second row sees 8 of 32 to 39
     seen = 0
     for distance in range(1, 8):
         needed = np.zeros(8, bool)
