@@ -1,5 +1,6 @@
 """Which keys of other devices a device's queries may see, by positions that are known before anything is computed."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -80,6 +81,18 @@ def halo(
 
     `meets` may say that they see fewer.
     """
+    found = _halo if meets is not None else _halo_of_window
+    return found(layout, devices, queries, keys, window, meets)
+
+
+def _halo(
+    layout: str,
+    devices: int,
+    queries: int,
+    keys: int,
+    window: tuple[int, int],
+    meets: Meets | None,
+) -> Halo | None:
     rows, columns = (runs(layout, count, devices) for count in (queries, keys))
     size = -(-keys // devices)
     if rows is None or columns is None or devices == 1:
@@ -94,6 +107,10 @@ def halo(
             consecutive, rest = every[-1].distance, ()
         found = Halo(1 + consecutive, rest)
     return found if found.keys(size) < (devices - 1) * size else None
+
+
+# A call outside of jit asks each time, and the cost model for each method.
+_halo_of_window = functools.lru_cache(maxsize=1024)(_halo)
 
 
 def _spans(

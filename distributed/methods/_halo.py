@@ -8,9 +8,10 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Operands, Settings, may_meet, vary_together
+from energy_attn.kernels.internal import Operands, Settings, is_static, may_meet, vary_together
 from energy_attn.kernels.masks import AbstractMask, And, Interval, Segments
 
 from .. import cost
@@ -27,6 +28,7 @@ from ._ring import Ring
 
 # Pairs of tokens and devices whose segments are compared before a program is made; of more only the window counts.
 _MOST_COMPARED = 1 << 24
+_MOST_ASKED = 64  # devices, for each pair of which a mask is asked once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,8 @@ def near_plan(
 
     Positions are those of the layout. `rule` is the mask as it was given, whose segments may be known.
     """
-    if plan is None or not plan.sequence or not plan.queries:
+    sizes = *operands.query.shape, *operands.key.shape
+    if plan is None or not plan.sequence or not plan.queries or not is_static(*sizes):
         return plan
     layout = "contiguous" if parallel is None else parallel.layout
     arrays = operands.query, operands.key, operands.value
@@ -102,7 +105,7 @@ def _meets(
     tables = [_ids(x) for x in joined if isinstance(x, Segments) and _is_known(x)]
     tables = [x for x in tables if x[1].shape[1] * devices <= _MOST_COMPARED]
     mask = settings.mask.bind(operands.mask_arrays)
-    asked = not settings.mask.is_window and _is_known(mask)
+    asked = not settings.mask.is_window and devices <= _MOST_ASKED and _is_known(mask)
     if not asked and not tables:
         return None
 
@@ -124,7 +127,14 @@ def _meets(
 
 
 def _is_known(mask: AbstractMask) -> bool:
-    return not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask))
+    """Whether this process knows the arrays of a mask while it makes the program."""
+
+    def known(x: Array | np.ndarray) -> bool:
+        if isinstance(x, jax.core.Tracer):
+            return False
+        return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+    return all(map(known, jax.tree.leaves(mask)))
 
 
 def _conjuncts(mask: AbstractMask) -> list[AbstractMask]:
