@@ -12,7 +12,7 @@ _OF_NO_EFFECT = frozenset(
         # where the file comes from
         *("_name_or_path", "name_or_path", "_commit_hash", "architectures", "license"),
         *("transformers_version", "transformers.js_config", "is_llama_config"),
-        *("unsloth_fixed", "unsloth_version"),
+        *("unsloth_fixed", "unsloth_version", "auto_map"),
         # the text and its tokens
         *("bos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id"),
         *("mask_token_id", "decoder_start_token_id", "tokenizer_class", "prefix"),

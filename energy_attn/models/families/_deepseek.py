@@ -76,7 +76,7 @@ DEEPSEEK_V3 = Variant(
     },
     fields=(
         *(*_LATENT, *(theirs for theirs, _ in _EXPERTS.values()), *_ONLY, *TRAINING),
-        *("attention_bias", "qk_head_dim", "num_nextn_predict_layers", "auto_map"),
+        *("attention_bias", "qk_head_dim", "num_nextn_predict_layers"),
         *("aux_loss_alpha", "seq_aux", "ep_size"),
     ),
     read=_read,
