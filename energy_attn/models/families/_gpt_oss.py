@@ -85,7 +85,7 @@ GPT_OSS = Variant(
         "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0,
     },
-    fixed={"attention_sinks": True},
+    fixed={"attention_sinks": True, "wide_norms": True},
     fields=(
         *("sliding_window", "layer_types", "attention_bias", "num_local_experts"),
         *("num_experts_per_tok", "experts_per_token", "swiglu_limit", "swiglu_alpha"),

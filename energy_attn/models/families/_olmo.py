@@ -5,7 +5,10 @@ from ._variant import Variant, flags
 OLMO2 = Variant(
     "Olmo2ForCausalLM",
     defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5},
-    fixed={"qk_norm": True, "qk_norm_over_heads": True, "pre_norms": False, "post_norms": True},
+    fixed={
+        **{"qk_norm": True, "qk_norm_over_heads": True, "wide_norms": True},
+        **{"pre_norms": False, "post_norms": True},
+    },
     fields=("attention_bias",),
     read=lambda values: flags(values, "attention_bias"),
     write=lambda values: flags(values, "attention_bias"),

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._config import LlamaConfig
-from ._layers import Linear, RMSNorm
+from ._layers import Linear, RMSNorm, norm_of
 from ._rope import rotate
 
 
@@ -42,8 +42,7 @@ class LlamaAttention(eqx.Module):
             jnp.zeros(config.num_attention_heads, dtype) if config.attention_sinks else None
         )
         self.q_norm, self.k_norm = (
-            RMSNorm(x, config.rms_norm_eps, dtype, config.unit_offset) if config.qk_norm else None
-            for x in widths
+            norm_of(config, x, dtype) if config.qk_norm else None for x in widths
         )
 
     def project(

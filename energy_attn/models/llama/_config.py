@@ -37,7 +37,14 @@ _SIZES = (
 )
 _FLAGS = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm"),
-    *("qk_norm_over_heads", "unit_offset", "pre_norms", "post_norms", "scaled_embeddings"),
+    *(
+        "qk_norm_over_heads",
+        "unit_offset",
+        "wide_norms",
+        "pre_norms",
+        "post_norms",
+        "scaled_embeddings",
+    ),
     "attention_sinks",
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -92,6 +99,7 @@ class LlamaConfig(AbstractDecoderConfig):
         attn_logit_softcapping: the [cap][energy_attn.kernels.scores.SoftCap] of scores; None for none.
         final_logit_softcapping: that of logits; None for none.
         unit_offset: whether norms multiply by one more than their weights.
+        wide_norms: whether norms of 16 bits multiply by their weights before they are rounded.
         pre_norms: whether what attention and the MLP read is normed.
         post_norms: whether what they add is.
         scaled_embeddings: whether embeddings are multiplied by the root of `hidden_size`.
@@ -143,6 +151,7 @@ class LlamaConfig(AbstractDecoderConfig):
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     unit_offset: bool = False
+    wide_norms: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     scaled_embeddings: bool = False

@@ -16,7 +16,7 @@ from ._attention import LlamaAttention
 from ._config import LlamaConfig
 from ._experts import RoutedMLP
 from ._latent import LatentAttention, attention_scale
-from ._layers import LlamaMLP, RMSNorm
+from ._layers import LlamaMLP, RMSNorm, norm_of
 
 
 class LlamaLayer(eqx.Module):
@@ -48,7 +48,7 @@ class LlamaLayer(eqx.Module):
         local = window is not None and config.rope_local_base_freq is not None
         self.rope = int(local) if config.rotates(index) else None
         attend, mlp = jax.random.split(key)
-        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, dtype, config.unit_offset)
+        norm = partial(norm_of, config, config.hidden_size, dtype)
         before, after = config.pre_norms, config.post_norms
         self.input_layernorm = norm() if before else None
         self.post_attention_layernorm = norm()

@@ -70,7 +70,7 @@ class Embedding(eqx.Module):
 class RMSNorm(eqx.Module):
     r"""$y = w \circ x / \sqrt{\mathrm{mean}(x^2) + \epsilon}$, computed in float32 or wider.
 
-    With `offset` the factor is $1 + w$, and the product is of float32 as well.
+    With `offset` the factor is $1 + w$. With it, or if the norm `is_wide`, the product is of float32 as well.
 
     Source: Zhang and Sennrich (arXiv 1910.07467), equation 4.
     """
@@ -78,19 +78,28 @@ class RMSNorm(eqx.Module):
     weight: Float[Array, " width"]
     eps: float = eqx.field(static=True)
     offset: bool = eqx.field(static=True)
+    is_wide: bool = eqx.field(static=True)
 
-    def __init__(self, width: int, eps: float, dtype: DTypeLike, offset: bool = False):
+    def __init__(
+        self, width: int, eps: float, dtype: DTypeLike, offset: bool = False, is_wide: bool = False
+    ):
         self.weight = jnp.zeros(width, dtype) if offset else jnp.ones(width, dtype)
-        self.eps, self.offset = eps, offset
+        self.eps, self.offset, self.is_wide = eps, offset, is_wide
 
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         """Each vector brought to mean square 1, then scaled."""
         promoted = x.astype(lse_dtype(x.dtype))
         promoted *= lax.rsqrt(jnp.mean(promoted * promoted, -1, keepdims=True) + self.eps)
         weight = jnp.expand_dims(self.weight, range(x.ndim - 1))
-        if self.offset:
-            return (promoted * (1 + weight.astype(promoted.dtype))).astype(x.dtype)
+        if self.offset or self.is_wide:
+            factor = weight.astype(promoted.dtype)
+            return (promoted * (1 + factor if self.offset else factor)).astype(x.dtype)
         return promoted.astype(x.dtype) * weight
+
+
+def norm_of(config: LlamaConfig, width: int, dtype: DTypeLike) -> RMSNorm:
+    """A norm of the kind that a decoder has, of vectors of this width."""
+    return RMSNorm(width, config.rms_norm_eps, dtype, config.unit_offset, config.wide_norms)
 
 
 class LlamaMLP(eqx.Module):

@@ -23,7 +23,7 @@ from ..checkpoint._save import save
 from ..decoder._decoder import AbstractDecoder, Family
 from ._config import LlamaConfig, read_config
 from ._layer import LlamaLayer
-from ._layers import Embedding, Linear, RMSNorm, dot
+from ._layers import Embedding, Linear, RMSNorm, dot, norm_of
 from ._rope import frequencies, rotary
 
 
@@ -86,7 +86,7 @@ class Llama(AbstractDecoder):
         self.embed_tokens = Embedding(vocab, width, dtype, scale=scale, key=embed)
         keys = jax.random.split(layers, config.num_hidden_layers)
         self.layers = tuple(LlamaLayer(config, i, dtype, key=key) for i, key in enumerate(keys))
-        self.norm = RMSNorm(width, config.rms_norm_eps, dtype, config.unit_offset)
+        self.norm = norm_of(config, width, dtype)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else Linear(width, vocab, dtype, key=head)
 

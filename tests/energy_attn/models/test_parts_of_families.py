@@ -56,6 +56,7 @@ GPT_OSS = replace(
     model_type="gpt_oss",
     attention_bias=True,
     attention_sinks=True,
+    wide_norms=True,
     sliding_window=5,
     layer_types=("sliding_attention", "full_attention"),
     experts=CUT,
@@ -241,6 +242,22 @@ def test_files(kind, tmp_path):
     half = load(tmp_path, dtype="bfloat16", progress=False)
     kinds = {x.dtype.name for x in jax.tree.leaves(half)}
     assert kinds == ({"bfloat16", "float32"} if kind == "sigmoids in groups" else {"bfloat16"})
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_norms_of_16_bits(is_wide):
+    """A norm that rounds before it multiplies where the family's rounds once, or the other way round."""
+    norm = build(replace(GPT_OSS, wide_norms=is_wide), jnp.bfloat16).norm
+    x = array(np.random.default_rng(7).standard_normal((50, 24)), jnp.bfloat16)
+    wide = np.asarray(x, np.float32)
+    wide /= np.sqrt((wide**2).mean(-1, keepdims=True) + norm.eps)
+    weight = np.asarray(norm.weight, np.float32)
+    once = np.asarray((wide * weight).astype(jnp.bfloat16), np.float32)
+    twice = np.asarray(wide.astype(jnp.bfloat16), np.float32) * weight
+    twice = np.asarray(twice.astype(jnp.bfloat16), np.float32)
+    found = np.asarray(norm(x), np.float32)
+    same, other = (once, twice) if is_wide else (twice, once)
+    assert (found == same).mean() > 0.99 > 0.9 > (found == other).mean()
 
 
 @pytest.mark.parametrize("config", [GPT_OSS, DEEPSEEK], ids=["sinks", "latent"])
