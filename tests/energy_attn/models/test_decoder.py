@@ -40,8 +40,8 @@ class Other(AbstractDecoder):
         self.embed_tokens, self.layers, self.norm = inner.embed_tokens, inner.layers, inner.norm
         self.head = -inner.lm_head.weight
 
-    def rope(self, positions):
-        return self.inner.rope(positions)
+    def rope(self, positions, length):
+        return self.inner.rope(positions, length)
 
     def logits(self, x):
         return x.astype(self.head.dtype) @ self.head.T
