@@ -5,9 +5,8 @@ from typing import Any
 
 from energy_attn.kernels.internal import received
 
-from ._experts import ExpertsConfig
 from ._latent import LatentConfig
-from ._routed import TRAINING, each_expert
+from ._routed import TRAINING, ExpertFields, each_expert
 from ._variant import Variant, flags
 
 _LATENT: Mapping[str, Any] = {
@@ -18,18 +17,19 @@ _LATENT: Mapping[str, Any] = {
     "q_lora_rank": 1536,
     "rope_interleave": True,
 }
-# The names of an `ExpertsConfig` and of a file, and the defaults of a file.
-_EXPERTS: Mapping[str, tuple[str, Any]] = {
-    "num_experts": ("n_routed_experts", 256),
-    "num_experts_per_tok": ("num_experts_per_tok", 8),
-    "intermediate_size": ("moe_intermediate_size", 2048),
-    "norm_topk_prob": ("norm_topk_prob", True),
-    "routed_scaling_factor": ("routed_scaling_factor", 2.5),
-    "n_group": ("n_group", 8),
-    "topk_group": ("topk_group", 4),
-    "n_shared_experts": ("n_shared_experts", 1),
-    "first_k_dense_replace": ("first_k_dense_replace", 3),
-}
+_EXPERTS = ExpertFields(
+    {
+        "num_experts": ("n_routed_experts", 256),
+        "num_experts_per_tok": ("num_experts_per_tok", 8),
+        "intermediate_size": ("moe_intermediate_size", 2048),
+        "norm_topk_prob": ("norm_topk_prob", True),
+        "routed_scaling_factor": ("routed_scaling_factor", 2.5),
+        "n_group": ("n_group", 8),
+        "topk_group": ("topk_group", 4),
+        "n_shared_experts": ("n_shared_experts", 1),
+        "first_k_dense_replace": ("first_k_dense_replace", 3),
+    }
+)
 # Fields of the family's own code, with the only value that transformers computes.
 _ONLY: Mapping[str, Any] = {
     "scoring_func": "sigmoid",
@@ -43,23 +43,20 @@ def _read(values: Mapping[str, Any]) -> dict[str, Any]:
         if values.get(name, only) != only:
             raise ValueError(f"{name}: wanted {only!r}, got {received(values[name])}")
     latent = LatentConfig(**{name: values.get(name, x) for name, x in _LATENT.items()})
-    experts = {name: values.get(theirs, x) for name, (theirs, x) in _EXPERTS.items()}
     return {
         "latent": latent,
         "head_dim": latent.head_dim,
-        "experts": ExpertsConfig(**experts, scoring="sigmoid"),
+        "experts": _EXPERTS.read(values, scoring="sigmoid"),
         **flags(values, "attention_bias"),
     }
 
 
 def _write(values: Mapping[str, Any]) -> dict[str, Any]:
-    latent, experts = values["latent"], values["experts"]
-    entries = flags(values, "attention_bias")
+    latent = values["latent"]
+    entries = flags(values, "attention_bias") | _EXPERTS.write(values)
     if latent is not None:
         entries |= {name: getattr(latent, name) for name in _LATENT}
         entries |= {"head_dim": latent.qk_rope_head_dim, "qk_head_dim": latent.head_dim}
-    if experts is not None:
-        entries |= {theirs: getattr(experts, name) for name, (theirs, _) in _EXPERTS.items()}
     return entries
 
 
@@ -75,7 +72,7 @@ DEEPSEEK_V3 = Variant(
         "max_position_embeddings": 4096,
     },
     fields=(
-        *(*_LATENT, *(theirs for theirs, _ in _EXPERTS.values()), *_ONLY, *TRAINING),
+        *(*_LATENT, *_EXPERTS.names, *_ONLY, *TRAINING),
         *("attention_bias", "qk_head_dim", "num_nextn_predict_layers"),
         *("aux_loss_alpha", "seq_aux", "ep_size"),
     ),

@@ -5,22 +5,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..decoder._stored import Stored
-from ._experts import ExpertsConfig
-from ._routed import TRAINING
+from ._routed import TRAINING, ExpertFields
 from ._variant import FULL, SLIDING, Variant, flags, read_list
 
 _EXPERT = re.compile(r"(.*\.experts)\.(gate_proj|up_proj|down_proj)(_bias)?")
 
 
+_EXPERTS = ExpertFields(
+    {
+        "num_experts": ("num_local_experts", 128),
+        "num_experts_per_tok": ("num_experts_per_tok", 4),
+        "swiglu_limit": ("swiglu_limit", 7.0),
+        "swiglu_alpha": ("swiglu_alpha", 1.702),
+    }
+)
+
+
 def _read(values: Mapping[str, Any]) -> dict[str, Any]:
-    experts = ExpertsConfig(
-        num_experts=values.get("num_local_experts", 128),
-        num_experts_per_tok=values.get("num_experts_per_tok", 4),
-        intermediate_size=values["intermediate_size"],
-        bias=True,
-        swiglu_limit=values.get("swiglu_limit", 7.0),
-        swiglu_alpha=values.get("swiglu_alpha", 1.702),
-    )
+    experts = _EXPERTS.read(values, intermediate_size=values["intermediate_size"], bias=True)
     types = read_list(values, "layer_types")
     if types is None:
         types = tuple(FULL if i % 2 else SLIDING for i in range(values["num_hidden_layers"]))
@@ -33,20 +35,10 @@ def _read(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(values: Mapping[str, Any]) -> dict[str, Any]:
-    experts, types = values["experts"], values["layer_types"]
-    sizes = (
-        {}
-        if experts is None
-        else {
-            "num_local_experts": experts.num_experts,
-            "num_experts_per_tok": experts.num_experts_per_tok,
-            "swiglu_limit": experts.swiglu_limit,
-            "swiglu_alpha": experts.swiglu_alpha,
-        }
-    )
+    types = values["layer_types"]
     return {
         "layer_types": list(types or [SLIDING] * values["num_hidden_layers"]),
-        **sizes,
+        **_EXPERTS.write(values),
         **flags(values, "sliding_window", "attention_bias"),
     }
 
@@ -87,9 +79,8 @@ GPT_OSS = Variant(
     },
     fixed={"attention_sinks": True, "wide_norms": True},
     fields=(
-        *("sliding_window", "layer_types", "attention_bias", "num_local_experts"),
-        *("num_experts_per_tok", "experts_per_token", "swiglu_limit", "swiglu_alpha"),
-        *("initial_context_length", *TRAINING),
+        *("sliding_window", "layer_types", "attention_bias", "experts_per_token"),
+        *("initial_context_length", *_EXPERTS.names, *TRAINING),
     ),
     read=_read,
     write=_write,

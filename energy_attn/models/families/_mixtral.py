@@ -3,31 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ._experts import ExpertsConfig
-from ._routed import TRAINING, each_expert
+from ._routed import TRAINING, ExpertFields, each_expert
 from ._variant import Variant
+
+_EXPERTS = ExpertFields(
+    {"num_experts": ("num_local_experts", 8), "num_experts_per_tok": ("num_experts_per_tok", 2)}
+)
 
 
 def _read(values: Mapping[str, Any]) -> dict[str, Any]:
-    experts = ExpertsConfig(
-        num_experts=values.get("num_local_experts", 8),
-        num_experts_per_tok=values.get("num_experts_per_tok", 2),
-        intermediate_size=values["intermediate_size"],
-    )
+    experts = _EXPERTS.read(values, intermediate_size=values["intermediate_size"])
     return {"sliding_window": values.get("sliding_window"), "experts": experts}
 
 
 def _write(values: Mapping[str, Any]) -> dict[str, Any]:
-    experts = values["experts"]
-    sizes = (
-        {}
-        if experts is None
-        else {
-            "num_local_experts": experts.num_experts,
-            "num_experts_per_tok": experts.num_experts_per_tok,
-        }
-    )
-    return {"sliding_window": values["sliding_window"], **sizes}
+    return {"sliding_window": values["sliding_window"], **_EXPERTS.write(values)}
 
 
 MIXTRAL = Variant(
@@ -39,7 +29,7 @@ MIXTRAL = Variant(
         "rms_norm_eps": 1e-5,
         "rope_theta": 1000000.0,
     },
-    fields=("sliding_window", "num_local_experts", "num_experts_per_tok", *TRAINING),
+    fields=("sliding_window", *_EXPERTS.names, *TRAINING),
     read=_read,
     write=_write,
     stored=each_expert(

@@ -7,8 +7,7 @@ from typing import Any
 
 from energy_attn.kernels.internal import received
 
-from ._experts import ExpertsConfig
-from ._routed import TRAINING, each_expert
+from ._routed import TRAINING, ExpertFields, each_expert
 from ._variant import WINDOWS, Variant, flags, read_windows, write_windows
 
 _SIZES: Mapping[str, Any] = {
@@ -33,13 +32,14 @@ QWEN3 = Variant(
     read=lambda values: read_windows(values) | flags(values, "attention_bias"),
     write=lambda values: write_windows(values) | flags(values, "attention_bias"),
 )
-# The names of an `ExpertsConfig` and of a file, and the defaults of a file.
-_EXPERTS: Mapping[str, tuple[str, Any]] = {
-    "num_experts": ("num_experts", 128),
-    "num_experts_per_tok": ("num_experts_per_tok", 8),
-    "intermediate_size": ("moe_intermediate_size", 768),
-    "norm_topk_prob": ("norm_topk_prob", False),
-}
+_EXPERTS = ExpertFields(
+    {
+        "num_experts": ("num_experts", 128),
+        "num_experts_per_tok": ("num_experts_per_tok", 8),
+        "intermediate_size": ("moe_intermediate_size", 768),
+        "norm_topk_prob": ("norm_topk_prob", False),
+    }
+)
 
 
 def _read_routed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,17 +53,12 @@ def _read_routed(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{name}: wanted a routed MLP in every layer, got {received(values[name])}"
         )
-    experts = {name: values.get(theirs, x) for name, (theirs, x) in _EXPERTS.items()}
     windows = read_windows(values) | flags(values, "attention_bias")
-    return {**windows, "experts": ExpertsConfig(**experts)}
+    return {**windows, "experts": _EXPERTS.read(values)}
 
 
 def _write_routed(values: Mapping[str, Any]) -> dict[str, Any]:
-    experts = values["experts"]
-    entries = write_windows(values) | flags(values, "attention_bias")
-    if experts is not None:
-        entries |= {theirs: getattr(experts, name) for name, (theirs, _) in _EXPERTS.items()}
-    return entries
+    return write_windows(values) | flags(values, "attention_bias") | _EXPERTS.write(values)
 
 
 QWEN3_MOE = Variant(
@@ -78,7 +73,7 @@ QWEN3_MOE = Variant(
     },
     fixed={"qk_norm": True},
     fields=(
-        *(*WINDOWS, *(theirs for theirs, _ in _EXPERTS.values()), *TRAINING),
+        *(*WINDOWS, *_EXPERTS.names, *TRAINING),
         *("attention_bias", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
     ),
     read=_read_routed,
