@@ -66,6 +66,10 @@ def _parts(steps: Steps) -> Iterator[str]:
     if any("us_per_step" in x for x in steps_of_decode):
         yield "Microseconds of a decode step of width 128, and its share of the copy's bandwidth:"
         yield _pivot(steps_of_decode, _cache, _microseconds, "us_per_step")
+    rules = list(steps.get("rules", {}).values())
+    if any("seconds" in x for x in rules):
+        yield "Microseconds of causal calls that cuDNN's kernel declines, 2048 features of queries and as many of keys:"
+        yield _pivot(rules, _rule, lambda x: f"{x['seconds'] * 1e6:.0f}", "seconds")
 
 
 def _checked(results: Iterable[dict[str, Any]]) -> Iterator[Row]:
@@ -85,9 +89,15 @@ def _checked(results: Iterable[dict[str, Any]]) -> Iterator[Row]:
 
 
 def _square(x: dict[str, Any]) -> str:
-    which = "forward" if x["pass"] == "forward" else "forward + backward"
     causal = "causal" if x["causal"] else "full"
-    return f"{which}, {causal}, width {x['width']}, {x['batch']} × {x['length']}"
+    return f"{_PASSES[x['pass']]}, {causal}, width {x['width']}, {x['batch']} × {x['length']}"
+
+
+_PASSES = {"forward": "forward", "both": "forward + backward", "tangent": "forward + tangent"}
+
+
+def _rule(x: dict[str, Any]) -> str:
+    return f"{x['rule']}, {_PASSES[x['pass']]}, width {x['width']}, {x['length']} tokens"
 
 
 def _cache(x: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The steps `prefill` and `decode`: every kernel beside jax.nn, JAX's example in Mosaic GPU, and the ceilings."""
+"""The steps `prefill`, `rules` and `decode`: kernels beside jax.nn, JAX's example in Mosaic GPU, and the ceilings."""
 
 import functools
 import itertools
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from ._bench import Bench, Job, normal, out_of
@@ -68,6 +69,54 @@ def prefill(bench: Bench) -> None:
             )
         ]
         bench.measure("prefill", jobs)
+
+
+def rules(bench: Bench) -> None:
+    """Packed documents, and queries and keys at given positions, as in a ring: calls that cuDNN's kernel declines."""
+    top = bench.ceiling("matmul", "flop_per_s")
+    t = bench.length(8192)
+    numbers = jnp.arange(2 * t, dtype=jnp.int32)[None]
+    documents = np.searchsorted(np.sort(np.random.default_rng(0).choice(t, 7)), np.arange(t))
+    segments = jnp.asarray(documents, jnp.int32)[None]
+    # half a sequence of queries and the keys of the other half and of their own, as a ring's devices hold them
+    far = jnp.concatenate([numbers[:, : t // 2], numbers[:, t : t + t // 2]], axis=1)
+    calls = {
+        "documents": {"query_segment_ids": segments, "key_segment_ids": segments},
+        "positions": {"query_positions": far, "key_positions": far},
+    }
+    sizes = [(2048 // h, h) for h in bench.selected((128, 64))]
+    for (name, options), (n, h) in itertools.product(calls.items(), sizes):
+        arrays = [normal(i, (1, t, n, h)) for i in range(4)]
+        same = documents[:, None] == documents[None] if name == "documents" else True
+        pairs = int(np.tril(np.broadcast_to(same, (t, t))).sum())
+        about = {"rule": name, "length": t, "heads": n, "width": h}
+        jobs = []
+        for kernel in (*bench.kernels, "blockwise"):
+            attend = functools.partial(out_of, implementation=kernel, is_causal=True, **options)
+
+            def both(q: Array, k: Array, v: Array, d: Array, attend: Attention = attend) -> Any:
+                return jax.vjp(attend, q, k, v)[1](d)
+
+            def moved(q: Array, k: Array, v: Array, d: Array, attend: Attention = attend) -> Any:
+                return jax.jvp(attend, (q, k, v), (d, d, d))
+
+            for kind, run, inputs, products in (
+                ("forward", attend, arrays[:3], 1),
+                ("both", both, arrays, 3.5),
+                ("tangent", moved, arrays, 2.5),
+            ):
+
+                def figures(seconds: float, flop: float = 4 * pairs * n * h * products) -> Result:
+                    rate = flop / seconds
+                    return {"tflop_per_s": rate / 1e12, "of_matmul": rate / top if top else None}
+
+                label = f"{name} h{h} {kind} {kernel}"
+                jobs.append(
+                    bench.timed(
+                        label, run, inputs, figures, kernel=kernel, **{"pass": kind}, **about
+                    )
+                )
+        bench.measure("rules", jobs)
 
 
 def _example(query: Array, key: Array, value: Array, is_causal: bool) -> Array:

@@ -9,7 +9,7 @@ from ._about import about, roof
 from ._bench import Bench
 from ._check import check, check_large
 from ._record import Late, Lost, failure
-from ._speed import decode, prefill
+from ._speed import decode, prefill, rules
 from ._sweep import sweep
 from ._torch import torch
 
@@ -20,6 +20,7 @@ STEPS: dict[str, Callable[[Bench], None]] = {
     "check": check,
     "decode": decode,
     "prefill": prefill,
+    "rules": rules,
     "sweep": sweep,
     "check_large": check_large,
     "torch": torch,

@@ -18,7 +18,10 @@ from energy_attn.distributed import KVCache, SequenceParallel, make_mesh
 from ..runner import JAX_NN, OURS, PYTORCH, Run, Sides, torch
 
 ONE_DEVICE = "our one device"
-KERNELS = {f"our {name}": name for name in ("decode_cpu", "decode", "blockwise")}
+KERNELS = {
+    f"our {name}": name
+    for name in ("decode_cpu", "mosaic_gpu", "pallas_gpu", "decode", "blockwise")
+}
 
 
 class Inputs(NamedTuple):

@@ -87,10 +87,11 @@ class AbstractTokens(eqx.Module):
             TypeError: no array, or of another dtype.
             ValueError: shapes that do not fit the cache; more tokens at once than it has room for
                 beside its window; another number of devices than it was made for, or no mesh.
-            RuntimeError: (Equinox's, when it runs) a row has no room for its tokens; none of them
-                is then written, nor anything overwritten. `EQX_ON_ERROR=off` leaves out this check,
-                which waits for the device once a step on GPUs; rows without room then stay as they
-                are.
+            RuntimeError: (Equinox's, when it runs, on CPUs and outside of `jax.jit`) a row has no room
+                for its tokens; none of them is then written, nor anything overwritten. In programs for
+                GPUs and TPUs, where each step would wait for the host, and with `EQX_ON_ERROR=off`, the
+                newest token of such a row becomes NaN instead, and so does whatever is asked of it
+                from then on.
         """
         room = self.capacity - (self.window or 0)
         tokens = check_new(key, value, self.dtype, self.key.shape, self.value.shape, room)
@@ -98,7 +99,7 @@ class AbstractTokens(eqx.Module):
         return self._written(key, value, self._fitting(counts, tokens))
 
     def _fitting(self, counts: Array, tokens: int) -> Array:
-        """`counts`, or an error at run time if a row has no room for as many tokens."""
+        """`counts`, or if a row has no room for as many tokens an error at run time, or -1 in its place."""
         starts = None if self.window is not None else self.starts
         return fitting(self._sharding(), self.capacity, starts, self.lengths, counts, tokens)
 

@@ -167,7 +167,8 @@ def append(
 ) -> tuple[Stored, Array, Array]:
     """Writes the first `counts` of the new tokens of each row; returns the arrays that changed.
 
-    A ring buffer drops the tokens that it overwrites; otherwise `counts` come from `fitting`.
+    A ring buffer drops the tokens that it overwrites; otherwise `counts` come from `fitting`. A row whose count is
+    -1 gets one token of NaN, in place of its newest one if it is full: whatever is asked of it from then on is NaN.
     """
     tokens = new.key.shape[1]
 
@@ -177,10 +178,13 @@ def append(
         device = (
             lax.axis_index(sharding.sequence) if sharding and sharding.sequence else jnp.int32(0)
         )
+        broken = counts < 0
+        begin = jnp.where(broken, jnp.minimum(lengths, starts + slots.capacity - 1), lengths)
+        counts = jnp.where(broken, 1, counts)
         # A device's tokens among consecutive ones are consecutive in its own slots.
-        first = slots.below(device, lengths)[:, None]
+        first = slots.below(device, begin)[:, None]
         local_index = first + jnp.arange(slots.most(tokens), dtype=jnp.int32)[None]
-        token = slots.token(device, local_index) - lengths[:, None]
+        token = slots.token(device, local_index) - begin[:, None]
         # absent tokens go after the last slot, each to its own index
         out_of_range = slots.per_device + local_index - first
         slot = jnp.where(token < counts[:, None], local_index % slots.per_device, out_of_range)
@@ -189,9 +193,12 @@ def append(
             if buffer is None or new is None:
                 return None
             taken = jax.vmap(lambda x, i: jnp.take(x, i, 0, mode="clip"))(new, token)
+            if jnp.issubdtype(taken.dtype, jnp.floating):  # of eight bits, the scales
+                nan = jnp.asarray(jnp.nan, taken.dtype)
+                taken = jnp.where(broken[(..., *[None] * (taken.ndim - 1))], nan, taken)
             return write_at(buffer, taken, slot)
 
-        new_lengths = lengths + counts
+        new_lengths = begin + counts
         if is_ring:
             starts = jnp.maximum(starts, new_lengths - slots.capacity)
         return Stored(*map(put, stored, new)), starts, new_lengths
@@ -213,8 +220,6 @@ def append(
     )
 
 
-# Equinox's jit: outside of any other, JAX's raises an error that does not begin with the message.
-@eqx.filter_jit
 def fitting(
     sharding: CacheSharding | None,
     capacity: int,
@@ -223,18 +228,41 @@ def fitting(
     counts: Array,
     tokens: int,
 ) -> Array:
-    """The counts, or an error at run time; where that is switched off, zero for the rows at fault.
+    """The counts, or an error at run time; where none is raised, -1 for the rows at fault, which `append` breaks.
 
     A row is at fault if it has no room for `counts` more tokens, or if they are not from 0 to
-    `tokens`. `starts` is None for a ring buffer, which always has room. Raises, when it runs, Equinox's RuntimeError.
+    `tokens`. `starts` is None for a ring buffer, which always has room. Raises, when it runs, Equinox's RuntimeError:
+    on CPUs, and on all platforms outside of `jax.jit`. In programs for accelerators an error is a callback, for which
+    every step would wait, and which neither runs ahead of time nor is captured in a graph.
     """
+    traced = any(isinstance(x, jax.core.Tracer) for x in (starts, lengths, counts))
+    return _fitting(sharding, capacity, not traced, starts, lengths, counts, tokens)
 
+
+# Equinox's jit: outside of any other, JAX's raises an error that does not begin with the message.
+@eqx.filter_jit
+def _fitting(
+    sharding: CacheSharding | None,
+    capacity: int,
+    raises: bool,
+    starts: Array | None,
+    lengths: Array,
+    counts: Array,
+    tokens: int,
+) -> Array:
     def local(starts: Array | None, lengths: Array, counts: Array) -> Array:
         valid = (counts >= 0) & (counts <= tokens)
         fits = valid if starts is None else valid & (lengths + counts - starts <= capacity)
-        message = jnp.where(valid.all(), 1, 0)
-        counts = eqx.branched_error_if(counts, ~fits, message, _ERRORS)
-        return jnp.where(fits, counts, 0)
+
+        def raising(counts: Array) -> Array:
+            message = jnp.where(valid.all(), 1, 0)
+            return eqx.branched_error_if(counts, ~fits, message, _ERRORS)
+
+        if raises:
+            counts = raising(counts)
+        else:
+            counts = lax.platform_dependent(counts, cpu=raising, default=lambda counts: counts)
+        return jnp.where(fits, counts, -1)
 
     if sharding is None:
         return local(starts, lengths, counts)

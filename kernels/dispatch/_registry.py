@@ -49,7 +49,7 @@ _REGISTRY: dict[str, AbstractKernel] = {
     )
 }
 # Those that have passed no test on hardware yet: they are tried only if they are named.
-_BY_NAME: frozenset[str] = frozenset({"fa4", "mosaic_gpu"})
+_BY_NAME: frozenset[str] = frozenset({"fa4"})
 
 
 def implementations() -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def implementations() -> tuple[str, ...]:
     | name | for | made of | takes |
     |---|---|---|---|
     | `cudnn` | NVIDIA | cuDNN | 16 bits, widths to 128 (9.0: 256), from 64 rows; plain, no window to the right |
-    | `mosaic_gpu` | NVIDIA 9.0 | Pallas on Mosaic GPU | 16 bits, any positions and segments; only by name |
+    | `mosaic_gpu` | NVIDIA 9.0 | Pallas on Mosaic GPU | 16 bits, any positions and segments; many rows |
     | `pallas_gpu` | NVIDIA | Pallas on Triton | 16 and 32 bits, any positions and segments; splits keys of few rows |
     | `flash` | NVIDIA | flash-attn-jax (JAX 0.8) | 16 bits, widths to 192; plain |
     | `fa4` | NVIDIA | fa4-jax (Python 3.12) | 16 bits, widths to 256 (10.0: 128); plain; only by name |

@@ -14,6 +14,7 @@ from ._rows import (
     BlockList,
     Visibility,
     block_list,
+    block_run,
     block_spans,
     features_of,
     meeting_blocks,
@@ -93,13 +94,7 @@ def tile_ranges(
         may_meet, all_visible = may_meet.swapaxes(1, 2), all_visible.swapaxes(1, 2)
     if plan.pairs is not None:
         return block_list(may_meet, all_visible)
-    first = all_visible.argmax(-1).astype(jnp.int32)
-    at_or_after = (
-        jnp.arange(all_visible.shape[-1], dtype=jnp.int32)[None, None, :] >= first[..., None]
-    )
-    broken = ~all_visible & at_or_after
-    stop = jnp.where(broken.any(-1), broken.argmax(-1), all_visible.shape[-1]).astype(jnp.int32)
-    ranges = jnp.stack([*block_spans(may_meet), first, jnp.where(all_visible.any(-1), stop, first)])
+    ranges = jnp.stack([*block_spans(may_meet), *block_run(all_visible)])
     # each tile of queries occurs once for every tile of heads
     return ranges * plan.head_tiles if of_keys else ranges
 

@@ -121,10 +121,21 @@ def meeting_blocks(
 def block_spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:
     """The first and one past the last block `y` that each block `x` meets; 0 and 0 for none."""
     number = meets.shape[-1]
-    any_meets = meets.any(-1)
-    first = jnp.where(any_meets, meets.argmax(-1), 0)
-    stop = jnp.where(any_meets, number - meets[..., ::-1].argmax(-1), 0)
-    return first.astype(jnp.int32), stop.astype(jnp.int32)
+    index = jnp.arange(number, dtype=jnp.int32)
+    stop = jnp.where(meets, index + 1, 0).max(-1)
+    return jnp.minimum(jnp.where(meets, index, number).min(-1), stop), stop
+
+
+def block_run(visible: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:
+    """The first and one past the last of the first run of visible blocks `y` of each `x`; equal for none.
+
+    By minima that do not wait for each other, nor for those of `block_spans`: one kernel of a GPU computes them all.
+    """
+    number = visible.shape[-1]
+    index = jnp.arange(number, dtype=jnp.int32)
+    followed = jnp.pad(visible[..., 1:], [(0, 0), (0, 0), (0, 1)])
+    first = jnp.where(visible, index, number).min(-1)
+    return first, jnp.where(visible & ~followed, index + 1, number).min(-1)
 
 
 class BlockList(NamedTuple):

@@ -201,7 +201,7 @@ def test_dry_run(tmp_path):
         *((kind, x, True) for kind in ("forward", "query", "key", "tangent") for x in tiles),
         *(("forward", x, True) for x in short),
     ]
-    for step in ("about", "check", "check_large", "decode", "prefill"):
+    for step in ("about", "check", "check_large", "decode", "prefill", "rules"):
         kernels = {x.get("kernel") for x in found[step].values()}
         assert "pallas_gpu" in kernels and "cudnn" in kernels, step
     for step in ("check", "check_large"):
@@ -246,6 +246,15 @@ STEPS = {
         },
         "c l": {"kernel": "l", "error": "x"},
     },
+    "rules": {
+        "d k": {
+            **dict(
+                rule="documents", length=8192, heads=16, width=128, kernel="k", seconds=2.163e-4
+            ),
+            "pass": "forward",
+        },
+        "d l": {"kernel": "l", "declined": "query_segments: wanted None"},
+    },
     "sweep": {
         f"s {tiles}": {"call": "s", "tiles": tiles, "good": good, "seconds": seconds}
         for tiles, seconds, good in (
@@ -275,6 +284,7 @@ def test_page(tmp_path):
         "| `l` | 0 | 0 | 1 | 1 |  |",
         "| forward, causal, width 128, 2 × 8192 | 512 | 99 |",
         "| 1 × 1 queries, 32/8 heads, 65536 keys | 70.3 (91%) |",
+        "| documents, forward, width 128, 8192 tokens | 216 |",
     ):
         assert line in text, line
     assert "Not measured" not in text

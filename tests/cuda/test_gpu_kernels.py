@@ -208,9 +208,10 @@ def test_prefill_and_backward(heads, tmp_path):
 
 
 @pytest.mark.full
-def test_prefill_of_width_256(tmp_path):
-    """Sums that leave no registers for the products beside them."""
-    rows = (1, PREFILL, 8, 256)
+@pytest.mark.parametrize("width", [64, 256])
+def test_prefill_of_other_widths(width, tmp_path):
+    """Sums that leave no registers for the products beside them, or scores by too few warps."""
+    rows = (1, PREFILL, 8, width)
     program = Compiled(with_gradients, *(rows,) * 4, float32(*rows[:-1]), folder=tmp_path)
     found = program.assembled()
     assert set(found) == BACKWARD

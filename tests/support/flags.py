@@ -8,10 +8,10 @@ DEVICES = 8
 # as users' are: `make test-full OPTIMISE=3`.
 LEVEL = "--xla_backend_optimization_level"
 # Whether MLIR's passes write fusions; without them programs compile in half the time, and single operations are not
-# wrapped in fusions: what programs hold and send is the same. From JAX 0.12 on they always do, and XLA ends with
+# wrapped in fusions: what programs hold and send is the same. From JAX 0.11 on they always do, and XLA ends with
 # "Unknown flag in XLA_FLAGS".
 EMITTERS = "--xla_cpu_use_fusion_emitters"
-OLD = tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 12)
+OLD = tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
 CHEAP = f"{LEVEL}=0 {EMITTERS}=false" if OLD else f"{LEVEL}=0"
 
 

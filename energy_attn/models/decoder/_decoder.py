@@ -107,8 +107,9 @@ class AbstractDecoder(AbstractModel):
                 `DecoderCache`.
             ValueError: shapes do not fit, or there are both a cache and `positions`, or another
                 `parallel` than that of the cache.
-            RuntimeError: (Equinox's, when it runs) the cache has too few slots left.
-                `EQX_ON_ERROR=off` leaves this check out; the logits of such rows are NaN then.
+            RuntimeError: (Equinox's, when it runs, on CPUs and outside of `jax.jit`) the cache has too
+                few slots left. On GPUs and TPUs, and with `EQX_ON_ERROR=off`, the logits of such rows are
+                NaN, then and later.
         """
         if cache is None:
             if lengths is not None:

@@ -176,7 +176,7 @@ def read_chunks(
         length = chunk.shape[1]
         if split:
             chunk = jnp.pad(chunk, ((0, 0), (0, -length % devices)))
-        count = jnp.clip(remaining, 0, length)
+        count = jnp.clip(remaining, -1, length)
         positions = positions_from(cache.lengths, count, chunk.shape[1])
         last_position = jnp.maximum(cache.lengths + count - 1, 0)[:, None]
         x, cache, _ = read_on(model, chunk, cache, count, attend, split=split)
@@ -233,7 +233,7 @@ def fitting(
     chunk_size: int | None = None,
     parallel: SequenceParallel | None = None,
 ) -> tuple[Array, Array]:
-    """How many of `tokens` fit into each row of the cache, and for which rows this is too few.
+    """How many of `tokens` each row of the cache gets, and the rows at fault, where that is -1.
 
     With a window, the cache needs room for `chunk_size` tokens only. Raises as a call of the model does.
     """
@@ -252,7 +252,7 @@ def fitting(
         )
     requested = check_counts(lengths, batch, time)
     counts = first._fitting(requested, time)
-    return counts, counts != requested
+    return counts, counts < 0
 
 
 def check_tokens(name: str, x: object) -> Any:

@@ -15,8 +15,7 @@ FLOAT32 = 16
 # are computed by four warps together, which need wider tiles.
 WARP_GROUP = 64
 KEYS_OF_WARPS, KEYS_OF_WARP_GROUPS = 32, 64
-# Float32 sums in registers: more than this many are given twice the threads. More than four times as many,
-# 128 in each thread, would spill registers.
+# Float32 sums in registers: more than four times as many, 128 in each of 256 threads, would spill registers.
 SUMS = 8192
 # Bytes of shared memory that CUDA reserves for each program, and that a program may need beside its tiles.
 RESERVED, SCRATCH = 1024, 1024
@@ -89,9 +88,10 @@ class Need(NamedTuple):
         """The warps of a program: enough to hold its sums and its scores in registers."""
         # three products over the width, or conversions, are long sequences of instructions in float32
         long_products = self.float32 and (self.kind == "tangent" or self.eight_bits)
-        scores = 2 * other if self.kind == "query" else other  # and their cotangents
-        needs_eight = kept * max(self.sums, scores) > SUMS or long_products
-        return 8 if needs_eight else 4
+        # and their derivatives, or what they are made of
+        twice = self.kind != "forward" or self.scored or self.eight_bits
+        numbers = kept * (2 * self.sums + (2 * other if twice else other))  # sums stay, scores pass
+        return 8 if numbers > 4 * SUMS or long_products else 4
 
 
 def default_tiles(need: Need, chip: Chip) -> GPUTiles | None:

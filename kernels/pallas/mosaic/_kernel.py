@@ -17,6 +17,7 @@ _DTYPES = ("float16", "bfloat16")
 # CUDA's compiler miscompiles loops with masks in these versions of the runtime, 12.8.0 to 12.9; see
 # `jax.experimental.pallas.ops.gpu.attention_mgpu`, which refuses them.
 _MISCOMPILED = range(12080, 12091)
+PREFERRED_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class MosaicGPU(AbstractKernel):
     name = "mosaic_gpu"
     platforms = ("cuda",)
     interpreted = ()
-    exported = True
+    exported = False  # JAX would, but the program runs on Hopper alone
     masks = WINDOWS
 
     def check(self, call: KernelCall) -> None:
@@ -58,6 +59,21 @@ class MosaicGPU(AbstractKernel):
             raise NotImplementedError(
                 f"mosaic_gpu: wanted a JAX with Pallas on Mosaic GPU, got {reason}"
             ) from reason
+
+    def check_preferred(self, call: KernelCall) -> None:
+        """Leaves few rows to `pallas_gpu`, which is as fast there, and heads too wide for its own derivatives."""
+        operands, settings, _ = call
+        query, key = operands.query, operands.key
+        rows = query.shape[1] * query.shape[2] // key.shape[2]
+        if rows < PREFERRED_ROWS:
+            raise NotImplementedError(
+                f"query: wanted at least {PREFERRED_ROWS} rows a key head, where this is faster than "
+                f"pallas_gpu, got {rows}"
+            )
+        query_plan(operands, settings, self.sizes)
+        key_plan(operands, settings, self.sizes)
+        moving = dict(zip(("query", "key", "value"), operands[:3], strict=True))
+        tangent_plan(operands, settings, moving, self.sizes)
 
     def forward(self, call: KernelCall) -> AttentionState:
         """One kernel, and a merge of its parts if few rows see many keys."""

@@ -227,22 +227,41 @@ def test_no_room(jitted, raises_late):
         assert [sorted(row) for row in held(cache)] == [list(range(1, 17))] * B
 
 
-def test_no_room_unchecked(monkeypatch):
-    """With Equinox's checks off, a row without room keeps what it has, and the others get theirs."""
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_no_room_where_nothing_raises(kind, monkeypatch):
+    """On accelerators, and with Equinox's checks off: a row that answers from what it holds, then or later.
+
+    Rows with some room, with none, and with a count that is none; and others that suffer with them.
+    """
     monkeypatch.setattr(
         "energy_attn.distributed.cache._write.eqx.branched_error_if", lambda x, *_: x
     )
-    model = Model()
+    query = jnp.ones((B, 1, N, H))
     with jax.set_mesh(mesh_of("8")):
-        cache = empty(capacity=16)
         # a number of tokens that no other test compiles for
-        for i, (counts, written) in enumerate(
-            [((12, 5, 0), (12, 5, 0)), ((0, 12, 12), (0, 0, 12))]
+        cache = empty(capacity=16, quantize=kind).append(*tokens(0, 12))
+        cache = cache.append(*tokens(1, 12), lengths=jnp.array([4, 2, 0]))
+        for counts, broken in (
+            ((1, 2, 4), [True, False, False]),
+            ((0, 3, 0), [False, True, False]),
+            ((0, 0, -1), [False, False, True]),
         ):
-            new = tokens(i, 12)
-            cache = cache.append(*new, lengths=jnp.asarray(counts))
-            model.append(*new, written)
-        check_held(cache, model)
+            grown = append(cache, *tokens(2, 12), lengths=array(counts, jnp.int32))
+            for _ in range(2):
+                for x in grown.attend(query):
+                    nan = jnp.isnan(x.reshape(B, -1))
+                    assert nan.all(1).tolist() == nan.any(1).tolist() == broken
+                grown = append(grown, *tokens(3, 12), lengths=array([0] * B, jnp.int32))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_accelerators_do_not_ask_the_host(platform):
+    """A callback in a step on an accelerator, which waits for it: three times as long on an H100."""
+    cache = KVCache.empty(B, 16, K, H, dtype=jnp.float32)
+    new = [jax.ShapeDtypeStruct((B, 1, K, H), jnp.float32)] * 2
+    lowered = jax.jit(KVCache.append).trace(cache, *new).lower(lowering_platforms=(platform,))
+    assert "callback" not in lowered.as_text()
+    assert "callback" in jax.jit(KVCache.append).lower(cache, *new).as_text()
 
 
 def ragged(parallel):

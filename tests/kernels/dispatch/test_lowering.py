@@ -21,7 +21,7 @@ from tests.support.selection import few, few_rows
 pytestmark = pytest.mark.usefixtures("user_settings")
 
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
-TRITON, MOSAIC = "__gpu$xla.gpu.triton", "tpu_custom_call"
+TRITON, HOPPER, MOSAIC = "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "tpu_custom_call"
 
 
 def abstract(dtype=jnp.bfloat16, sharding=None):
@@ -135,7 +135,28 @@ def test_mosaic_gpu():
     def named(*arrays):
         return with_gradients(*arrays, implementation="mosaic_gpu")
 
-    assert calls(named, abstract(), "cuda") == {"mosaic_gpu_v2"}
+    assert calls(named, abstract(), "cuda") == {HOPPER}
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((2, 256, 4, 64), "mosaic_gpu"),
+        ((2, 255, 4, 64), "pallas_gpu"),
+        ((2, 256, 4, 256), "pallas_gpu"),
+    ],
+    ids=["many rows", "few rows", "wide"],
+)
+def test_hopper(shape, wanted):
+    """Few rows by a slower kernel, or the derivatives of wide heads by XLA's operations, thirty times slower."""
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3
+    names = []
+
+    def run(*arrays):
+        names.append(_explained("cuda", *arrays[:3], query_positions=arrays[3]))
+
+    jax.eval_shape(run, *arrays, jax.ShapeDtypeStruct(shape[:2], jnp.int32))
+    assert names == [wanted]
 
 
 def _call():
@@ -180,11 +201,11 @@ def test_unknown_parameters(afresh, monkeypatch):
     primitive.def_abstract_eval(lambda *x, **options: known.abstract_eval(*x, **options)[0])
     mlir.register_lowering(primitive, lowering, platform="cuda")
     monkeypatch.setattr(found, "forward", primitive)
-    assert calls(with_gradients, abstract(), "cuda") == {TRITON}
+    assert calls(with_gradients, abstract(), "cuda") == {HOPPER}
     with pytest.raises(NotImplementedError, match=f"cudnn: .*{jax.__version__}.*unheard_of"):
         calls(lambda *x: with_gradients(*x, implementation="cudnn"), abstract(), "cuda")
     choice = _registry.explain(_registry.tried(), *_call(), "cuda")
-    assert choice.name == "pallas_gpu" and "unheard_of" in dict(choice.declined)["cudnn"]
+    assert choice.name == "mosaic_gpu" and "unheard_of" in dict(choice.declined)["cudnn"]
 
 
 def test_other_results(afresh, monkeypatch):
@@ -198,7 +219,7 @@ def test_other_results(afresh, monkeypatch):
 
     monkeypatch.setattr(type(kernel), "forward", turned)
     assert "float32[1, 2, 640]" in _probe.obstacle(kernel, "cuda")
-    assert calls(with_gradients, abstract(), "cuda") == {TRITON}
+    assert calls(with_gradients, abstract(), "cuda") == {HOPPER}
 
 
 @pytest.fixture
@@ -232,7 +253,7 @@ def test_private_names(use, gone):
 @pytest.mark.parametrize(
     ("use", "name", "platform", "next_one"),
     few_rows(
-        [("cudnn", "Mask", "cuda", TRITON), ("splash", "backward_query", "tpu", MOSAIC)],
+        [("cudnn", "Mask", "cuda", HOPPER), ("splash", "backward_query", "tpu", MOSAIC)],
     ),
 )
 def test_names_that_are_gone(use, name, platform, next_one, gone):
