@@ -170,7 +170,8 @@ def draw(steps: Steps, path: Path) -> None:
             lambda x: x["of_copy"],
         ),
     )
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 6), layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 7), layout="constrained")
+    colors: dict[str, str] = {}  # the same for a kernel in both
     for axis, (title, results, row, key, selected) in zip(axes, panels, strict=True):
         shown = [x for x in results if key in x and selected(x)]
         rows = list(dict.fromkeys(map(row, shown)))
@@ -179,12 +180,13 @@ def draw(steps: Steps, path: Path) -> None:
         for i, kernel in enumerate(kernels):
             values = {row(x): x[key] for x in shown if x["kernel"] == kernel}
             lengths = [values.get(name, math.nan) for name in rows]
-            axis.barh([j + i * height for j in range(len(rows))], lengths, height, label=kernel)
+            color = colors.setdefault(kernel, f"C{len(colors)}")
+            axis.barh([j + i * height for j in range(len(rows))], lengths, height, color=color)
         axis.set_yticks([j + 0.4 for j in range(len(rows))], rows, fontsize=7)
         axis.invert_yaxis()
         axis.set_xlabel(title)
-        if kernels:
-            axis.legend(frameon=False, fontsize=7)
+    bars = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+    figure.legend(bars, list(colors), loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
