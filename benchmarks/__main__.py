@@ -12,7 +12,18 @@ from collections.abc import Sequence
 
 from energy_attn.kernels.internal import platform_here
 
-from . import attention, derivatives, energies, llama, loops, masks, observables, queue, speculative
+from . import (
+    attention,
+    derivatives,
+    energies,
+    llama,
+    loops,
+    masks,
+    observables,
+    queue,
+    speculative,
+    windows,
+)
 from .command import add_common, write
 from .picture import draw
 from .runner import Case, run, title
@@ -29,6 +40,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "llama": llama.CASES,
     "speculative": speculative.CASES,
     "queue": queue.CASES,
+    "windows": windows.CASES,
 }
 
 
@@ -45,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in args.suites:
         if name not in SUITES:
             parser.error(f"SUITE: wanted some of {', '.join(SUITES)}, got {name!r}")
-    if not {"sharded", "speculative"}.isdisjoint(args.suites):
+    if not {"sharded", "speculative", "windows"}.isdisjoint(args.suites):
         # these shard caches; the user's own number comes later and counts
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {flags}"

@@ -19,7 +19,8 @@ Parameters = dict[str, Float[Array, "layers rows columns"]]
 Attend = Callable[..., Array]  # of query, key and value
 
 
-def _parameters(dtype: str, layers: int, T: int, width: int) -> Parameters:
+def draw(dtype: str, layers: int, T: int, width: int) -> Parameters:
+    """Random weights of the model."""
     shapes = {
         "embedding": (1, TOKENS, width),
         "position": (1, T, width),
@@ -35,11 +36,16 @@ def _parameters(dtype: str, layers: int, T: int, width: int) -> Parameters:
     }
 
 
+def tokens(B: int, T: int) -> Array:
+    """Random tokens, one more than are read: each is predicted from those before it."""
+    return jax.random.randint(jax.random.key(1), (B, T + 1), 0, TOKENS, jnp.int32)
+
+
 def _normalised(x: Array) -> Array:
     return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
 
 
-def _gradient(attend: Attend, parameters: Parameters, tokens: Array, heads: int) -> Run:
+def gradient(attend: Attend, parameters: Parameters, tokens: Array, heads: int) -> Run:
     """Of the mean cross-entropy of each token after those before it."""
 
     @jax.checkpoint
@@ -90,8 +96,8 @@ def _torch(parameters: Parameters, tokens: Array, heads: int) -> Run:
 
 def sides(dtype: str, layers: int, B: int, T: int, N: int, width: int) -> Sides:
     """Ours by default and by `blockwise`, and the peers."""
-    parameters = _parameters(dtype, layers, T, width)
-    tokens = jax.random.randint(jax.random.key(1), (B, T + 1), 0, TOKENS, jnp.int32)
+    parameters = draw(dtype, layers, T, width)
+    inputs = tokens(B, T)
     attentions: dict[str, Attend] = {
         OURS: energy_attn.attention,
         "our blockwise": functools.partial(energy_attn.attention, implementation="blockwise"),
@@ -99,8 +105,8 @@ def sides(dtype: str, layers: int, B: int, T: int, N: int, width: int) -> Sides:
     }
     return {
         **{
-            name: functools.partial(_gradient, attend, parameters, tokens, N)
+            name: functools.partial(gradient, attend, parameters, inputs, N)
             for name, attend in attentions.items()
         },
-        PYTORCH: lambda: _torch(parameters, tokens, N),
+        PYTORCH: lambda: _torch(parameters, inputs, N),
     }

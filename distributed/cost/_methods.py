@@ -244,7 +244,7 @@ def near_keys(method: str, merge: str | None, shape: Shape, topology: Topology) 
     """The keys that a window lets queries see, of a method that sends no others; None: all."""
     if shape.window is None or not shape.queries_sharded:
         return None
-    if method != "gather" and (method, merge) != ("ring", "keys"):
+    if method not in ("gather", "tree") and (method, merge) != ("ring", "keys"):
         return None
     return halo(shape.layout, topology.devices, shape.queries, shape.keys, shape.window)
 

@@ -25,6 +25,7 @@ from ._in_turn import attend_in_turn
 from ._parallel import SequenceParallel
 from ._plan import ShardingPlan, shape_of
 from ._ring import Ring
+from ._tree import Tree
 
 # Pairs of tokens and devices whose segments are compared before a program is made; of more only the window counts.
 _MOST_COMPARED = 1 << 24
@@ -35,7 +36,7 @@ _MOST_ASKED = 64  # devices, for each pair of which a mask is asked once
 class Neighbours(AbstractMethod):
     r"""Keys come from those devices alone whose keys some query may see, and no more of them than that.
 
-    It takes the place of a ring of keys, and of a gather, where a window says so: with $S / p$ keys on a device and a
+    It takes the place of a ring of keys, of a gather, and of a tree of sharded queries, where a window says so: with $S / p$ keys on a device and a
     window of $w$, contiguous shards need $\lceil (w - 1) p / S \rceil$ hops, the last one of a part of the keys.
     Gradients of keys return as the keys came.
 
@@ -89,7 +90,10 @@ def near_plan(
     if is_bounded and (parallel is None or parallel.method == "auto"):
         name = cost.choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
         method = {"ring": Ring(), "gather": Gather()}.get(name, method)
-    if not isinstance(method, (Ring, Gather)) or getattr(method, "rotate", "keys") == "queries":
+    if (
+        not isinstance(method, (Ring, Gather, Tree))
+        or getattr(method, "rotate", "keys") == "queries"
+    ):
         return plan
     found = halo(layout, plan.devices, shape.queries, shape.keys, settings.mask.window, meets)
     if found is None:

@@ -8,13 +8,15 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from energy_attn import masks
 from energy_attn.distributed import collectives, cost, methods, sharded_attention
 from tests.support.programs import by_kind, payload
-from tests.support.schedule import trained, waits
+from tests.support.schedule import shared_keys, trained, waits
 from tests.support.target import nodes
 
 HEADS, WIDTH = 16, 128
@@ -74,6 +76,34 @@ def test_decode(merge, most):
     assert payload(long) == predicted("tree", merge, KEYS[1])
     assert payload(short) == payload(long)
     assert shards(long, KEYS[1]) <= 1.02  # scores and weights of 16 rows are 1.2% of so many keys
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["ring", "gather", "tree"])
+def test_a_window_sends_its_halo(method):
+    """Keys that no query sees, in a program for GPUs, forward and backward, by any method that sends keys."""
+    program = trained(mesh_of_a_node(), method, window=(511, 0), layout="contiguous")
+    shape = cost.Shape(1, 16384, 16384, 32, 8, 128, queries_sharded=True, window=(511, 0))
+    topology = cost.topology("dgx_h100", (8,))
+    transfers = cost.transfers("ring", "keys", shape, topology, gradient=True)
+    assert payload(program) == by_kind(transfers)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:parallel. under a causal mask")
+def test_documents_send_what_they_share():
+    """Keys of documents that end before a shard begins."""
+    ids = np.searchsorted([3000, 7000, 7500, 12000, 14500], np.arange(16384), side="right")[None]
+    packed = masks.Segments(np.asarray(ids, np.int32))
+    program = trained(mesh_of_a_node(), mask=packed, layout="contiguous")
+    token = 2 * 8 * 128 * 2  # of keys and values, in sixteen bits
+    # there, and as gradients back
+    sent = sum(x.bytes * x.count for x in collectives(program) if x.kind == "collective-permute")
+    assert sent == 2 * token * sum(shared_keys(ids, 8)) < 2 * token * 7 * 2048
+
+
+def mesh_of_a_node():
+    return Mesh(nodes(1, 8).devices.ravel(), ("device",))
 
 
 def test_hierarchical():

@@ -24,6 +24,7 @@ from energy_attn.scores import SoftCap
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
+from tests.support.schedule import shared_keys
 
 S = 64
 
@@ -171,6 +172,31 @@ def test_padded_and_at_a_source(arrays):
     close(found, jax.device_get(wanted))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_16_bits(dtype, arrays):
+    """Keys, or gradients of a span, that lose more than a rounding on their way."""
+    options = CALLS["three shards, and some of a fourth"]
+    narrow = jax.tree.map(lambda x: x.astype(dtype), arrays)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), narrow)
+    wanted = passes(wide, options)
+    with jax.set_mesh(mesh_of("8")):
+        found = passes(narrow, options, SequenceParallel("device", method="ring"))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert x.dtype == dtype
+        apart = np.linalg.norm(x.astype(np.float64) - y) / np.linalg.norm(y)
+        assert apart < 2 * float(jnp.finfo(dtype).eps)
+
+
+def test_nothing_at_all(arrays):
+    """No rows, or no queries and keys, of which a window makes spans that there are not."""
+    with jax.set_mesh(mesh_of("8")):
+        parallel = SequenceParallel("device", method="ring")
+        for rows, length in ((0, S), (2, 0)):
+            given = {name: x[:rows, :length] for name, x in arrays[0].items()}
+            out = ea.attention(**given, **CALLS["a window"], parallel=parallel)
+            assert out.shape == (rows, length, 4, 5)
+
+
 def test_second_derivatives(arrays):
     """A turn that is computed again in a derivative of the gradient, by another number of the turn."""
     given = {name: x[:1, :32, :2] for name, x in arrays[0].items()}
@@ -191,7 +217,9 @@ def test_second_derivatives(arrays):
 
 BYTES = list(
     itertools.product(
-        ("contiguous", "zigzag"), ((127, 0), (50, 20)), (("ring", "keys"), ("gather", None))
+        ("contiguous", "zigzag"),
+        ((127, 0), (50, 20)),
+        (("ring", "keys"), ("gather", None), ("tree", "allreduce")),
     )
 )
 
@@ -305,14 +333,5 @@ def test_bytes_of_documents():
         return sum(x.bytes * x.count for x in found if x.kind == "collective-permute")
 
     token = 2 * 2 * 2 * 4 * x.dtype.itemsize  # of keys and values of both rows
-    seen = 0
-    for distance in range(1, 8):
-        needed = np.zeros(8, bool)
-        for i in range(distance, 8):
-            own = np.asarray(PACKED)[:, 8 * i : 8 * i + 8]
-            there = np.asarray(PACKED)[:, 8 * (i - distance) : 8 * (i - distance) + 8]
-            needed |= (there[:, None] == own[:, :, None]).any((0, 1))
-        (places,) = np.nonzero(needed)
-        seen += places[-1] - places[0] + 1 if len(places) else 0
-    assert sent(PACKED) == seen * token < 7 * 8 * token
+    assert sent(PACKED) == sum(shared_keys(np.asarray(PACKED), 8)) * token < 7 * 8 * token
     assert sent(None, PACKED) == 7 * 8 * token

@@ -17,7 +17,9 @@ from energy_attn.models import (
     ExpertsConfig,
     LatentConfig,
     LongRope,
+    PromptLookup,
     YarnRope,
+    generate,
     load,
     shard,
 )
@@ -217,6 +219,51 @@ def test_over_devices(kind):
     # a device's 2 × 4 tokens, once for the experts and once for those that all tokens share
     assert {x.kind for x in sent} == {"all-reduce"}
     assert sum(x.bytes for x in sent) <= 2 * 2 * 4 * 24 * 8
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["one device", "4 x 2"])
+def test_gradients_of_16_bits(over):
+    """Weights of sixteen bits beside scores of thirty-two that do not meet; gradients that lose more than rounding."""
+    model = build(DEEPSEEK)
+    tokens = array(np.random.default_rng(3).integers(0, 40, (2, 16)))
+
+    def loss(model, **options):
+        logits = model(tokens, **options).logits[:, :-1].astype(jnp.float32)
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], 2).mean()
+
+    def narrow(model):  # as `load` does, which leaves what orders experts in float32
+        def cast(path, x):
+            kept = "e_score_correction_bias" in jax.tree_util.keystr(path)
+            return x.astype(jnp.float32 if kept else jnp.bfloat16)
+
+        return jax.tree_util.tree_map_with_path(cast, model)
+
+    want = jax.tree.leaves(jax.jit(jax.grad(loss))(model))
+    if over:
+        mesh = make_mesh((4, 2), ("sequence", "tensor"))
+        with jax.set_mesh(mesh):
+            parallel = SequenceParallel("sequence", heads="tensor")
+            gradient = jax.jit(jax.grad(lambda model: loss(model, parallel=parallel)))
+            found = gradient(shard(narrow(model), mesh))
+    else:
+        found = jax.jit(jax.grad(loss))(narrow(model))
+    pairs = zip(jax.tree.leaves(found), want, strict=True)
+    pairs = [(np.asarray(x, np.float64).ravel(), np.asarray(y).ravel()) for x, y in pairs]
+    x, y = map(np.concatenate, zip(*pairs, strict=True))
+    assert np.linalg.norm(x - y) < 0.05 * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("drafter", [None, PromptLookup(3)], ids=["plain", "drafted"])
+def test_text_over_devices(drafter):
+    """Experts, or keys from latent vectors, of a step or a tree that a mesh divides in another way than a prompt."""
+    model = build(DEEPSEEK)
+    prompts = array(np.random.default_rng(8).integers(0, 40, (2, 7)), np.int32)
+    want = np.asarray(generate(model, prompts, 12).tokens)
+    mesh = make_mesh((4, 2), ("sequence", "tensor"))
+    with jax.set_mesh(mesh):
+        parallel = SequenceParallel("sequence", heads="tensor")
+        found = generate(shard(model, mesh), prompts, 12, drafter=drafter, parallel=parallel)
+    np.testing.assert_array_equal(np.asarray(found.tokens), want)
 
 
 def test_experts_that_no_axis_divides():
