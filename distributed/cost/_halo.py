@@ -94,10 +94,13 @@ def _halo(
     meets: Meets | None,
 ) -> Halo | None:
     rows, columns = (runs(layout, count, devices) for count in (queries, keys))
-    size = -(-keys // devices)
-    if rows is None or columns is None or devices == 1:
+    size, others = -(-keys // devices), range(1, devices)
+    if layout == "striped":  # token n is on device n modulo their number
+        every = [Span(d, 0, size) for d in others if d <= window[0] or devices - d <= window[1]]
+    elif rows is None or columns is None or devices == 1:
         return None
-    every = [x for d in range(1, devices) for x in _spans(rows, columns, d, window, meets)]
+    else:
+        every = [x for d in others for x in _spans(rows, columns, d, window, meets)]
     found = Halo(1, tuple(every))
     if len(every) > _MOST_SPANS:
         whole = [x.distance for x in every if (x.start, x.stop) == (0, size)]

@@ -114,7 +114,7 @@ def transfers(
         return ()
     if method in ("ulysses", "hybrid"):
         return tuple(_exchanged(method, shape, topology, with_tangent, gradient_bytes))
-    near = near_keys(method, merge, shape, topology)
+    near = near_keys(shape, topology)
     if near is not None:
         return tuple(_near(near, shape, topology, with_tangent, gradient_bytes))
     if method == "gather":
@@ -240,11 +240,9 @@ def _around(
             yield Transfer("collective-permute", size, axes)
 
 
-def near_keys(method: str, merge: str | None, shape: Shape, topology: Topology) -> Halo | None:
-    """The keys that a window lets queries see, of a method that sends no others; None: all."""
+def near_keys(shape: Shape, topology: Topology) -> Halo | None:
+    """The keys that a window lets queries see, which a ring, a gather and a tree send and no others; None: all."""
     if shape.window is None or not shape.queries_sharded:
-        return None
-    if method not in ("gather", "tree") and (method, merge) != ("ring", "keys"):
         return None
     return halo(shape.layout, topology.devices, shape.queries, shape.keys, shape.window)
 

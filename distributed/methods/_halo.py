@@ -36,8 +36,9 @@ _MOST_ASKED = 64  # devices, for each pair of which a mask is asked once
 class Neighbours(AbstractMethod):
     r"""Keys come from those devices alone whose keys some query may see, and no more of them than that.
 
-    It takes the place of a ring of keys, of a gather, and of a tree of sharded queries, where a window says so: with $S / p$ keys on a device and a
-    window of $w$, contiguous shards need $\lceil (w - 1) p / S \rceil$ hops, the last one of a part of the keys.
+    It takes the place of a ring, of a gather, and of a tree of sharded queries, where a window says so: with $S / p$
+    keys on a device and a window of $w$, contiguous shards need $\lceil (w - 1) p / S \rceil$ hops, the last one of a
+    part of the keys.
     Gradients of keys return as the keys came.
 
     Attributes:
@@ -90,10 +91,7 @@ def near_plan(
     if is_bounded and (parallel is None or parallel.method == "auto"):
         name = cost.choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
         method = {"ring": Ring(), "gather": Gather()}.get(name, method)
-    if (
-        not isinstance(method, (Ring, Gather, Tree))
-        or getattr(method, "rotate", "keys") == "queries"
-    ):
+    if not isinstance(method, (Ring, Gather, Tree)):
         return plan
     found = halo(layout, plan.devices, shape.queries, shape.keys, settings.mask.window, meets)
     if found is None:
