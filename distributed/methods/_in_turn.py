@@ -31,6 +31,7 @@ from energy_attn.kernels.internal import (
     keep_moved,
     named,
     overlap_transfer,
+    row_cotangents,
     tangent_along,
     tangent_of,
     tangent_sums,
@@ -252,16 +253,14 @@ class _OfTurns(AbstractDerivative):
 
     def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
         settings, turns = wanting(self.settings, moved), self.turns
-        operands, state = saved.operands, saved.state
+        operands, rows = saved.operands, row_cotangents(saved.state, cotangent)
 
         def once(
             turn: int | Array, keys: Any, staying: Gradients | None, in_flight: InFlight
         ) -> tuple[InFlight, Gradients]:
             here = _with_keys(operands, keys, turns, turn)
             d_query = None if staying is None else staying.query
-            found, in_flight = backward_by_head(
-                d_query, here, settings, state, cotangent, in_flight
-            )
+            found, in_flight = backward_by_head(d_query, here, settings, rows, in_flight)
             query, key, value, bias, *_ = found = keep_moved(found, moved)
             if bias is not None and operands.bias is not None:
                 bias = turns.uncut(bias, operands.bias, 3, turn)

@@ -13,7 +13,7 @@ from energy_attn.distributed import SequenceParallel
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "__cublas")
 
 
-def trained(mesh, method="ring", window=None, layout="zigzag", **options):
+def trained(mesh, method="ring", window=None, layout="zigzag", gradients=True, **options):
     """Causal attention over a mesh of eight devices, with gradients: 16384 tokens, 32 heads of 128 over 8 of keys."""
     parallel = SequenceParallel(mesh.axis_names, method, layout=layout, **options)
     sharding = NamedSharding(mesh, P(None, mesh.axis_names))
@@ -22,15 +22,16 @@ def trained(mesh, method="ring", window=None, layout="zigzag", **options):
         for heads in (32, 8)
     )
 
-    def both(query, key, value, cotangent):
-        def out(*arrays):
-            return attention(*arrays, is_causal=True, local_window_size=window, parallel=parallel)
+    def out(*arrays):
+        return attention(*arrays, is_causal=True, local_window_size=window, parallel=parallel)
 
+    def both(query, key, value, cotangent):
         found, backward = jax.vjp(out, query, key, value)
         return found, backward(cotangent)
 
+    run, given = (both, [query]) if gradients else (out, [])
     with jax.set_mesh(mesh):
-        return jax.jit(both).lower(query, key, key, query).compile()
+        return jax.jit(run).lower(query, key, key, *given).compile()
 
 
 def waits(text: str, kind: str = "collective-permute") -> list[str]:
