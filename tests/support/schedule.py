@@ -37,12 +37,11 @@ def trained(mesh, method="ring", window=None, layout="zigzag", gradients=True, *
 def waits(text: str, kind: str = "collective-permute") -> list[str]:
     """The collectives of a kind of a scheduled program beside which no attention is computed.
 
-    Attention is a kernel, a matrix product, or whatever has one inside. Gradients on their way home, in 16 bits after
-    all attention, are left out.
+    Attention is a kernel, a matrix product, or whatever has one inside.
     """
     computations = _computations(text)
     found = []
-    for name, lines in computations.items():
+    for lines in computations.values():
         busy = [i for i, line in enumerate(lines) if _has_products(line, computations)]
         for start, line in enumerate(lines):
             begun = re.search(rf"(%\S+) = .* {kind}(-start)?\(", line)
@@ -53,8 +52,7 @@ def waits(text: str, kind: str = "collective-permute") -> list[str]:
                 continue
             ends = rf"{kind}-done\([^%]*{re.escape(begun[1])}\)"
             end = next(i for i, later in enumerate(lines) if re.search(ends, later))
-            home = name == "ENTRY" and not any(i > start for i in busy) and "f32[" not in line
-            if not home and not any(start < i < end for i in busy):
+            if not any(start < i < end for i in busy):
                 found.append(begun[1])
     return found
 

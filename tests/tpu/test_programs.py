@@ -142,7 +142,10 @@ def test_a_ring_sends_while_it_computes(chips):
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_window_sends_its_halo(layout):
-    """Keys that no query sees, in a program for chips; or a transfer beside which no attention is computed."""
+    """Keys that no query sees, in a program for chips; or a transfer beside which no attention is computed.
+
+    But for gradients of the last keys and values, on their way home.
+    """
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
     program = trained(Mesh(np.array(devices), ("device",)), window=(511, 0), layout=layout)
     shape = cost.Shape(
@@ -152,7 +155,7 @@ def test_a_window_sends_its_halo(layout):
     assert payload(program) == by_kind(
         cost.transfers("ring", "keys", shape, topology, gradient=True)
     )
-    assert not waits(program.as_text())
+    assert len(waits(program.as_text())) == 2
 
 
 def test_a_ring_sends_both_ways_while_it_computes():
