@@ -120,6 +120,7 @@ from .xla._blocks import product as product
 from .xla._blockwise import InFlight as InFlight
 from .xla._blockwise import cast_like as cast_like
 from .xla._blockwise import empty_like as empty_like
+from .xla._blockwise import row_cotangents as row_cotangents
 from .xla._by_head import backward_by_head as backward_by_head
 from .xla._softmax import softmax as softmax
 from .xla._tangent import TangentSums as TangentSums

@@ -77,7 +77,7 @@ def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
 
     Returns:
         Bytes, without the result and the local kernel's scratch (in a ring of keys that of a part of the queries,
-        whose state is of 32 MiB or of 512 queries). All-reduces work in place; everything else arrives in a
+        whose state is of 8 MiB or of 512 queries). All-reduces work in place; everything else arrives in a
         buffer of its own, or in two in turn where transfers overlap.
 
     Raises:

@@ -13,7 +13,7 @@ from energy_attn.kernels.internal import InFlight
 from ..cost._halo import Halo, Span
 from ._arguments import Axes
 from ._direction import OneWay
-from ._hops import hop, origin, part
+from ._hops import among, hop, origin, part
 from ._in_turn import AbstractTurns, Gradients, Keys, Tree, Visit, added
 from ._ring_keys import Around, as_like
 
@@ -65,7 +65,9 @@ class Near(AbstractTurns):
             return OneWay().uncut(found, like, axis, turn, self.axes)
         if like.shape[axis] == 1:
             return found
-        return OneWay().uncut(self._inside(found, span, axis), like, axis, span.distance, self.axes)
+        return OneWay().uncut(
+            among(found, axis, span.start, self.size), like, axis, span.distance, self.axes
+        )
 
     def backward(self, visit: Visit, own: Keys) -> Gradients:
         ring = Around(self.axes, self.size, self.gradient_dtype, OneWay(), self.count)
@@ -98,12 +100,6 @@ class Near(AbstractTurns):
             return keys
 
         def whole(x: Array, like: Array) -> Array:
-            return self._inside(x.astype(like.dtype), span, 1)
+            return among(x.astype(like.dtype), 1, span.start, self.size)
 
         return added(keys, jax.tree.map(whole, more, keys))
-
-    def _inside(self, x: Array, span: Span, axis: int) -> Array:
-        """An array of a span's keys as one of all of a device, zero elsewhere."""
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = span.start, self.size - span.stop
-        return jnp.pad(x, widths)

@@ -4,6 +4,7 @@ import functools
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -42,3 +43,10 @@ def part(x: Array | None, axis: int, place: Array, size: int) -> Array | None:
     if x is None or x.shape[axis] == 1:
         return x
     return lax.dynamic_slice_in_dim(x, place * size, size, axis)
+
+
+def among(x: Array, axis: int, first: int, size: int) -> Array:
+    """An array as a part along an axis of `size`, from `first` on, of one that is zero elsewhere."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = first, size - first - x.shape[axis]
+    return jnp.pad(x, widths)

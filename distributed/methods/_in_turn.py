@@ -31,6 +31,7 @@ from energy_attn.kernels.internal import (
     keep_moved,
     named,
     overlap_transfer,
+    row_cotangents,
     tangent_along,
     tangent_of,
     tangent_sums,
@@ -39,8 +40,9 @@ from energy_attn.kernels.internal import (
 )
 
 from ._arguments import Axes, rounded
-from ._hops import whole
+from ._hops import among, whole
 
+ALL = slice(None)
 Names = tuple[Candidate, ...]
 Tree = TypeVar("Tree")
 Found = TypeVar("Found")
@@ -62,9 +64,9 @@ class Gradients(NamedTuple):
     score_arrays: tuple[Array | None, ...]
 
 
-# The keys of a turn, the gradients so far, the turn's number, and what arrives meanwhile; then that,
-# and the gradients of these keys, and of what stays so far.
-Visit = Callable[[Any, Gradients | None, int | Array, InFlight], tuple[InFlight, Gradients]]
+# Of the keys of a turn, the gradients so far, the turn's number, what arrives meanwhile, and some of a shard's keys or
+# ALL: what arrived, and the gradients of these keys, zero for others than these some, and of what stays so far.
+Visit = Callable[..., tuple[InFlight, Gradients]]
 
 
 class AbstractTurns(abc.ABC):
@@ -146,17 +148,26 @@ def _own(operands: Operands) -> Keys:
     return Keys(operands.key, operands.value)
 
 
-def _with_keys(operands: Operands, keys: Any, turns: AbstractTurns, turn: int | Array) -> Operands:
-    """The operands of one turn: the keys that are here, and their part of what is of all keys."""
+def _with_keys(
+    operands: Operands, keys: Any, turns: AbstractTurns, turn: int | Array, some: slice = ALL
+) -> Operands:
+    """The operands of one turn: the keys that are here, or some of them, and their part of what is of all keys."""
     keys = turns.joined(keys)
     assert keys.key is not None and keys.value is not None
+
+    def cut(x: Array | None, axis: int) -> Array | None:
+        here = turns.cut(x, axis, turn)
+        if x is None or here is None or x.shape[axis] == 1:
+            return here
+        return here[(ALL,) * axis + (some,)]
+
     return operands._replace(
-        key=keys.key,
-        value=keys.value,
-        bias=turns.cut(operands.bias, 3, turn),
-        mask=turns.cut(operands.mask, 3, turn),
-        key_positions=turns.cut(operands.key_positions, 1, turn),
-        key_segments=turns.cut(operands.key_segments, 1, turn),
+        key=keys.key[:, some],
+        value=keys.value[:, some],
+        bias=cut(operands.bias, 3),
+        mask=cut(operands.mask, 3),
+        key_positions=cut(operands.key_positions, 1),
+        key_segments=cut(operands.key_segments, 1),
     )
 
 
@@ -252,29 +263,41 @@ class _OfTurns(AbstractDerivative):
 
     def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
         settings, turns = wanting(self.settings, moved), self.turns
-        operands, state = saved.operands, saved.state
+        operands, rows = saved.operands, row_cotangents(saved.state, cotangent)
 
         def once(
-            turn: int | Array, keys: Any, staying: Gradients | None, in_flight: InFlight
+            some: slice,
+            turn: int | Array,
+            keys: Any,
+            staying: Gradients | None,
+            in_flight: InFlight,
         ) -> tuple[InFlight, Gradients]:
-            here = _with_keys(operands, keys, turns, turn)
+            def of_turn(x: Array, axis: int) -> Array:
+                return x if some == ALL else among(x, axis, some.start, turns.size)
+
+            here = _with_keys(operands, keys, turns, turn, some)
             d_query = None if staying is None else staying.query
-            found, in_flight = backward_by_head(
-                d_query, here, settings, state, cotangent, in_flight
-            )
+            found, in_flight = backward_by_head(d_query, here, settings, rows, in_flight)
             query, key, value, bias, *_ = found = keep_moved(found, moved)
             if bias is not None and operands.bias is not None:
+                bias = of_turn(bias, 3) if operands.bias.shape[3] > 1 else bias
                 bias = turns.uncut(bias, operands.bias, 3, turn)
             others = bias, found.score_arrays
             if staying is not None:
                 others = added(others, (staying.bias, staying.score_arrays))
-            return in_flight, Gradients(Keys(key, value), query, *others)
+            keys = Keys(*(x if x is None else of_turn(x, 1) for x in (key, value)))
+            return in_flight, Gradients(keys, query, *others)
 
         def visit(
-            keys: Any, so_far: Gradients | None, turn: int | Array, in_flight: InFlight
+            keys: Any,
+            so_far: Gradients | None,
+            turn: int | Array,
+            in_flight: InFlight,
+            some: slice = ALL,
         ) -> tuple[InFlight, Gradients]:
             staying = None if so_far is None else so_far._replace(keys=Keys(None, None))
-            return _computed_again(once, turn)(keys, staying, in_flight)
+            again = _computed_again(functools.partial(once, some), turn)
+            return again(keys, staying, in_flight)
 
         found = turns.backward(visit, _own(operands))
         given = cotangents(found.query, *found.keys, found.bias, found.score_arrays)

@@ -12,7 +12,7 @@ from energy_attn.kernels.internal import InFlight
 from ._arguments import Axes
 from ._direction import AbstractWay
 from ._hops import hop
-from ._in_turn import AbstractTurns, Gradients, Keys, Tree, Visit, added
+from ._in_turn import ALL, AbstractTurns, Gradients, Keys, Tree, Visit, added
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,31 +54,39 @@ class Around(AbstractTurns):
     def backward(self, visit: Visit, own: Keys) -> Gradients:
         # Gradients follow their keys one hop behind: no transfer needs the result of its own step.
         def turn(
-            keys: Any, so_far: Gradients | None, step: int | Array, onward: bool
+            keys: Any,
+            so_far: Gradients | None,
+            step: int | Array,
+            onward: bool,
+            some: slice = ALL,
         ) -> tuple[Any, Gradients]:
             sums = None if so_far is None else so_far.keys
             if self.gradient_dtype is not None and sums is not None:
                 sums = Keys(*(None if x is None else x.astype(self.gradient_dtype) for x in sums))
             going = InFlight(keys if onward else None, self.way.apart(sums))
-            arrived, found = visit(keys, so_far, step, self.way.hop(going, self.axes))
+            arrived, found = visit(keys, so_far, step, self.way.hop(going, self.axes), some)
             if so_far is not None:
                 sums = as_like(self.way.joined(arrived.sums), so_far.keys)
                 found = found._replace(keys=added(sums, found.keys))
             return arrived.others, found
 
-        last = self.count - 1
-        carry = turn(self.first(own), None, 0, onward=last > 0)
-        if last > 0:
-            middle = jnp.arange(1, last, dtype=jnp.int32)
-            carry, _ = lax.scan(lambda x, i: (turn(*x, i, onward=True), None), carry, middle)
-            carry = turn(carry[0], carry[1], last, onward=False)
-        found = carry[1]
+        here, half, last = self.first(own), self.size // 2, self.count - 1
         if last == 0:
-            return found
-        keys = as_like(found.keys, own)
-        if self.turns is not None:
-            return found._replace(keys=hop(keys, self.axes, -last))
-        return found._replace(keys=self.way.joined(self.way.hop(self.way.apart(keys), self.axes)))
+            return visit(here, None, 0, InFlight())[1]
+        # Of the own keys the first half comes first, beside whose products they leave, and the second half last, beside
+        # whose products gradients come home.
+        carry = turn(here, None, 0, onward=True, some=slice(0, half))
+        middle = jnp.arange(1, last, dtype=jnp.int32)
+        carry, _ = lax.scan(lambda x, i: (turn(*x, i, onward=True), None), carry, middle)
+        _, so_far = turn(*carry, last, onward=False)
+        home = self.way.apart(as_like(so_far.keys, own))
+        all_around = self.turns is None
+        home = self.way.hop(home, self.axes) if all_around else hop(home, self.axes, -last)
+        # else XLA cuts the second half before the loop, and keeps it
+        here, so_far = lax.optimization_barrier((here, so_far))
+        arrived, found = visit(here, so_far, 0, InFlight(None, home), slice(half, self.size))
+        sums = as_like(self.way.joined(arrived.sums), found.keys)
+        return found._replace(keys=added(sums, found.keys))
 
 
 def as_like(gradients: Keys, like: Keys) -> Keys:

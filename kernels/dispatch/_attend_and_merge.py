@@ -20,7 +20,7 @@ Tree = TypeVar("Tree")
 # What a kernel returns, and its copies in other layouts, are scratch beside the state that they are
 # merged into. So a state is computed in parts of about so many bytes and of at least so many queries,
 # each of which still fills a device.
-PART, LEAST_PART = 32 << 20, 512
+PART, LEAST_PART = 8 << 20, 512
 
 
 def attend_and_merge(

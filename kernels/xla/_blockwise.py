@@ -186,7 +186,8 @@ def backward(
     Returns cotangents in the form of the operands, None for masks and positions. Plain JAX, and so
     differentiable itself.
     """
-    cotangents, _ = backward_unrounded(operands, settings, state, cotangent, sizes=sizes)
+    rows = row_cotangents(state, cotangent)
+    cotangents, _ = backward_unrounded(operands, settings, rows, sizes=sizes)
     return cast_like(cotangents, operands)
 
 
@@ -215,6 +216,19 @@ def after_products(gradients: Gradients, in_flight: InFlight) -> tuple[Gradients
 SharedCotangents = tuple[Array | None, tuple[Array | None, ...]]
 
 
+class RowCotangents(NamedTuple):
+    """The cotangents of rows, whatever keys they are pulled back to."""
+
+    d_out: Array  # [B, T, N, Hv]
+    lse: Array  # [B, T, N], the state's
+    delta: Array  # [B, T, N], `backward_delta`
+
+
+def row_cotangents(state: AttentionState, cotangent: AttentionState) -> RowCotangents:
+    """The cotangents of rows, from those of their state."""
+    return RowCotangents(cotangent.out, state.lse, backward_delta(state, cotangent))
+
+
 class BackwardRows(NamedTuple):
     """The rows of a backward. Fully masked ones get no weight: $P = e^{s - \\infty} = 0$."""
 
@@ -224,19 +238,15 @@ class BackwardRows(NamedTuple):
     delta: Array  # [B, T, N], `backward_delta`
 
 
-def backward_rows(
-    operands: Operands, settings: Settings, state: AttentionState, cotangent: AttentionState
-) -> BackwardRows:
+def backward_rows(operands: Operands, settings: Settings, rows: RowCotangents) -> BackwardRows:
     """The rows of a backward, with zeros in fully masked ones."""
-    query, d_out = operands.query, cotangent.out
-    has_keys = holds_keys(state.lse)
+    query, d_out = operands.query, rows.d_out
+    has_keys = holds_keys(rows.lse)
     masks = operands.query_segments, operands.mask, operands.bias
     if any(x is not None for x in masks) or not all_meet(operands, settings):
         query, d_out = (jnp.where(has_keys[..., None], x, 0) for x in (query, d_out))
-    lse = jnp.where(has_keys, state.lse, jnp.inf)
-    return BackwardRows(
-        query, d_out, lse, jnp.where(has_keys, backward_delta(state, cotangent), 0.0)
-    )
+    lse = jnp.where(has_keys, rows.lse, jnp.inf)
+    return BackwardRows(query, d_out, lse, jnp.where(has_keys, rows.delta, 0.0))
 
 
 def cast_like(cotangents: Operands, operands: Operands) -> Operands:
@@ -247,14 +257,13 @@ def cast_like(cotangents: Operands, operands: Operands) -> Operands:
 def backward_unrounded(
     operands: Operands,
     settings: Settings,
-    state: AttentionState,
-    cotangent: AttentionState,
+    given: RowCotangents,
     in_flight: InFlight = NOTHING_IN_FLIGHT,
     sizes: BlockSizes = BLOCK_SIZES,
 ) -> tuple[Operands, InFlight]:
     """As `backward`, with cotangents in the dtype of the scores, for further sums; and `in_flight`.
 
-    `state` may be that of more keys than these; weights are then relative to all of them.
+    `given` may be of the state of more keys than these; weights are then relative to all of them.
     """
     query, key, value, bias = operands[:4]
     dtype = lse_dtype(query.dtype)
@@ -262,7 +271,7 @@ def backward_unrounded(
     (batch, query_len), key_len = query.shape[:2], key.shape[1]
     if batch == 0 or query_len == 0 or key_len == 0:
         return zeros, in_flight
-    rows = backward_rows(operands, settings, state, cotangent)
+    rows = backward_rows(operands, settings, given)
     blocks = BlockedOperands(operands._replace(query=rows.query), settings, sizes)
     g = blocks.grid
     outs = pad_queries(g, rows.d_out)

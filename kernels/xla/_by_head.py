@@ -5,23 +5,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from ..call._operands import Operands, Settings, differentiated, is_static
-from ..call._state import AttentionState
-from ._blockwise import NOTHING_IN_FLIGHT, InFlight, after_products, backward_unrounded
+from ._blockwise import (
+    NOTHING_IN_FLIGHT,
+    InFlight,
+    RowCotangents,
+    after_products,
+    backward_unrounded,
+)
 
 # Heads are computed one by one if queries in the dtype of the scores take more bytes than this: blocks of rows
 # and keys and their gradients take several times as much.
-LEAST = 32 << 20
+LEAST = 16 << 20
 
 
 def backward_by_head(
     d_query: Array | None,
     operands: Operands,
     settings: Settings,
-    state: AttentionState,
-    cotangent: AttentionState,
+    rows: RowCotangents,
     in_flight: InFlight = NOTHING_IN_FLIGHT,
 ) -> tuple[Operands, InFlight]:
     """`backward_unrounded`, with `d_query` (None: zero) added to the cotangent of the queries.
@@ -30,21 +35,17 @@ def backward_by_head(
     """
     heads, kv_heads = operands.query.shape[2], operands.key.shape[2]
     query = operands.query
-    large = is_static(*query.shape) and query.size * state.lse.dtype.itemsize > LEAST
+    large = is_static(*query.shape) and query.size * rows.lse.dtype.itemsize > LEAST
     if kv_heads == 1 or not large:
-        cotangents, in_flight = backward_unrounded(operands, settings, state, cotangent, in_flight)
+        cotangents, in_flight = backward_unrounded(operands, settings, rows, in_flight)
         query = cotangents.query if d_query is None else cotangents.query + d_query
         return cotangents._replace(query=query), in_flight
     if settings.score is not None and operands.head_indices is None:
         operands = operands._replace(head_indices=jnp.arange(heads, dtype=jnp.int32))
 
     def add(head: Array, sums: Operands) -> Operands:
-        head_state, head_cotangent = (
-            AttentionState(*(_cut(x, 2, head, kv_heads) for x in all_heads))
-            for all_heads in (state, cotangent)
-        )
-        head_operands = _of_head(operands, head)
-        added, _ = backward_unrounded(head_operands, settings, head_state, head_cotangent)
+        head_rows = RowCotangents(*(_cut(x, 2, head, kv_heads) for x in rows))
+        added, _ = backward_unrounded(_of_head(operands, head), settings, head_rows)
         return sums._replace(
             query=_added(sums.query, added.query, 2, head),
             key=_added(sums.key, added.key, 2, head),
@@ -54,7 +55,7 @@ def backward_by_head(
         )
 
     sums = jax.tree.map(
-        lambda x: lax.full_like(x, 0.0, dtype=state.lse.dtype), differentiated(operands)
+        lambda x: lax.full_like(x, 0.0, dtype=rows.lse.dtype), differentiated(operands)
     )
     if d_query is not None:
         sums = sums._replace(query=d_query)
@@ -81,7 +82,15 @@ def _cut(x: Any, axis: int, number: Array, count: int) -> Any:
     if x is None or x.shape[axis] == 1:
         return x
     size = x.shape[axis] // count
-    return lax.dynamic_slice_in_dim(x, number * size, size, axis)
+    part = lax.dynamic_slice_in_dim(x, number * size, size, axis)
+    if x.ndim < 4:
+        return part
+    return lax.platform_dependent(part, tpu=_as_written, default=lambda x: x)
+
+
+def _as_written(x: Array) -> Array:
+    """`[B, T, N, H]` laid out in this order: else XLA:TPU copies all heads, these in front, before a loop over them."""
+    return with_layout_constraint(x, Layout((0, 1, 2, 3)))
 
 
 def _added(sums: Any, part: Any, axis: int, number: Array) -> Any:

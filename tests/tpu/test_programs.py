@@ -25,7 +25,6 @@ from energy_attn.distributed import (
     sharded_attention,
 )
 from energy_attn.kernels import AttentionState, local_attention, merge
-from energy_attn.kernels.dispatch._attend_and_merge import PART
 from tests.support.programs import by_kind, payload
 from tests.support.schedule import trained, waits
 from tests.support.selection import few
@@ -143,7 +142,10 @@ def test_a_ring_sends_while_it_computes(chips):
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_window_sends_its_halo(layout):
-    """Keys that no query sees, in a program for chips; or a transfer beside which no attention is computed."""
+    """Keys that no query sees, in a program for chips; or a transfer beside which no attention is computed.
+
+    But for gradients of the last keys and values, on their way home.
+    """
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
     program = trained(Mesh(np.array(devices), ("device",)), window=(511, 0), layout=layout)
     shape = cost.Shape(
@@ -153,7 +155,7 @@ def test_a_window_sends_its_halo(layout):
     assert payload(program) == by_kind(
         cost.transfers("ring", "keys", shape, topology, gradient=True)
     )
-    assert not waits(program.as_text())
+    assert len(waits(program.as_text())) == 2
 
 
 def test_a_ring_sends_both_ways_while_it_computes():
@@ -318,20 +320,29 @@ def causal_ring(gradient: bool):
     return program, cost.Shape(1, tokens, tokens, 32, 8, WIDTH, **sizes)
 
 
-def test_memory_of_a_ring_of_many_queries():
-    """States in float32 beside each other, and copies of all queries for the kernel: ten times the arguments, not 2.5.
+@pytest.mark.parametrize(("gradients", "most"), [(False, 2.9), (True, 3.0)])
+def test_memory_of_a_ring_of_few_queries(gradients, most):
+    """Parts of all 2048 queries of a device: 5.0 times the arguments; and copies with the heads in front, for a loop
+    over these: 5.7 times."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
+    used = trained(Mesh(np.array(devices), ("device",)), gradients=gradients).memory_analysis()
+    assert used.temp_size_in_bytes <= most * used.argument_size_in_bytes
 
-    The model has all but the scratch of one part of the queries: its result, a copy of that, and its queries.
+
+def test_memory_of_a_ring_of_many_queries():
+    """States in float32 beside each other, and copies of all queries for the kernel: ten times the arguments, not 2.4.
+
+    The model has all but the result, which is cast before it is laid out as callers want it.
     """
     program, shape = causal_ring(gradient=False)
     used = program.memory_analysis()
     given, temporaries = used.argument_size_in_bytes, used.temp_size_in_bytes
-    assert temporaries <= 2.5 * given
+    assert temporaries <= 2.4 * given
     model = cost.memory("ring", "keys", shape, cost.topology("tpu_v5p", (8,)))
-    assert model <= given + temporaries <= model + 3 * PART
+    assert model <= given + temporaries <= 1.11 * model
 
 
 def test_memory_of_the_gradient_of_a_ring():
-    """Copies of all heads, in float32 and on their sides, for a step's products: 7.3 times the arguments, not 4."""
+    """Outputs that are kept for each turn, and copies of all heads of queries and cotangents: 3.8 times, not 2.8."""
     used = causal_ring(gradient=True)[0].memory_analysis()
-    assert used.temp_size_in_bytes <= 4 * used.argument_size_in_bytes
+    assert used.temp_size_in_bytes <= 2.8 * used.argument_size_in_bytes

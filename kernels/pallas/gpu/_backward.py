@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
-from ...xla._blockwise import backward_rows
+from ...xla._blockwise import backward_rows, row_cotangents
 from .._common import result_like
 from .._ranges import tile_ranges, visibility_of
 from .._rows import BlockList, Visibility
@@ -38,7 +38,7 @@ def backward(
 ) -> Operands:
     """The cotangents of query, key, value and score, by the plans of the two kernels."""
     query, key, value = operands[:3]
-    rows = backward_rows(operands, query_plan.settings, state, cotangent)
+    rows = backward_rows(operands, query_plan.settings, row_cotangents(state, cotangent))
     lse = rows.lse * tiles.LOG2_E  # in bits
     d_out = rows.d_out.astype(value.dtype)
     arrays = (rows.query, key, value, d_out, lse, rows.delta)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
-from ...xla._blockwise import BackwardRows, backward_rows
+from ...xla._blockwise import BackwardRows, backward_rows, row_cotangents
 from .._common import result_like
 from .._ranges import tile_ranges, visibility_of
 from .._rows import Visibility
@@ -48,7 +48,7 @@ def backward(
     interpret: bool,
 ) -> Operands:
     """The cotangents of query, key and value, by the plans of the two kernels."""
-    rows = backward_rows(operands, query_plan.settings, state, cotangent)
+    rows = backward_rows(operands, query_plan.settings, row_cotangents(state, cotangent))
     query_len, kv_heads = operands.query.shape[1], query_plan.kv_heads
     operands = operands._replace(query=rows.query)
     if query_plan.packed:

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
-from ...xla._blockwise import backward_rows
+from ...xla._blockwise import backward_rows, row_cotangents
 from .._common import result_like
 from .._score_program import Numbers
 from ._grid import compiler_params
@@ -45,7 +45,9 @@ def backward(
     a block of keys, so that each block of results is written once.
     """
     key, value = operands[1:3]
-    query, d_out, lse, delta = backward_rows(operands, layout.settings, state, cotangent)
+    query, d_out, lse, delta = backward_rows(
+        operands, layout.settings, row_cotangents(state, cotangent)
+    )
     lse = fold_rows(lse, layout, jnp.inf)[
         :, :, None
     ]  # also for rows that pad a block: e^{s - inf} = 0

@@ -14,6 +14,7 @@ from energy_attn.kernels.dispatch import _attend_and_merge
 from energy_attn.kernels.dispatch._attend_and_merge import attend_and_merge
 from energy_attn.kernels.dispatch._registry import attend
 from energy_attn.kernels.xla import _by_head
+from energy_attn.kernels.xla._blockwise import row_cotangents
 from energy_attn.kernels.xla._by_head import backward_by_head
 from tests.support.arrays import array
 from tests.support.compare import close
@@ -120,7 +121,7 @@ def test_gradients_by_head(monkeypatch):
     def run(arrays, so_far):
         call = check_call(**arrays, **problem.options)
         state = attend(("blockwise",), call.settings, call.operands)
-        given = call.operands, call.settings, state, cotangent
+        given = call.operands, call.settings, row_cotangents(state, cotangent)
         return [backward_by_head(x, *given)[0] for x in (so_far, None)]
 
     so_far = np.cos(problem.query)
