@@ -78,7 +78,7 @@ def transfers(
     Raises:
         TypeError: `shape` is not a `Shape`, `topology` not a `Topology`, or a flag not a bool.
         ValueError: an unknown method or merge, or one that these axes, heads or queries do not allow; a gradient
-            beside a tangent, or of a tree, a gather or a ring of queries, which the model does not have.
+            beside a tangent, or of a tree or a ring of queries, which the model does not have.
 
     Source: Tree Attention (arXiv 2408.04093), section 6.3; Ulysses (arXiv 2309.14509); USP (arXiv
         2405.07719).
@@ -118,7 +118,7 @@ def transfers(
     if near is not None:
         return tuple(_near(near, shape, topology, with_tangent, gradient_bytes))
     if method == "gather":
-        return tuple(_gathered(shape, topology, with_tangent))
+        return tuple(_gathered(shape, topology, with_tangent, gradient))
     if method == "ring" and merge == "keys":
         keys = kv_shard(shape, topology)
         positions = _positions(shape.keys, shape, topology, topology.axes)
@@ -148,10 +148,10 @@ def check_gradient(method: str, merge: str | None, tangent: bool) -> None:
     """Raises `ValueError` for a gradient that the model does not have."""
     if tangent:
         raise ValueError("gradient: wanted False beside tangent=True, got True")
-    if method in ("tree", "gather") or merge == "queries":
+    if method == "tree" or merge == "queries":
         raise ValueError(
             f"gradient: wanted False for {method!r} with merge={merge!r}, got True; the model has that of "
-            "the ring of keys, of 'ulysses' and of 'hybrid'"
+            "the ring of keys, of 'ulysses', of 'hybrid' and of 'gather'"
         )
 
 
@@ -318,7 +318,9 @@ def _exchanged(
         yield Transfer("all-to-all", state, exchange_axes)
 
 
-def _gathered(shape: Shape, topology: Topology, tangent: bool) -> Iterator[Transfer]:
+def _gathered(
+    shape: Shape, topology: Topology, tangent: bool, gradient: bool
+) -> Iterator[Transfer]:
     axes = topology.axes
     count = pieces(-(-shape.keys // topology.devices))
     yield from _positions(shape.keys, shape, topology, axes)
@@ -326,3 +328,10 @@ def _gathered(shape: Shape, topology: Topology, tangent: bool) -> Iterator[Trans
         # for a tangent again, but for the first piece, whose gathers XLA merges; and directions
         counts = (count, count - 1, count) if tangent else (count,)
         yield from (Transfer("all-gather", size // count, axes, n) for n in counts if n)
+        if (
+            gradient
+        ):  # the backward's gathers, of which XLA merges the first, or all of two, and scatters
+            if count > 2:
+                yield Transfer("all-gather", size // count, axes, count - 1)
+            piece = _tangent_bytes(size, shape) * topology.devices // count
+            yield Transfer("reduce-scatter", piece, axes, count)
