@@ -6,6 +6,7 @@ from energy_attn.kernels.internal import lazy as _lazy
 
 from .cost._merges import exchanged as exchanged
 from .cost._merges import summed as summed
+from .cost._transfer import part_sent as part_sent
 from .cost._transfer import seconds as seconds
 from .hlo._kind import Kind as Kind
 from .merge._packing import as_invariant as as_invariant

@@ -7,9 +7,9 @@ compare the two. `volume` and `latency` follow from the predicted ones, and `mer
 
 [`step_time`][energy_attn.distributed.cost.step_time] adds the products of the busiest device, and which
 transfers lie beside them. The model does not know congestion, other users of a network, or the real speed of any
-machine. A compiled program holds no price of communication, either. Exchanges by gloo, measured over an emulated network of known latency and bandwidth, agree with
-the model within a factor of 1.5 where cores were idle (of 3.1 where they were busy). Those of GPUs and
-TPUs have not been measured: there its times only rank strategies.
+machine. A compiled program holds no price of communication, either. Exchanges by gloo, measured over an emulated
+network of known latency and bandwidth, agree with the model within a factor of 1.5 where cores were idle (of 3.1
+where they were busy). Transfers of GPUs and TPUs have not been measured: there its times only rank strategies.
 
 Examples:
     >>> from energy_attn.distributed import cost

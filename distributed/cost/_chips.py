@@ -44,7 +44,7 @@ class Chip:
 
 # Peaks and memory are the makers': Google Cloud's pages of TPU v4, v5e, v5p and v6e, and NVIDIA's data sheets of H100
 # SXM and H200. Efficiencies are those of whole training steps without context parallelism that MaxText publishes
-# (docs/reference/models/tiering.md, 15 June 2026): Llama 2 70B on 512 v5p, Llama 3.1 70B on 256 v6e; others are assumed.
+# (docs/reference/models/tiering.md, 15 June 2026): Llama 2 70B on 512 v5p, Llama 3.1 70B on 256 v6e. Others: assumed.
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         "v4": Chip("tpu_v4", 275e12, 32 << 30),

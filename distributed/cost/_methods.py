@@ -180,7 +180,8 @@ def check_sharded(method: str, shape: Shape, topology: Topology) -> None:
 def shares_heads(method: str, shape: Shape, topology: Topology) -> bool:
     """Whether the devices of a mesh can divide the heads as a method needs."""
     devices = _exchanging(method, topology)
-    return method == "gather" or key_copies(shape.heads, shape.kv_heads, devices) is not None
+    exchanges = method in ("ulysses", "hybrid")
+    return not exchanges or key_copies(shape.heads, shape.kv_heads, devices) is not None
 
 
 def _exchanging(method: str, topology: Topology) -> int:

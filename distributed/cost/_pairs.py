@@ -23,7 +23,8 @@ class _Run(NamedTuple):
 def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tuple[int, ...]:
     r"""The pairs of a query and a key that the busiest device computes, in each step of a method.
 
-    $$\text{pairs}_s = B \tfrac{N}{h} \max_i \left|\{(t, a) : t \in Q_i,\; a \in K_{i,s},\; a \text{ seen by } t\}\right|$$
+    $$\text{pairs}_s = B \tfrac{N}{h} \max_i
+      \left|\{(t, a) : t \in Q_i,\; a \in K_{i,s},\; a \text{ seen by } t\}\right|$$
 
     with the queries $Q_i$ of device $i$, the keys $K_{i,s}$ that it has in step $s$, and $h$ devices that share the
     heads. Devices wait for each other in each step, so that these add up. A ring has $p$ steps, a hybrid $p / f$, a

@@ -293,8 +293,10 @@ OTHERS = (
     ids=["bfloat16", "bfloat16 others", "float32"],
 )
 def test_gradients_send_what_is_predicted(dtype, ways):
-    """Gradients of keys that go around in other numbers than asked for, a hop too far, or home in wide ones; pieces that
-    are gathered once too often."""
+    """Gradients of keys that go around in other numbers than asked for, a hop too far, or home in wide ones.
+
+    Pieces that are gathered once too often.
+    """
     for method, merge, causal, sizes, narrow in ways:
         shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=causal, queries_sharded=True)
         options = {"gradient_dtype": "bfloat16"} if narrow else {}  # only rings have this option
