@@ -13,7 +13,8 @@ class Link:
     Attributes:
         devices: their number.
         latency: seconds from one to the next, software included, for a message of no length.
-        bandwidth: bytes per second that each device sends in one direction while all of them send.
+        bandwidth: bytes per second that each device sends in one direction while all of them send; over a torus
+            by both of its links, of which a permute has one.
         name: for display.
         torus: whether it joins neighbours only, in both directions and around the end, so that a
             message to the device $d$ places on travels $d$ hops.
