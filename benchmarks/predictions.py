@@ -184,7 +184,7 @@ def table(found: dict[str, Any]) -> str:
         for x in found["growth"]
     ]
     head = "| method | chips | predicted | published |\n| --- | --- | --- | --- |\n"
-    title = "Of 256K tokens, the seconds that grow with the square of the length (one parabola through the three above):"
+    title = "Of 256K tokens, the seconds that grow with the square of the length (a parabola through the three above):"
     return "\n\n".join([*parts, f"{title}\n\n{head}" + "\n".join(lines)])
 
 

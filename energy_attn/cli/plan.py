@@ -59,9 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a plan for each method and layout, the fastest first. Returns 0, or 2 for an error."""
+    """Prints a plan for each method and layout, the fastest first.
+
+    Returns 0, or 2 for an error. Raises `BrokenPipeError` where nobody reads the table any more.
+    """
     try:
         _run(args)
+    except BrokenPipeError:
+        raise
     except (OSError, TypeError, ValueError) as error:
         print(f"energy_attn plan: {error}", file=sys.stderr)
         return 2
@@ -151,7 +156,7 @@ def _print(
     missing = "the backward's buffers, " if job.gradients else ""
     print(f"not counted: {missing}what MLPs and logits hold, and the compiler's scratch")
     print(
-        f"products with weights, beside attention's: {job.weight_seconds():.3g} s; "
+        f"products with weights, beside attention's: {_seconds(job.weight_seconds())}; "
         f"at {job.chip.efficiency:.0%} of {job.chip.flops / 1e12:g} TFLOP/s"
     )
     for method, reason in refused.items():
@@ -163,7 +168,7 @@ def _cells(job: Job, plan: Planned) -> Sequence[str]:
     seconds = plan.transfers, plan.products, plan.exposed, plan.seconds
     return (
         *(plan.method, plan.layout, "yes" if plan.fits else "no", f"{share:.0%}"),
-        *(_bytes(plan.sent), *(f"{x:.3g} s" for x in seconds)),
+        *(_bytes(plan.sent), *map(_seconds, seconds)),
     )
 
 
@@ -180,6 +185,10 @@ def _print_program(job: Job, plan: Planned, program: Compiled) -> None:
         f"compiled, a layer of {plan.method}, {plan.layout}: sends {_bytes(program.sent)} "
         f"(model: {_bytes(sent)}), holds {_bytes(program.memory)} (model: {_bytes(cost.memory(*sizes))})"
     )
+
+
+def _seconds(x: float) -> str:
+    return f"{x:.3g} s" if x < 1000 else f"{x:.0f} s"
 
 
 def _bytes(count: float) -> str:
