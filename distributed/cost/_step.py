@@ -21,7 +21,7 @@ class StepTime(NamedTuple):
 
     Attributes:
         products: of the busiest device in each step, added up.
-        transfers: of all collectives, if nothing overlaps.
+        transfers: of all collectives, if nothing overlaps; permutes over a torus by one of an axis' two links.
         exposed: the part of them beside which nothing is computed.
     """
 
@@ -62,8 +62,9 @@ def step_time(
     before the products of a step and awaits after them: those of keys, and of their gradients but for the last hop,
     around a ring; on GPUs the gathers of all pieces but the first, and the scatters of all gradients but the last. All
     others are exposed: all-to-alls, gathers of the backward, all gathers on TPUs, the spans of a window, a tree's
-    states. The backward has five products where the forward has two: scores again, and the gradients of weights,
-    values, queries and keys, $2 (3 H + 2 H_v)$ operations a pair.
+    states. A permute goes one way, by one of the two links of a torus axis. The backward has five products where the
+    forward has two: scores again, and the gradients of weights, values, queries and keys, $2 (3 H + 2 H_v)$
+    operations a pair.
 
     Args:
         method: as for [`transfers`][energy_attn.distributed.cost.transfers].
@@ -109,7 +110,7 @@ def step_time(
     for is_backward, (sent, operations) in enumerate(passes):
         products = [x * operations / (chip.efficiency * chip.flops) for x in counts]
         beside = _beside((method, merge), topology, sent, forward, len(counts), bool(is_backward))
-        every = sum(x.count * seconds(x, topology) for x in sent)
+        every = sum(x.count * _seconds(x, topology) for x in sent)
         hidden = sum(map(min, beside, products)) if beside else 0.0
         found = StepTime(sum(products), every, max(0.0, every - hidden))
         total = StepTime(*(a + b for a, b in zip(total, found, strict=True)))
@@ -127,7 +128,7 @@ def _beside(
     """Seconds of the transfers that lie beside the products of each step; none where all are exposed."""
 
     def lasting(some: Sequence[Transfer]) -> float:
-        return sum(seconds(x, topology) for x in some)
+        return sum(_seconds(x, topology) for x in some)
 
     if steps == 1 or way == ("ring", "queries"):  # whose states need the products of their step
         return []
@@ -146,6 +147,20 @@ def _beside(
     gradients = _without(hops, keys) if steps > 2 else hops
     around, behind = lasting(_without(hops, gradients)), lasting(gradients)
     return [around] + [around + behind] * (steps - 2) + [behind]
+
+
+def _seconds(transfer: Transfer, topology: Topology) -> float:
+    """Of one run. A permute goes one way, and so has one of the two links of a torus axis.
+
+    `latency` counts both: else `method="auto"` would take gathers on TPUs, which hide nothing, for rings, which do.
+    """
+    if transfer.kind == "collective-permute":
+        links = (
+            dataclasses.replace(x, bandwidth=x.bandwidth / 2) if x.torus else x
+            for x in topology.links
+        )
+        topology = dataclasses.replace(topology, links=tuple(links))
+    return seconds(transfer, topology)
 
 
 def _without(some: Sequence[Transfer], others: Sequence[Transfer]) -> list[Transfer]:

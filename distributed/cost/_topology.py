@@ -13,8 +13,7 @@ class Link:
     Attributes:
         devices: their number.
         latency: seconds from one to the next, software included, for a message of no length.
-        bandwidth: bytes per second that each device sends in one direction while all of them send; over a torus
-            by both of its links, of which a permute has one.
+        bandwidth: bytes per second that each device sends in one direction while all of them send.
         name: for display.
         torus: whether it joins neighbours only, in both directions and around the end, so that a
             message to the device $d$ places on travels $d$ hops.

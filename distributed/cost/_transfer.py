@@ -112,10 +112,8 @@ def _permute(transfer: Transfer, links: list[Link], topology: Topology) -> float
     hops = min(distance, fast.devices - distance) if fast.torus and not slow else 1
     devices = math.prod(link.devices for link in links)
     turns = _turns(topology) if transfer.pairs or devices == 2 else 1
-    # a torus has a link in each direction, of which a message takes one
-    bandwidth = fast.bandwidth / 2 if fast.torus else fast.bandwidth
     # messages through the links of other devices share these
-    seconds = hops * (fast.latency + turns * transfer.bytes / bandwidth)
+    seconds = hops * (fast.latency + turns * transfer.bytes / fast.bandwidth)
     slow_seconds = [
         link.latency + transfer.bytes / (link.bandwidth * link.sharing) for link in slow
     ]

@@ -197,6 +197,17 @@ def test_nothing_hidden():
     assert alone == (8 * sum(range(65)) * 8 / 1e3, 0, 0)
 
 
+def test_one_link_of_two():
+    """A ring that sends by both links of a torus axis at once."""
+    shape, switch = causal(64), network(4, bandwidth=1e2)
+    torus = dataclasses.replace(switch, links=(dataclasses.replace(switch.links[0], torus=True),))
+    hops = 3 * 2 * 16 * 8 * 2 * 2 / 1e2
+    times = [cost.step_time("ring", "keys", shape, x, CHIP).transfers for x in (switch, torus)]
+    assert times[1] - times[0] == pytest.approx(hops)
+    times = [cost.step_time("gather", None, shape, x, CHIP).transfers for x in (switch, torus)]
+    assert times[0] == times[1]
+
+
 SHAPE, TWO = causal(32), network(2)
 COMPLAINTS = {
     "ValueError shape: wanted as many queries": lambda: cost.pairs(
