@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from energy_attn.cli._planned import Job, planned
+from energy_attn.cli.plan import Job, planned
 from energy_attn.distributed import cost
 from energy_attn.models import LlamaConfig
 
@@ -72,7 +72,7 @@ class Row:
     Attributes:
         source: a key of `SOURCES`.
         model: a key of `MODELS`.
-        chip: a key of `cost.CHIPS`.
+        chip: as `cost.chip` takes it.
         sizes: of the axes that share the context.
         tokens: of a sequence.
         batch: sequences that those chips have.
@@ -120,7 +120,7 @@ ROWS = (
 
 def predicted(row: Row) -> dict[str, Any]:
     """A row with its prediction: products of weights and attention, transfers, and their exposed part."""
-    chip = cost.CHIPS[row.chip]
+    chip = cost.chip(row.chip)
     topology = cost.topology(chip.network, row.sizes)
     job = Job(MODELS[row.model], chip, topology, row.tokens, row.batch, tile=row.tile)
     plan = planned(job, row.method, row.layout)

@@ -4,6 +4,7 @@ import typing as _typing
 
 from energy_attn.kernels.internal import lazy as _lazy
 
+from .cost._chips import CHIPS as CHIPS
 from .cost._merges import exchanged as exchanged
 from .cost._merges import summed as summed
 from .cost._transfer import part_sent as part_sent

@@ -19,8 +19,8 @@ Examples:
 """
 
 from ..merge._strategies import MERGES as MERGES
-from ._chips import CHIPS as CHIPS
 from ._chips import Chip as Chip
+from ._chips import chip as chip
 from ._cost import choose_merge as choose_merge
 from ._cost import choose_method as choose_method
 from ._cost import latency as latency

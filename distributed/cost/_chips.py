@@ -1,10 +1,10 @@
-"""Chips: the products that they compute in a second, and their memory."""
+"""Chips: the products that they compute in a second, and their memory, published by the makers."""
 
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from energy_attn.kernels.internal import check_finite_number, check_integer
+from energy_attn.kernels.internal import check_choice, check_finite_number, check_integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Chip:
 
     Examples:
         >>> from energy_attn.distributed import cost
-        >>> cost.CHIPS["v5p"].flops
-        459000000000000.0
+        >>> cost.Chip("tpu_v5p", flops=459e12, memory=95 * 10**9).efficiency
+        0.5
     """
 
     network: str
@@ -55,3 +55,36 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
         "h200": Chip("dgx_h200", 989.4e12, 141 * 10**9),
     }
 )
+
+
+def chip(name: str, *, efficiency: float | None = None) -> Chip:
+    """The chip of a name.
+
+    | name | dense bfloat16 products, TFLOP/s | memory | efficiency |
+    |---|---|---|---|
+    | `"v4"` | 275 | 32 GiB | 0.5, assumed |
+    | `"v5e"` | 197 | 16 GB | 0.5, assumed |
+    | `"v5p"` | 459 | 95 GB | 0.654 |
+    | `"v6e"` | 918 | 32 GB | 0.503 |
+    | `"h100"` | 989.4 | 80 GB | 0.5, assumed |
+    | `"h200"` | 989.4 | 141 GB | 0.5, assumed |
+
+    Args:
+        name: as above.
+        efficiency: the part of the peak that products reach; None: as above.
+
+    Raises:
+        TypeError: `efficiency` is no number.
+        ValueError: an unknown name, or an efficiency that is not between 0 and 1.
+
+    Source: Google Cloud's pages of TPU v4, v5e, v5p and v6e, NVIDIA's data sheets of H100 SXM and H200; efficiencies
+        of whole training steps: MaxText, docs/reference/models/tiering.md, 15 June 2026.
+
+    Examples:
+        >>> from energy_attn.distributed import cost
+        >>> cost.chip("v5p").flops, cost.chip("v5p", efficiency=0.4).efficiency
+        (459000000000000.0, 0.4)
+    """
+    check_choice("name", name, tuple(CHIPS))
+    found = CHIPS[name]
+    return found if efficiency is None else dataclasses.replace(found, efficiency=efficiency)

@@ -48,8 +48,6 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
     Source: Striped Attention (arXiv 2311.09431), section 3, for the steps of a causal ring.
 
     Examples:
-        A causal ring over contiguous shards computes almost as much as one without a mask.
-
         >>> import dataclasses
         >>> from energy_attn.distributed import cost
         >>> mesh = cost.topology("tpu_v5p", (4,))

@@ -23,6 +23,11 @@ class StepTime(NamedTuple):
         products: of the busiest device in each step, added up.
         transfers: of all collectives, if nothing overlaps; permutes over a torus by one of an axis' two links.
         exposed: the part of them beside which nothing is computed.
+
+    Examples:
+        >>> from energy_attn.distributed import cost
+        >>> cost.StepTime(products=2.0, transfers=1.5, exposed=0.5).exposed
+        0.5
     """
 
     products: float
@@ -90,7 +95,7 @@ def step_time(
     Examples:
         >>> from energy_attn.distributed import cost
         >>> shape = cost.Shape(1, 2**17, 2**17, 32, 8, 128, causal=True, queries_sharded=True)
-        >>> mesh, chip = cost.topology("tpu_v5p", (16,)), cost.CHIPS["v5p"]
+        >>> mesh, chip = cost.topology("tpu_v5p", (16,)), cost.chip("v5p")
         >>> ring = cost.step_time("ring", "keys", shape, mesh, chip)
         >>> ring.exposed < 0.01 * ring.transfers
         True

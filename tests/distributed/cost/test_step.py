@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 
 from energy_attn.distributed import cost
+from energy_attn.distributed.internal import CHIPS
 from tests.support.complaints import refused
 from tests.support.selection import few
 
@@ -208,6 +210,7 @@ def test_one_link_of_two():
     assert times[0] == times[1]
 
 
+NAME: Any = "v5p"
 SHAPE, TWO = causal(32), network(2)
 COMPLAINTS = {
     "ValueError shape: wanted as many queries": lambda: cost.pairs(
@@ -220,10 +223,11 @@ COMPLAINTS = {
     "ValueError method: wanted sharded": lambda: cost.pairs(
         "ring", dataclasses.replace(SHAPE, queries_sharded=False), TWO
     ),
-    "TypeError chip: wanted a Chip": lambda: cost.step_time("ring", "keys", SHAPE, TWO, "v5p"),
+    "TypeError chip: wanted a Chip": lambda: cost.step_time("ring", "keys", SHAPE, TWO, NAME),
     "ValueError gradient: .* 'tree'": lambda: cost.step_time(
         "tree", "gather", SHAPE, TWO, CHIP, gradient=True
     ),
+    "ValueError name: wanted .*'h200', got str 'v9'": lambda: cost.chip("v9"),
     "ValueError flops: wanted": lambda: cost.Chip("tpu_v5p", 0.0, 1),
     "ValueError memory: wanted": lambda: cost.Chip("tpu_v5p", 1.0, 0),
     "ValueError efficiency: wanted": lambda: cost.Chip("tpu_v5p", 1.0, 1, 1.5),
@@ -240,6 +244,8 @@ def test_complaints(wanted):
 
 def test_chips_have_networks():
     """A chip whose interconnect has another name, or none."""
-    for name, chip in cost.CHIPS.items():
+    for name, chip in CHIPS.items():
         found = cost.topology(chip.network, (2,))
         assert name[1:] in found.name and chip.flops > 1e14 and chip.memory > 1e10
+        assert cost.chip(name) == chip
+        assert cost.chip(name, efficiency=1.0) == dataclasses.replace(chip, efficiency=1.0)

@@ -43,7 +43,7 @@ def test_seconds_and_bytes(plan):
     """Layers that are not counted, a backward that is left out, a batch or a K of 1000 tokens."""
     options = "--tokens", "2K", "--batch", "3", "--tile", "1"
     trained, read = by_method(plan(*options)), by_method(plan(*options, "--no-gradients"))
-    topology, chip = cost.topology("tpu_v5p", (4, 4)), cost.CHIPS["v5p"]
+    topology, chip = cost.topology("tpu_v5p", (4, 4)), cost.chip("v5p")
     shape = cost.Shape(3, 2048, 2048, 8, 4, 8, causal=True, queries_sharded=True, layout="zigzag")
     for gradient, rows in ((True, trained), (False, read)):
         ring = rows["ring", "zigzag"]
@@ -87,7 +87,7 @@ def test_layers_and_experts():
         sliding_window=100,
         layer_types=("sliding_attention", "full_attention", "sliding_attention"),
     )
-    job = Job(windows, cost.CHIPS["v5p"], cost.topology("tpu_v5p", (4,)), 1024)
+    job = Job(windows, cost.chip("v5p"), cost.topology("tpu_v5p", (4,)), 1024)
     assert {x.window: n for x, n in job.shapes("zigzag").items()} == {(99, 0): 2, None: 1}
     short = dataclasses.replace(job, tokens=64)
     assert {x.window: n for x, n in short.shapes("zigzag").items()} == {None: 3}
