@@ -101,10 +101,15 @@ def test_layers_and_experts():
 
 
 def test_fits(plan, folder, capsys):
-    """A context that is too long and comes first, or is said to fit."""
+    """A context that is too long and comes first, or is said to fit; parts of memory that fit one by one."""
     found = plan("--tokens", "64M", "--batch", "64")
     assert not any(x["fits"] for x in found["plans"])
-    command = ["plan", "--chip", "v5e", "--axes", "8", "--tokens", "64M", "--model", str(folder)]
+    command = ["plan", "--chip", "v5e", "--axes", "8", "--tokens", "80M", "--model", str(folder)]
+    assert main([*command, "--no-gradients", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [x["fits"] for x in plans] == [sum(x["memory"].values()) <= 16e9 for x in plans]
+    together = [x for x in plans if not x["fits"] and max(x["memory"].values()) < 16e9]
+    assert [x["method"] for x in together] == ["ulysses"]
     assert main([*command, "--no-gradients"]) == 0
     table = capsys.readouterr().out.partition("\n\n")[2].partition("\n\n")[0].splitlines()
     head, *rows = (x.split() for x in table)
