@@ -212,5 +212,6 @@ def _line(row: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     results = compute()
-    RESULT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    lines = json.dumps(results).replace("}, ", "},\n ")  # a row on each
+    RESULT.write_text(lines + "\n", encoding="utf-8")
     print(table(results))

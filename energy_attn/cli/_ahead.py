@@ -15,9 +15,10 @@ from energy_attn.distributed.internal import part_sent
 
 from .. import attention
 
-# How many dimensions the torus of a kind has, and what libtpu reads when it is loaded: it looks for no TPU.
+# How many dimensions the torus of a kind has.
 _DIMENSIONS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2}
-_ALONE = {
+# What libtpu reads when it is loaded: it is alone, and looks for nothing.
+ALONE = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_LOG_DIR": "disabled",
@@ -92,7 +93,7 @@ def compiled(
 
 def _devices(chip: str, sizes: tuple[int, ...]) -> list[Any]:
     """The chips of a slice of that form, or of another form of as many; raises `ValueError` where there is none."""
-    for name, value in _ALONE.items():
+    for name, value in ALONE.items():
         os.environ.setdefault(name, value)
     # without a chip, libtpu writes programs into JAX's cache that it cannot read again
     jax.config.update("jax_enable_compilation_cache", False)

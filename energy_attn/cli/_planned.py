@@ -1,6 +1,7 @@
 """What a model's attention over a mesh takes, by the cost model, by each method and in each layout."""
 
 import dataclasses
+import functools
 from collections import Counter
 from typing import NamedTuple
 
@@ -98,6 +99,7 @@ class Weights(NamedTuple):
     used: int
 
 
+@functools.cache
 def weights(config: LlamaConfig, dtype: DTypeLike) -> Weights:
     """The weights of a decoder: of experts a token uses some, and of an embedding that is not the head a row."""
     model = jax.eval_shape(lambda key: Llama(config, dtype, key=key), jax.random.key(0))
