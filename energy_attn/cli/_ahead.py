@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from energy_attn.distributed import SequenceParallel, collectives, cost, make_mesh
-from energy_attn.distributed.internal import part_sent
+from energy_attn.distributed.internal import part_sent, waits
 
 from .. import attention
 
@@ -32,10 +32,13 @@ class Compiled(NamedTuple):
     Attributes:
         sent: bytes that a device sends.
         memory: bytes of a device's arguments, results and temporaries.
+        exposed: how many collectives of each kind have no products beside them, but for gradients on their way home;
+            a loop's count once.
     """
 
     sent: float
     memory: int
+    exposed: dict[str, int]
 
 
 def compiled(
@@ -83,12 +86,13 @@ def compiled(
             else jax.jit(forward).lower(query, key, value)
         )
         program = lowered.compile()
-    sent = sum(
-        part_sent(x.kind, x.group_size) * x.bytes * (x.count or 1) for x in collectives(program)
-    )
+    found = collectives(program)
+    sent = sum(part_sent(x.kind, x.group_size) * x.bytes * (x.count or 1) for x in found)
     sizes_of = program.memory_analysis()
     names_of = "argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes"
-    return Compiled(sent, sum(getattr(sizes_of, name) for name in names_of))
+    text, kinds = program.as_text() or "", dict.fromkeys(x.kind for x in found)
+    exposed = {kind: len(waits(text, kind)) for kind in kinds}
+    return Compiled(sent, sum(getattr(sizes_of, name) for name in names_of), exposed)
 
 
 def _devices(chip: str, sizes: tuple[int, ...]) -> list[Any]:

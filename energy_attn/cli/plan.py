@@ -184,10 +184,13 @@ def _print_program(job: Job, plan: Planned, program: Compiled) -> None:
     shape = next(iter(job.shapes(plan.layout)))
     sizes = plan.method, plan.merge, shape, job.topology
     sent = cost.volume(*sizes, gradient=job.gradients)
-    print(
+    exposed = ", ".join(f"{count} × {kind}" for kind, count in program.exposed.items() if count)
+    line = (
         f"compiled, a layer of {plan.method}, {plan.layout}: sends {_bytes(program.sent)} "
-        f"(model: {_bytes(sent)}), holds {_bytes(program.memory)} (model: {_bytes(cost.memory(*sizes))})"
+        f"(model: {_bytes(sent)}), holds {_bytes(program.memory)} (model: "
+        f"{_bytes(cost.memory(*sizes))}), with nothing beside: {exposed or 'none'}"
     )
+    print(textwrap.fill(line, 79, subsequent_indent="  "))
 
 
 def _seconds(x: float) -> str:

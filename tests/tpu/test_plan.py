@@ -22,6 +22,7 @@ def test_a_compiled_plan(tmp_path, capsys):
     program = plan["compiled_layer"]
     assert program["sent"] == pytest.approx(plan["sent"] / 2, rel=0.01)  # of two layers
     assert program["memory"] > plan["memory"]["attention of a layer"]
+    assert program["exposed"] == {"collective-permute": 0}
 
 
 def test_a_gather_sums_on_a_v5p():
@@ -36,6 +37,7 @@ def test_a_gather_sums_on_a_v5p():
     scattered = both - forward * (1 + 7 / 8)
     program = compiled("v5p", (8,), shape, "gather", True)
     assert program.sent == pytest.approx(both + scattered, rel=0.01)
+    assert all(program.exposed[kind] > 0 for kind in ("all-gather", "all-reduce"))
 
 
 def test_no_such_slice():
