@@ -313,9 +313,11 @@ def _exchanged(
     if devices > 1 and (
         tangent or gradient_bytes
     ):  # an exchange's transpose is the one that undoes it
-        yield from (
-            Transfer("all-to-all", _tangent_bytes(size, shape), exchange_axes) for size in sizes
-        )
+        # XLA:TPU rounds gradients before it exchanges them
+        is_rounded = gradient_bytes and topology.platform == "tpu"
+        for size in sizes:
+            sent = size if is_rounded else _tangent_bytes(size, shape)
+            yield Transfer("all-to-all", sent, exchange_axes)
         yield Transfer("all-to-all", state, exchange_axes)
 
 

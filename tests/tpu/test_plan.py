@@ -40,6 +40,16 @@ def test_a_gather_sums_on_a_v5p():
     assert all(program.exposed[kind] > 0 for kind in ("all-gather", "all-reduce"))
 
 
+@pytest.mark.parametrize("method", ["ulysses", "hybrid"])
+def test_gradients_are_exchanged_in_16_bits(method):
+    """A compiler that exchanges gradients of 16-bit arrays in float32, as on CPUs."""
+    shape = cost.Shape(
+        *(1, 16384, 16384, 32, 8, 128), causal=True, queries_sharded=True, layout="striped"
+    )
+    model = cost.volume(method, None, shape, cost.topology("tpu_v5p", (2, 2)), gradient=True)
+    assert compiled("v5p", (2, 2), shape, method, True).sent == pytest.approx(model, rel=0.01)
+
+
 def test_no_such_slice():
     """A traceback of libtpu's."""
     shape = cost.Shape(1, 21, 21, 7, 7, 128, causal=True, queries_sharded=True)
