@@ -4,10 +4,13 @@ import typing as _typing
 
 from energy_attn.kernels.internal import lazy as _lazy
 
+from .cost._chips import CHIPS as CHIPS
 from .cost._merges import exchanged as exchanged
 from .cost._merges import summed as summed
+from .cost._transfer import part_sent as part_sent
 from .cost._transfer import seconds as seconds
 from .hlo._kind import Kind as Kind
+from .hlo._schedule import waits as waits
 from .merge._packing import as_invariant as as_invariant
 from .merge._scatter import exchange as exchange
 from .merge._scatter import sums as sums

@@ -1,4 +1,4 @@
-"""`python -m energy_attn info | demo | generate`."""
+"""`python -m energy_attn info | demo | generate | plan`."""
 
 import argparse
 import contextlib
@@ -19,6 +19,7 @@ _COMMANDS = {
     "info": "devices, implementations, and which one is used for which call and why",
     "demo": "decode over eight devices with a small trained model, compare with the dense answer",
     "generate": "continue a text with a checkpoint, its context sharded over a mesh",
+    "plan": "whether a context fits on a mesh, by which method, and what it takes",
 }
 
 

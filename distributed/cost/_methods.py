@@ -78,7 +78,7 @@ def transfers(
     Raises:
         TypeError: `shape` is not a `Shape`, `topology` not a `Topology`, or a flag not a bool.
         ValueError: an unknown method or merge, or one that these axes, heads or queries do not allow; a gradient
-            beside a tangent, or of a tree, a gather or a ring of queries, which the model does not have.
+            beside a tangent, or of a tree or a ring of queries, which the model does not have.
 
     Source: Tree Attention (arXiv 2408.04093), section 6.3; Ulysses (arXiv 2309.14509); USP (arXiv
         2405.07719).
@@ -118,7 +118,7 @@ def transfers(
     if near is not None:
         return tuple(_near(near, shape, topology, with_tangent, gradient_bytes))
     if method == "gather":
-        return tuple(_gathered(shape, topology, with_tangent))
+        return tuple(_gathered(shape, topology, with_tangent, gradient))
     if method == "ring" and merge == "keys":
         keys = kv_shard(shape, topology)
         positions = _positions(shape.keys, shape, topology, topology.axes)
@@ -148,10 +148,10 @@ def check_gradient(method: str, merge: str | None, tangent: bool) -> None:
     """Raises `ValueError` for a gradient that the model does not have."""
     if tangent:
         raise ValueError("gradient: wanted False beside tangent=True, got True")
-    if method in ("tree", "gather") or merge == "queries":
+    if method == "tree" or merge == "queries":
         raise ValueError(
             f"gradient: wanted False for {method!r} with merge={merge!r}, got True; the model has that of "
-            "the ring of keys, of 'ulysses' and of 'hybrid'"
+            "the ring of keys, of 'ulysses', of 'hybrid' and of 'gather'"
         )
 
 
@@ -180,7 +180,8 @@ def check_sharded(method: str, shape: Shape, topology: Topology) -> None:
 def shares_heads(method: str, shape: Shape, topology: Topology) -> bool:
     """Whether the devices of a mesh can divide the heads as a method needs."""
     devices = _exchanging(method, topology)
-    return method == "gather" or key_copies(shape.heads, shape.kv_heads, devices) is not None
+    exchanges = method in ("ulysses", "hybrid")
+    return not exchanges or key_copies(shape.heads, shape.kv_heads, devices) is not None
 
 
 def _exchanging(method: str, topology: Topology) -> int:
@@ -310,13 +311,17 @@ def _exchanged(
     if devices > 1 and (
         tangent or gradient_bytes
     ):  # an exchange's transpose is the one that undoes it
-        yield from (
-            Transfer("all-to-all", _tangent_bytes(size, shape), exchange_axes) for size in sizes
-        )
+        # XLA:TPU rounds gradients before it exchanges them
+        is_rounded = gradient_bytes and topology.platform == "tpu"
+        for size in sizes:
+            sent = size if is_rounded else _tangent_bytes(size, shape)
+            yield Transfer("all-to-all", sent, exchange_axes)
         yield Transfer("all-to-all", state, exchange_axes)
 
 
-def _gathered(shape: Shape, topology: Topology, tangent: bool) -> Iterator[Transfer]:
+def _gathered(
+    shape: Shape, topology: Topology, tangent: bool, gradient: bool
+) -> Iterator[Transfer]:
     axes = topology.axes
     count = pieces(-(-shape.keys // topology.devices))
     yield from _positions(shape.keys, shape, topology, axes)
@@ -324,3 +329,10 @@ def _gathered(shape: Shape, topology: Topology, tangent: bool) -> Iterator[Trans
         # for a tangent again, but for the first piece, whose gathers XLA merges; and directions
         counts = (count, count - 1, count) if tangent else (count,)
         yield from (Transfer("all-gather", size // count, axes, n) for n in counts if n)
+        if (
+            gradient
+        ):  # the backward's gathers, of which XLA merges the first, or all of two, and scatters
+            if count > 2:
+                yield Transfer("all-gather", size // count, axes, count - 1)
+            piece = _tangent_bytes(size, shape) * topology.devices // count
+            yield Transfer("reduce-scatter", piece, axes, count)

@@ -40,15 +40,21 @@ class Transfer:
 def sent(transfer: Transfer, topology: Topology) -> float:
     """Bytes that one device, the busiest, puts on links: for all runs of a transfer."""
     devices = math.prod(topology.links[axis].devices for axis in transfer.axes)
+    part = part_sent(transfer.kind, devices, topology.all_reduce)
+    return part * transfer.bytes * transfer.count
+
+
+def part_sent(kind: Kind, devices: int, all_reduce: str = "ring") -> float:
+    """How many times its payload a device puts on links, in a collective over so many devices."""
     peers = devices - 1
     part = {
-        "all-reduce": 2.0 if topology.all_reduce == "tree" else 2 * peers / devices,
+        "all-reduce": 2.0 if all_reduce == "tree" else 2 * peers / devices,
         "all-gather": peers,
         "reduce-scatter": peers / devices,
         "all-to-all": peers / devices,
         "collective-permute": 1,
     }
-    return part[transfer.kind] * transfer.bytes * transfer.count
+    return part[kind]
 
 
 def seconds(transfer: Transfer, topology: Topology) -> float:

@@ -29,6 +29,7 @@ from ..models import (
 )
 from ..models.generation._prompts import tokens_of
 from ..models.text._tokenizer import special_ids
+from ._arguments import numbers
 from ._byte_llama import FOLDER
 from ._devices import enough_devices, simulate_devices
 
@@ -119,21 +120,14 @@ def _model(text: str) -> Path:
 
 def _mesh(text: str) -> tuple[int, ...]:
     expected = "8 or 2x4, or other sizes"
-    sizes = _numbers(text.lower(), "x", expected)
+    sizes = numbers(text.lower(), "x", expected)
     if len(sizes) > 2 or min(sizes) < 1:
         raise argparse.ArgumentTypeError(f"wanted {expected}, got {text!r}")
     return sizes
 
 
 def _tokens(text: str) -> tuple[int, ...]:
-    return _numbers(text, ",", "tokens by number, 2 or 2,7")
-
-
-def _numbers(text: str, separator: str, expected: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(separator))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"wanted {expected}, got {text!r}") from None
+    return numbers(text, ",", "tokens by number, 2 or 2,7")
 
 
 def _check(args: argparse.Namespace) -> None:

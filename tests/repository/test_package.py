@@ -52,7 +52,7 @@ def build(kind: str, tree: Path, to: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Built:
-    """Both, built without network access; the wheel has 2 MB at most."""
+    """Both, built without network access; the wheel has 2.1 MB at most."""
     work = tmp_path_factory.mktemp("build")
     copy(work / "tree")
     sdist = build("sdist", work / "tree", work / "sdist")
@@ -64,7 +64,7 @@ def built(tmp_path_factory) -> Built:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(archive.extractfile(member).read())
     wheel = build("wheel", work / "unpacked", work / "wheel")
-    assert wheel.stat().st_size <= 2e6
+    assert wheel.stat().st_size <= 2.1e6
     installed = work / "installed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)

@@ -7,15 +7,9 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from energy_attn.cli._ahead import ALONE as ALONE
 from tests.support.selection import few
 
-# What libtpu reads when it is loaded: it is alone, and looks for nothing.
-ALONE = {
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_LOG_DIR": "disabled",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 CHIPS = {
     "v4": "v4:2x2x1",
     "v5e": "v5e:2x2",

@@ -281,6 +281,7 @@ HYBRID = ("hybrid", None, False, (4, 2), False)
 OTHERS = (
     *(("ring", "keys", True, (4,), narrow) for narrow in (False, True)),
     ("ring", "keys", False, (2,), False),
+    *(("gather", None, causal, sizes, False) for causal, sizes in ((True, (4,)), (False, (8,)))),
     ("ulysses", None, False, (4,), False),
     *(("hybrid", None, False, (2, 2), narrow) for narrow in (False, True)),
 )
@@ -292,10 +293,13 @@ OTHERS = (
     ids=["bfloat16", "bfloat16 others", "float32"],
 )
 def test_gradients_send_what_is_predicted(dtype, ways):
-    """Gradients of keys that go around in other numbers than asked for, a hop too far, or home in wide ones."""
+    """Gradients of keys that go around in other numbers than asked for, a hop too far, or home in wide ones.
+
+    Pieces that are gathered once too often.
+    """
     for method, merge, causal, sizes, narrow in ways:
         shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=causal, queries_sharded=True)
-        options = {"gradient_dtype": "bfloat16"} if narrow else {}  # Ulysses has no such option
+        options = {"gradient_dtype": "bfloat16"} if narrow else {}  # only rings have this option
         hold_gradient(method, merge, shape, sizes, **options)
 
 

@@ -1,0 +1,150 @@
+"""Pairs of queries and keys that devices compute, counted in closed form from the layout of a sequence."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from energy_attn.kernels.internal import check_choice, check_integer
+
+from ._methods import METHODS, check_method, check_sharded, check_sizes, near_keys
+from ._shape import Shape, pieces
+from ._topology import Topology
+
+
+class _Run(NamedTuple):
+    """Positions in equal steps on each device, of which `first` `[devices]` are the first."""
+
+    first: np.ndarray
+    stride: int
+    length: int
+
+
+def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tuple[int, ...]:
+    r"""The pairs of a query and a key that the busiest device computes, in each step of a method.
+
+    $$\text{pairs}_s = B \tfrac{N}{h} \max_i
+      \left|\{(t, a) : t \in Q_i,\; a \in K_{i,s},\; a \text{ seen by } t\}\right|$$
+
+    with the queries $Q_i$ of device $i$, the keys $K_{i,s}$ that it has in step $s$, and $h$ devices that share the
+    heads. Devices wait for each other in each step, so that these add up. A ring has $p$ steps, a hybrid $p / f$, a
+    gather one for each of its pieces, the others have one; so do a ring and a gather that send a halo alone.
+
+    Args:
+        method: `"tree"`, `"ring"`, `"ulysses"`, `"hybrid"` or `"gather"`.
+        shape: the sizes, of sharded queries, as many as keys; `causal`, `window` and `layout` say which pairs are seen.
+        topology: the mesh.
+        tile: a kernel computes all of a square of so many queries and keys, or of fewer that divide the consecutive
+            tokens of a device, where one of their pairs is seen.
+
+    Returns:
+        The number for each step.
+
+    Raises:
+        TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.
+        ValueError: an unknown method, or one that these axes or heads do not allow; queries that are not sharded or
+            not as many as keys; tokens that the layout does not divide equally; a tile below 1.
+
+    Source: Striped Attention (arXiv 2311.09431), section 3, for the steps of a causal ring.
+
+    Examples:
+        >>> import dataclasses
+        >>> from energy_attn.distributed import cost
+        >>> mesh = cost.topology("tpu_v5p", (4,))
+        >>> shape = cost.Shape(1, 16, 16, 1, 1, 8, causal=True, queries_sharded=True)
+        >>> cost.pairs("ring", shape, mesh)
+        (10, 16, 16, 16)
+        >>> cost.pairs("ring", dataclasses.replace(shape, layout="zigzag"), mesh)
+        (10, 8, 8, 8)
+    """
+    check_sizes(shape, topology)
+    check_choice("method", method, tuple(METHODS))
+    check_method(method, len(topology.links))
+    check_sharded(method, shape, topology)
+    check_integer("tile", tile, least=1)
+    if shape.queries != shape.keys:
+        raise ValueError(
+            f"shape: wanted as many queries as the {shape.keys} keys, got {shape.queries}"
+        )
+    devices = topology.devices
+    parts = 2 * devices if shape.layout == "zigzag" else devices
+    if shape.keys % parts:
+        raise ValueError(
+            f"shape: wanted a multiple of {parts} tokens for the layout {shape.layout!r} over "
+            f"{devices} devices, got {shape.keys}"
+        )
+    size = shape.keys // devices
+    heads, steps = shape.batch * shape.heads, []
+    merge = "keys" if method == "ring" else None
+    if method == "gather" and near_keys(method, merge, shape, topology) is None:
+        count = pieces(size)
+        steps = [
+            _seen(shape, devices, i * size // count, (i + 1) * size // count, tile).sum(1).max()
+            for i in range(count)
+        ]
+        return tuple(heads * int(x) for x in steps)
+    seen = _seen(shape, devices, 0, size, tile)
+    if method == "tree":
+        return (heads * int(seen.sum(0).max()),)
+    if method == "ulysses":
+        return (heads // devices * int(seen.sum()),)
+    if near_keys(method, merge, shape, topology) is not None:
+        return (heads * int(seen.sum(1).max()),)
+    shared = topology.links[-1].devices if method == "hybrid" else 1
+    around = devices // shared
+    groups = seen.reshape(around, shared, around, shared).sum((1, 3))
+    here = np.arange(around)
+    return tuple(heads // shared * int(groups[here, here - s].max()) for s in range(around))
+
+
+def _seen(shape: Shape, devices: int, start: int, stop: int, tile: int) -> np.ndarray:
+    """Pairs of queries of each device and some keys of each, those from `start` to `stop`, `[devices, devices]`."""
+    size = shape.keys // devices
+    before, after = (shape.keys, shape.keys) if shape.window is None else shape.window
+    window = before, 0 if shape.causal else after
+    rows, columns = (_runs(shape.layout, size, devices, *x) for x in ((0, size), (start, stop)))
+    count = np.zeros((devices, devices), np.int64)
+    for queries in rows:
+        for keys in columns:
+            count += _in_tiles(queries, keys, window, tile)
+    return count
+
+
+def _runs(layout: str, size: int, devices: int, start: int, stop: int) -> list[_Run]:
+    """The positions of each device's tokens from `start` to `stop`, of `size`."""
+    here = np.arange(devices)
+    if layout == "contiguous":
+        return [_Run(here * size + start, 1, stop - start)]
+    if layout == "striped":
+        return [_Run(here + start * devices, devices, stop - start)]
+    half = size // 2
+    begins = ((0, here * half), (half, (2 * devices - 1 - here) * half))
+    found = []
+    for place, first in begins:
+        low, high = max(start, place), min(stop, place + half)
+        if low < high:
+            found.append(_Run(first + low - place, 1, high - low))
+    return found
+
+
+def _in_tiles(queries: _Run, keys: _Run, window: tuple[int, int], tile: int) -> np.ndarray:
+    """Pairs of two runs of one stride in the tiles of which some pair is seen, `[devices, devices]`."""
+    lengths = math.gcd(queries.length, keys.length)
+    tile = next(x for x in range(min(tile, lengths), 0, -1) if lengths % x == 0)
+    step, reach = queries.stride * tile, queries.stride * (tile - 1)
+    rows, columns = queries.length // tile, keys.length // tile
+    apart = queries.first[:, None] - keys.first[None, :]
+    # of row i the tiles from `first + i` on, and before `last + i`
+    last = (apart + reach + window[1]) // step + 1
+    first = -((reach + window[0] - apart) // step)
+    return tile**2 * (_below(last, rows, columns) - _below(first, rows, columns))
+
+
+def _below(start: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    r"""$\sum_{i < \text{rows}} \min(\max(\text{start} + i, 0), \text{columns})$."""
+
+    def until(x: np.ndarray) -> np.ndarray:
+        inside = np.clip(x, 0, columns)
+        return inside * (inside - 1) // 2 + columns * np.maximum(x - columns, 0)
+
+    return until(start + rows) - until(start)

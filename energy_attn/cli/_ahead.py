@@ -1,0 +1,122 @@
+"""An attention compiled ahead of time for TPUs that are not there."""
+
+import importlib.util
+import math
+import os
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from energy_attn.distributed import SequenceParallel, collectives, cost, make_mesh
+from energy_attn.distributed.internal import part_sent, waits
+
+from .. import attention
+
+# How many dimensions the torus of a kind has.
+_DIMENSIONS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2}
+# What libtpu reads when it is loaded: it is alone, and looks for nothing.
+ALONE = {
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+class Compiled(NamedTuple):
+    """What a program sends and holds.
+
+    Attributes:
+        sent: bytes that a device sends.
+        memory: bytes of a device's arguments, results and temporaries.
+        exposed: how many collectives of each kind have no products beside them, but for gradients on their way home;
+            a loop's count once.
+    """
+
+    sent: float
+    memory: int
+    exposed: dict[str, int]
+
+
+def compiled(
+    chip: str, sizes: tuple[int, ...], shape: cost.Shape, method: str, gradients: bool
+) -> Compiled:
+    """The program of one layer's attention over a torus of these sizes; raises `ValueError` where none can be had."""
+    if chip not in _DIMENSIONS:
+        raise ValueError(
+            f"--compile: wanted a TPU as --chip, {', '.join(_DIMENSIONS)}, got {chip!r}"
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "--compile: wanted libtpu, which compiles for TPUs without one, got none; "
+            "install the extra energy_attn[tpu]"
+        )
+    names = tuple(f"axis{i}" for i in range(len(sizes)))
+    mesh = make_mesh(sizes, names, devices=_devices(chip, sizes))
+    sharding = NamedSharding(mesh, PartitionSpec(None, names))
+    query, key, value = (
+        jax.ShapeDtypeStruct((shape.batch, *x), jnp.dtype(shape.dtype), sharding=sharding)
+        for x in (
+            (shape.queries, shape.heads, shape.width),
+            (shape.keys, shape.kv_heads, shape.width),
+            (shape.keys, shape.kv_heads, shape.out_width),
+        )
+    )
+    out = jax.ShapeDtypeStruct((*query.shape[:3], shape.out_width), query.dtype, sharding=sharding)
+    way: Any = {"method": method, "layout": shape.layout}  # of names that were checked
+    parallel = SequenceParallel(names, **way)
+    window = None if shape.window is None else shape.window[0]
+
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return attention(
+            query, key, value, is_causal=True, local_window_size=window, parallel=parallel
+        )
+
+    def both(cotangent: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        found, backward = jax.vjp(forward, *arrays)
+        return found, backward(cotangent)
+
+    with jax.set_mesh(mesh):
+        lowered = (
+            jax.jit(both).lower(out, query, key, value)
+            if gradients
+            else jax.jit(forward).lower(query, key, value)
+        )
+        program = lowered.compile()
+    found = collectives(program)
+    sent = sum(part_sent(x.kind, x.group_size) * x.bytes * (x.count or 1) for x in found)
+    sizes_of = program.memory_analysis()
+    names_of = "argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes"
+    text, kinds = program.as_text() or "", dict.fromkeys(x.kind for x in found)
+    exposed = {kind: len(waits(text, kind)) for kind in kinds}
+    return Compiled(sent, sum(getattr(sizes_of, name) for name in names_of), exposed)
+
+
+def _devices(chip: str, sizes: tuple[int, ...]) -> list[Any]:
+    """The chips of a slice of that form, or of another form of as many; raises `ValueError` where there is none."""
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)
+    # without a chip, libtpu writes programs into JAX's cache that it cannot read again
+    jax.config.update("jax_enable_compilation_cache", False)
+    form = sizes + (1,) * (_DIMENSIONS[chip] - len(sizes))
+    if len(sizes) > _DIMENSIONS[chip] or len(sizes) == 1:
+        form = _form(math.prod(sizes), _DIMENSIONS[chip])
+    name = f"{chip}:{'x'.join(map(str, form))}"
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        wanted = f"the sizes of a slice of {chip}, as libtpu knows them"
+        raise ValueError(f"--axes: wanted {wanted}, got {name}: {error}") from error
+    return [x for x in found if getattr(x, "core_on_chip", 0) == 0]
+
+
+def _form(count: int, dimensions: int) -> tuple[int, ...]:
+    """The sizes of a torus of so many chips that are the nearest to each other, small ones first."""
+    if dimensions == 1:
+        return (count,)
+    root = round(count ** (1 / dimensions))
+    first = next(x for x in range(max(root, 1), 0, -1) if count % x == 0)
+    return (first, *_form(count // first, dimensions - 1))
