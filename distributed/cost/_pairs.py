@@ -28,7 +28,7 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
 
     with the queries $Q_i$ of device $i$, the keys $K_{i,s}$ that it has in step $s$, and $h$ devices that share the
     heads. Devices wait for each other in each step, so that these add up. A ring has $p$ steps, a hybrid $p / f$, a
-    gather one for each of its pieces, the others have one; so do a ring and a gather that send a halo alone.
+    gather one for each of its pieces, the others have one; so do those that send a halo alone.
 
     Args:
         method: `"tree"`, `"ring"`, `"ulysses"`, `"hybrid"` or `"gather"`.
@@ -75,8 +75,8 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
         )
     size = shape.keys // devices
     heads, steps = shape.batch * shape.heads, []
-    merge = "keys" if method == "ring" else None
-    if method == "gather" and near_keys(method, merge, shape, topology) is None:
+    is_near = method in ("ring", "gather", "tree") and near_keys(shape, topology) is not None
+    if method == "gather" and not is_near:
         count = pieces(size)
         steps = [
             _seen(shape, devices, i * size // count, (i + 1) * size // count, tile).sum(1).max()
@@ -84,12 +84,12 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
         ]
         return tuple(heads * int(x) for x in steps)
     seen = _seen(shape, devices, 0, size, tile)
+    if is_near:
+        return (heads * int(seen.sum(1).max()),)
     if method == "tree":
         return (heads * int(seen.sum(0).max()),)
     if method == "ulysses":
         return (heads // devices * int(seen.sum()),)
-    if near_keys(method, merge, shape, topology) is not None:
-        return (heads * int(seen.sum(1).max()),)
     shared = topology.links[-1].devices if method == "hybrid" else 1
     around = devices // shared
     groups = seen.reshape(around, shared, around, shared).sum((1, 3))

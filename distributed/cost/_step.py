@@ -64,9 +64,10 @@ def step_time(
       \text{exposed} = \sum_s \max(0, \text{transfers}_s - \text{products}_s) + \text{others}$$
 
     with the [pairs][energy_attn.distributed.cost.pairs] of each step, and the transfers that a compiled program starts
-    before the products of a step and awaits after them: those of keys and of their gradients around a ring, beside whose
-    last hop, home, half of a device's own keys are left; on GPUs the gathers of all pieces but the first, and the scatters of all gradients but the last. All
-    others are exposed: all-to-alls, gathers of the backward, all gathers on TPUs, the spans of a window, a tree's
+    before the products of a step and awaits after them: those of keys and of their gradients around a ring, beside
+    whose last hop, home, half of a device's own keys are left; on GPUs the gathers of all pieces but the first, and the
+    scatters of all gradients but the last. All others are exposed: all-to-alls, gathers of the backward, all gathers on
+    TPUs, the spans of a window, a tree's
     states. A permute goes one way, by one of the two links of a torus axis. The backward has five products where the
     forward has two: scores again, and the gradients of weights, values, queries and keys, $2 (3 H + 2 H_v)$
     operations a pair.

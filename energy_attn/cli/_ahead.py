@@ -32,8 +32,7 @@ class Compiled(NamedTuple):
     Attributes:
         sent: bytes that a device sends.
         memory: bytes of a device's arguments, results and temporaries.
-        exposed: how many collectives of each kind have no products beside them, but for gradients on their way home;
-            a loop's count once.
+        exposed: how many collectives of each kind have no products beside them; a loop's count once.
     """
 
     sent: float

@@ -142,7 +142,7 @@ def test_who_waits():
 
 
 def test_hidden_around_a_ring():
-    """Hops beside the products of another step, more of them than there are, or a home-coming that is hidden."""
+    """Hops beside the products of another step, or more of them than there are; half of them beside the way home."""
     shape, mesh = causal(64), network(4, bandwidth=1e4)
     counts = np.array(cost.pairs("ring", shape, mesh))
     sizes = 2 * 16 * 8 * 2 * 2  # keys and values of a device, in bytes of bfloat16
@@ -159,14 +159,16 @@ def test_hidden_around_a_ring():
     assert 0 < late < 3 * hop and time.exposed == pytest.approx(late + positions)
     both = cost.step_time("ring", "keys", shape, slow, CHIP, gradient=True)
     assert both.products == pytest.approx(3.5 * products.sum())
-    behind = np.array([0, 2, 2, 2]) * hop  # gradients in float32
-    around = np.array([1, 1, 1, 0]) * hop
-    more = np.maximum(around + behind - 2.5 * products, 0).sum() + hop
+    behind = np.array([0, 2, 2, 2, 0]) * hop  # gradients in float32
+    around = np.array([1, 1, 1, 0, 1]) * hop  # keys, and gradients on their way home
+    own = products[0] / 2
+    halves = 2.5 * np.array([own, *products[1:], own])
+    more = np.maximum(around + behind - halves, 0).sum()
     assert both.exposed == pytest.approx(time.exposed + more)
     narrow = cost.step_time(
         "ring", "keys", shape, slow, CHIP, gradient=True, gradient_dtype="bfloat16"
     )
-    more = np.maximum(around + behind / 2 - 2.5 * products, 0).sum() + hop
+    more = np.maximum(around + behind / 2 - halves, 0).sum()
     assert narrow.exposed == pytest.approx(time.exposed + more)
     two = cost.step_time("ring", "keys", causal(32), network(2, bandwidth=1e2), CHIP, gradient=True)
     assert 0 < two.exposed < two.transfers
