@@ -69,6 +69,11 @@ def runs(layout: str, tokens: int, devices: int) -> list[Run] | None:
     return [Run(here * piece, 0, length), Run((2 * devices - 1 - here) * piece, piece, length)]
 
 
+def has_groups(layout: str, queries: int, keys: int, devices: int) -> bool:
+    """Whether the tokens of neighbouring devices lie together, so that several are as one that has them all."""
+    return layout == "contiguous" and queries % devices == 0 and keys % devices == 0
+
+
 def halo(
     layout: str,
     devices: int,

@@ -15,7 +15,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ..merge._strategies import MERGES, check_levels
-from ._halo import Halo, halo
+from ._halo import Halo, halo, has_groups
 from ._merges import FOLDED, exchanged, summed
 from ._shape import Shape, key_copies, pieces
 from ._topology import Topology
@@ -116,7 +116,10 @@ def transfers(
         return tuple(_exchanged(method, shape, topology, with_tangent, gradient_bytes))
     near = near_keys(shape, topology)
     if near is not None:
-        return tuple(_near(near, shape, topology, with_tangent, gradient_bytes))
+        size, axes = -(-shape.keys // topology.devices), topology.axes
+        sizes = kv_shard(shape, topology), size
+        found = _near(near, *sizes, axes, shape, with_tangent, gradient_bytes)
+        return (*_positions(shape.keys, shape, topology, axes), *found)
     if method == "gather":
         return tuple(_gathered(shape, topology, with_tangent, gradient))
     if method == "ring" and merge == "keys":
@@ -241,20 +244,33 @@ def _around(
             yield Transfer("collective-permute", size, axes)
 
 
-def near_keys(shape: Shape, topology: Topology) -> Halo | None:
-    """The keys that a window lets queries see, which a ring, a gather and a tree send and no others; None: all."""
+def near_keys(shape: Shape, topology: Topology, shared: int = 1) -> Halo | None:
+    """The keys that a window lets queries see, which a ring, a gather and a tree send and no others; None: all.
+
+    Those of a hybrid are between groups of `shared` devices.
+    """
+    sizes = shape.queries, shape.keys
     if shape.window is None or not shape.queries_sharded:
         return None
-    return halo(shape.layout, topology.devices, shape.queries, shape.keys, shape.window)
+    if shared > 1 and not has_groups(shape.layout, *sizes, topology.devices):
+        return None
+    return halo(shape.layout, topology.devices // shared, *sizes, shape.window)
 
 
 def _near(
-    near: Halo, shape: Shape, topology: Topology, tangent: bool, gradient_bytes: int
+    near: Halo,
+    sizes: Sequence[int],
+    length: int,
+    axes: tuple[int, ...],
+    shape: Shape,
+    tangent: bool,
+    gradient_bytes: int,
 ) -> Iterator[Transfer]:
-    """Keys and values of a halo; gradients return in the dtypes of keys and values, or behind keys that go around."""
-    size, axes = -(-shape.keys // topology.devices), topology.axes
-    yield from _positions(shape.keys, shape, topology, axes)
-    for whole in kv_shard(shape, topology):
+    """Keys and values of a halo, of these sizes for `length` tokens.
+
+    Gradients return in the dtypes of keys and values, or behind keys that go around.
+    """
+    for whole in sizes:
         hops = near.around - 1
         if hops:
             again = 1 + (hops > 1 and bool(tangent or gradient_bytes)) + tangent
@@ -264,7 +280,7 @@ def _near(
                 yield Transfer("collective-permute", moving, axes, hops)
                 yield Transfer("collective-permute", whole, axes)
         for span in near.spans:
-            part = whole // size * (span.stop - span.start)
+            part = whole // length * (span.stop - span.start)
             # the backward's keys are the forward's, which XLA sends once
             count = 1 + tangent + bool(gradient_bytes)
             yield from [Transfer("collective-permute", part, axes)] * count
@@ -305,7 +321,12 @@ def _exchanged(
         yield from _positions(shape.queries, shape, topology, exchange_axes)
         yield from (Transfer("all-to-all", size, exchange_axes) for size in sizes)
     yield from _positions(shape.keys, shape, topology, axes)
-    yield from _around(keys, shape, topology, ring_axes, tangent, gradient_bytes)
+    near = near_keys(shape, topology, devices) if method == "hybrid" else None
+    if near is None:
+        yield from _around(keys, shape, topology, ring_axes, tangent, gradient_bytes)
+    else:
+        length = shape.keys // topology.devices * devices
+        yield from _near(near, keys, length, ring_axes, shape, tangent, gradient_bytes)
     if devices > 1:
         yield Transfer("all-to-all", state, exchange_axes)
     if devices > 1 and (

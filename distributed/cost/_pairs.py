@@ -75,7 +75,8 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
         )
     size = shape.keys // devices
     heads, steps = shape.batch * shape.heads, []
-    is_near = method in ("ring", "gather", "tree") and near_keys(shape, topology) is not None
+    shared = topology.links[-1].devices if method == "hybrid" else 1
+    is_near = method != "ulysses" and near_keys(shape, topology, shared) is not None
     if method == "gather" and not is_near:
         count = pieces(size)
         steps = [
@@ -84,15 +85,14 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
         ]
         return tuple(heads * int(x) for x in steps)
     seen = _seen(shape, devices, 0, size, tile)
+    around = devices // shared
+    groups = seen.reshape(around, shared, around, shared).sum((1, 3))
     if is_near:
-        return (heads * int(seen.sum(1).max()),)
+        return (heads // shared * int(groups.sum(1).max()),)
     if method == "tree":
         return (heads * int(seen.sum(0).max()),)
     if method == "ulysses":
         return (heads // devices * int(seen.sum()),)
-    shared = topology.links[-1].devices if method == "hybrid" else 1
-    around = devices // shared
-    groups = seen.reshape(around, shared, around, shared).sum((1, 3))
     here = np.arange(around)
     return tuple(heads // shared * int(groups[here, here - s].max()) for s in range(around))
 

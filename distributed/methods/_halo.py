@@ -16,11 +16,12 @@ from energy_attn.kernels.masks import AbstractMask, And, Interval, Segments
 
 from .. import cost
 from ..cost._devices import usual_topology
-from ..cost._halo import Halo, Meets, halo
+from ..cost._halo import Halo, Meets, halo, has_groups
 from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
 from ._gather import Gather
 from ._halo_keys import Near
+from ._hybrid import Hybrid
 from ._in_turn import attend_in_turn
 from ._parallel import SequenceParallel
 from ._plan import ShardingPlan, shape_of
@@ -64,6 +65,22 @@ class Neighbours(AbstractMethod):
         return attend_in_turn(call.names, call.settings, turns, operands)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeighbouringGroups(Hybrid):
+    """A hybrid in which keys come from those groups of devices alone whose keys some query may see.
+
+    Attributes:
+        halo: which keys of a group.
+    """
+
+    halo: Halo
+
+    def around(self, call: LocalCall) -> AttentionState:
+        dtype: Any = self.gradient_dtype
+        turns = Near(call.axes, call.operands.key.shape[1], dtype, self.halo)
+        return attend_in_turn(call.names, call.settings, turns, call.operands)
+
+
 def near_plan(
     plan: ShardingPlan | None,
     parallel: SequenceParallel | None,
@@ -91,12 +108,18 @@ def near_plan(
     if is_bounded and (parallel is None or parallel.method == "auto"):
         name = cost.choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
         method = {"ring": Ring(), "gather": Gather()}.get(name, method)
-    if not isinstance(method, (Ring, Gather, Tree)):
+    if not isinstance(method, (Ring, Gather, Tree, Hybrid)):
         return plan
-    found = halo(layout, plan.devices, shape.queries, shape.keys, settings.mask.window, meets)
+    groups, dtype = plan.devices, getattr(method, "gradient_dtype", None)
+    if isinstance(method, Hybrid):
+        groups //= plan.mesh.shape[plan.sequence[-1]]
+        if not has_groups(layout, shape.queries, shape.keys, plan.devices):
+            return plan
+    found = halo(layout, groups, shape.queries, shape.keys, settings.mask.window, meets)
     if found is None:
         return plan
-    return plan._replace(method=Neighbours(found, getattr(method, "gradient_dtype", None)))
+    near = NeighbouringGroups(dtype, halo=found) if isinstance(method, Hybrid) else None
+    return plan._replace(method=near or Neighbours(found, dtype))
 
 
 def _meets(

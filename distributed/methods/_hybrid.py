@@ -80,6 +80,10 @@ class Hybrid(AbstractMethod):
 
         def run(operands: Operands) -> AttentionState:
             operands = vary_together(operands, around)
-            return keys_around(self, call._replace(operands=operands, axes=around))
+            return self.around(call._replace(operands=operands, axes=around))
 
         return exchange_heads(run, call._replace(axes=exchanged), around)
+
+    def around(self, call: LocalCall) -> AttentionState:
+        """The attention of a device's heads over the keys of the devices along `call.axes`."""
+        return keys_around(self, call)

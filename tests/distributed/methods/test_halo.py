@@ -229,6 +229,46 @@ BYTES = list(
 )
 
 
+@pytest.mark.parametrize("window", [(127, 0), (700, 0), (50, 20)])
+def test_a_hybrid(window, arrays):
+    """Keys of whole groups of devices where few are seen; gradients that return to another device of a group."""
+    x = jax.ShapeDtypeStruct((1, 2048, 4, 16), jnp.bfloat16)
+    options = {"local_window_size": window, "is_causal": window[1] == 0}
+    sizes = {"queries_sharded": True, "window": window, "causal": False}
+    shape = cost.Shape(1, 2048, 2048, 4, 4, 16, **sizes)
+    topology = cost.topology("ethernet", (2,), nodes=4)
+    parallel = SequenceParallel(("node", "device"), method="hybrid")
+    mesh = make_mesh((4, 2), ("node", "device"))
+    with jax.set_mesh(mesh):
+        spec = jax.NamedSharding(mesh, jax.P(None, ("node", "device")))
+        given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spec)] * 3
+
+        def both(*given):
+            out, pull = jax.vjp(lambda *x: ea.attention(*x, **options, parallel=parallel), *given)
+            return out, pull(out)
+
+        sent = [x for x in collectives(jax.jit(both).lower(*given).compile())]
+        moved = sum(x.bytes * x.count for x in sent if x.kind == "collective-permute")
+        short = {name: x[:, :, :2] for name, x in arrays[0].items()}
+        near = {
+            "local_window_size": tuple(-(-x // 32) for x in window),
+            "is_causal": window[1] == 0,
+        }
+
+        def gradient(parallel):
+            def total(x):
+                return (ea.attention(**x, **near, parallel=parallel) ** 2).sum()
+
+            return jax.jit(jax.value_and_grad(total))(short)
+
+        found = jax.device_get(gradient(parallel))
+    said = cost.transfers("hybrid", None, shape, topology, gradient=True)
+    assert moved == sum(x.bytes * x.count for x in said if x.kind == "collective-permute")
+    if sum(window) < 512:  # a head of two devices' tokens, there and back, keys and values
+        assert moved == 2 * 2 * sum(window) * 2 * 16 * 2
+    close(found, jax.device_get(gradient(None)))
+
+
 @pytest.mark.parametrize(("layout", "window", "method"), BYTES)
 def test_bytes(layout, window, method):
     """Keys that no query sees and that are sent; a model that knows of no windows."""
