@@ -8,7 +8,7 @@ import numpy as np
 from energy_attn.kernels.internal import check_choice, check_integer
 
 from ._methods import METHODS, check_method, check_sharded, check_sizes, near_keys
-from ._shape import Shape, pieces
+from ._shape import Shape, halves, pieces
 from ._topology import Topology
 
 
@@ -78,11 +78,12 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
     shared = topology.links[-1].devices if method == "hybrid" else 1
     is_near = method != "ulysses" and near_keys(shape, topology, shared) is not None
     if method == "gather" and not is_near:
-        count = pieces(size)
-        steps = [
-            _seen(shape, devices, i * size // count, (i + 1) * size // count, tile).sum(1).max()
-            for i in range(count)
-        ]
+        count, parts = pieces(size), halves(size)
+        piece = size // (parts * count)
+        for i in range(count):
+            runs = [(j * count + i) * piece for j in range(parts)]
+            seen = np.sum([_seen(shape, devices, x, x + piece, tile) for x in runs], axis=0)
+            steps.append(seen.sum(1).max())
         return tuple(heads * int(x) for x in steps)
     seen = _seen(shape, devices, 0, size, tile)
     around = devices // shared

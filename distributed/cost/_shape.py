@@ -127,3 +127,9 @@ def pieces(keys: int) -> int:
     if not is_static(keys):
         return 1
     return next(n for n in range(min(keys, _MOST_PIECES) or 1, 0, -1) if keys % n == 0)
+
+
+def halves(keys: int) -> int:
+    """Of how many runs of a device's keys a piece is made: 2 if both halves can be divided so, else 1."""
+    count = pieces(keys)
+    return 2 if count > 1 and keys % (2 * count) == 0 else 1

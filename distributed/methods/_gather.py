@@ -19,9 +19,10 @@ class Gather(AbstractMethod):
 
     with $\oplus$ the [`merge`][energy_attn.kernels.merge] of states. Queries stay, and keys and values
     are gathered, $C$ pieces of every device's shard one after the other; no gather needs the attention
-    over the piece before. $C$ is the largest number up to 8 that divides $S$, so that a device holds its shard and two
-    pieces of all keys, a quarter of them for long sequences. The same bytes as a ring's, in $C$ steps
-    in place of $p - 1$ hops. The derivative gathers them again: in forward mode with the directions of
+    over the piece before. A piece has keys of both halves of each shard, so that in the order `"zigzag"` all devices
+    have as much to do in each. $C$ is the largest number up to 8 that divides $S$, so that a device holds its shard
+    and two pieces of all keys, a quarter of them for long sequences. The same bytes as a ring's, in $C$ steps in place
+    of $p - 1$ hops. The derivative gathers them again: in forward mode with the directions of
     keys and values, in reverse mode gradients are reduced and scattered piece by piece in `lse`'s dtype.
     Reverse over either mode keeps the keys of all devices. Positions and segments of keys are gathered once.
     Where a window tells which keys queries see, [no others are sent](../choosing.md#windows).

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import InFlight
 
-from ..cost._shape import pieces
+from ..cost._shape import halves, pieces
 from ..merge._packing import joined
 from ._arguments import Axes
 from ._in_turn import AbstractTurns, Gradients, Keys, Tree, Visit
@@ -17,7 +17,11 @@ from ._in_turn import AbstractTurns, Gradients, Keys, Tree, Visit
 
 @dataclasses.dataclass(frozen=True)
 class Pieces(AbstractTurns):
-    """In each turn an equal part of every device's keys; gradients are scattered as they come."""
+    """In each turn an equal part of every device's keys; gradients are scattered as they come.
+
+    It is made of a part of each half, which in the order `"zigzag"` are from both ends of the sequence: so that every
+    device's queries see as many keys of a piece.
+    """
 
     axes: Axes
     size: int
@@ -25,6 +29,10 @@ class Pieces(AbstractTurns):
     @property
     def count(self) -> int:
         return pieces(self.size)
+
+    @property
+    def _halves(self) -> int:
+        return halves(self.size)
 
     def first(self, own: Tree) -> Tree:
         return self._fetch(own, 0)
@@ -39,15 +47,15 @@ class Pieces(AbstractTurns):
     def cut(self, x: Array | None, axis: int, turn: int | Array) -> Array | None:
         if x is None or x.shape[axis] == 1:
             return x
-        apart = lax.dynamic_index_in_dim(self._apart(x, axis), turn, axis + 1, keepdims=False)
+        apart = lax.dynamic_index_in_dim(self._apart(x, axis), turn, axis + 2, keepdims=False)
         return apart.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     def uncut(self, found: Array, like: Array, axis: int, turn: int | Array) -> Array:
         if like.shape[axis] == 1:
             return found
         zeros = self._apart(lax.full_like(found, 0.0, shape=like.shape), axis)
-        shape = *zeros.shape[: axis + 1], 1, *zeros.shape[axis + 2 :]
-        placed = lax.dynamic_update_slice_in_dim(zeros, found.reshape(shape), turn, axis + 1)
+        shape = *zeros.shape[: axis + 2], 1, *zeros.shape[axis + 3 :]
+        placed = lax.dynamic_update_slice_in_dim(zeros, found.reshape(shape), turn, axis + 2)
         return placed.reshape(like.shape)
 
     def backward(self, visit: Visit, own: Keys) -> Gradients:
@@ -68,18 +76,18 @@ class Pieces(AbstractTurns):
         arrived, found = visit(here, so_far, last, InFlight(None, self._scatter(so_far.keys)))
 
         def together(home: Array, *last: Array) -> Array:
-            whole = jnp.moveaxis(jnp.concatenate([home, *(x[None] for x in last)]), 0, 1)
-            return whole.reshape(whole.shape[0], -1, *whole.shape[3:])
+            turns = jnp.concatenate([home, *(x[None] for x in last)])
+            apart = turns.reshape(*turns.shape[:2], self._halves, -1, *turns.shape[3:])
+            return jnp.moveaxis(apart, 0, 2).reshape(turns.shape[1], -1, *turns.shape[3:])
 
         keys = jax.tree.map(together, homes, arrived.sums, self._scatter(found.keys))
         return found._replace(keys=keys)
 
     def _fetch(self, tree: Tree, turn: int | Array) -> Tree:
-        size = self.size // self.count
-
         def of(x: Array) -> Array:
-            mine = lax.dynamic_slice_in_dim(x, turn * size, size, 1)
-            return joined(mine, self.axes, 1)
+            apart = x.reshape(len(x), self._halves, self.count, -1, *x.shape[2:])
+            mine = lax.dynamic_index_in_dim(apart, turn, 2, keepdims=False)
+            return joined(mine.reshape(len(x), -1, *x.shape[2:]), self.axes, 1)
 
         return jax.tree.map(of, tree)
 
@@ -95,6 +103,7 @@ class Pieces(AbstractTurns):
         return jax.tree.map(of, gradients)
 
     def _apart(self, x: Array, axis: int) -> Array:
-        """An array of all keys with axes of devices, pieces, and keys in a piece."""
-        shape = lax.axis_size(self.axes), self.count, self.size // self.count
+        """An array of all keys with axes of devices, halves, pieces, and keys in half a piece."""
+        size = self.size // (self._halves * self.count)
+        shape = lax.axis_size(self.axes), self._halves, self.count, size
         return x.reshape(*x.shape[:axis], *shape, *x.shape[axis + 1 :])
