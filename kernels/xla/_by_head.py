@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from ..call._operands import Operands, Settings, differentiated, is_static
+from ._as_written import as_written
 from ._blockwise import (
     NOTHING_IN_FLIGHT,
     InFlight,
@@ -83,14 +83,7 @@ def _cut(x: Any, axis: int, number: Array, count: int) -> Any:
         return x
     size = x.shape[axis] // count
     part = lax.dynamic_slice_in_dim(x, number * size, size, axis)
-    if x.ndim < 4:
-        return part
-    return lax.platform_dependent(part, tpu=_as_written, default=lambda x: x)
-
-
-def _as_written(x: Array) -> Array:
-    """`[B, T, N, H]` laid out in this order: else XLA:TPU copies all heads, these in front, before a loop over them."""
-    return with_layout_constraint(x, Layout((0, 1, 2, 3)))
+    return as_written(part) if x.ndim == 4 else part
 
 
 def _added(sums: Any, part: Any, axis: int, number: Array) -> Any:

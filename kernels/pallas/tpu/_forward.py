@@ -8,13 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Ref
 from jax.experimental import pallas as pl
-from jax.experimental.layout import Layout as ArrayLayout
-from jax.experimental.layout import with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
+from ...xla._as_written import as_written
 from .._common import result_like
 from .._score_program import Numbers
 from ._grid import Grid, compiler_params
@@ -28,8 +27,8 @@ def forward(operands: Operands, layout: Layout, *, interpret: bool) -> Attention
     """The state of a call."""
     settings = layout.settings
     query, key, value = operands[:3]
-    if settings.part:  # else XLA copies the whole array before a loop over its parts
-        query = with_layout_constraint(query, ArrayLayout((0, 1, 2, 3)))
+    if settings.part:
+        query = as_written(query)
     batch = query.shape[0]
     visibility = block_visibility(operands, layout)
     grid = Grid(layout, batch)
