@@ -2,7 +2,7 @@
 
 import re
 
-_KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "__cublas")
+_KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "__cublas")
 
 
 def waits(text: str, kind: str = "collective-permute") -> list[str]:

@@ -26,7 +26,7 @@ from energy_attn.distributed import (
 )
 from energy_attn.kernels import AttentionState, local_attention, merge
 from tests.support.programs import by_kind, payload
-from tests.support.schedule import trained, waits
+from tests.support.schedule import check_documents, trained, waits
 from tests.support.selection import few
 
 AXES = ("node", "device")
@@ -156,6 +156,14 @@ def test_a_window_sends_its_halo(layout):
         cost.transfers("ring", "keys", shape, topology, gradient=True)
     )
     assert len(waits(program.as_text())) == 2
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:parallel. under a causal mask")
+def test_documents_send_what_they_share():
+    """Keys of documents that end before a shard begins."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
+    check_documents(Mesh(np.array(devices), ("device",)))
 
 
 def test_a_ring_sends_both_ways_while_it_computes():
