@@ -194,6 +194,8 @@ def _print_program(job: Job, plan: Planned, program: Compiled) -> None:
 
 
 def _seconds(x: float) -> str:
+    if x < 0.1:
+        return f"{1e3 * x:.3g} ms"
     return f"{x:.3g} s" if x < 1000 else f"{x:.0f} s"
 
 
