@@ -202,15 +202,17 @@ def test_running_over_the_cache_is_loud(monkeypatch, raises_late):
     with pytest.raises(ValueError, match=r"cache: wanted room for 7 tokens at once, .*, got 6"):
         eqx.filter_jit(model)(random_tokens(2, 7), cache=out.cache)
 
-    def silent(place, capacity, starts, lengths, counts, tokens):
-        return jnp.where(lengths + counts <= capacity, counts, 0)
+    def silent(place, capacity, starts, lengths, counts, tokens):  # as on accelerators
+        return jnp.where(lengths + counts <= capacity, counts, -1)
 
     monkeypatch.setattr("energy_attn.distributed.cache._tokens.fitting", silent)
     loud = model(tokens, cache=out.cache, lengths=jnp.array([2, 3], jnp.int32))
     assert np.isfinite(loud.logits[0]).all() and np.isnan(loud.logits[1]).all()
-    assert loud.cache.lengths.tolist() == [6, 4]
     prompt = model.prefill(tokens, out.cache, lengths=jnp.array([2, 3], jnp.int32))
     assert np.isfinite(prompt.logits[0]).all() and np.isnan(prompt.logits[1]).all()
+    for cache in (loud.cache, prompt.cache):  # and later
+        after = model(tokens[:, :1], cache=cache, lengths=jnp.array([0, 1], jnp.int32))
+        assert np.isnan(after.logits[1]).all()
 
 
 def test_a_token_outside_the_vocabulary_is_loud():

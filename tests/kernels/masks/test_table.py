@@ -15,6 +15,7 @@ from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.masks._interval import Interval
 from energy_attn.kernels.pallas._ranges import tile_ranges, visibility_of
+from energy_attn.kernels.pallas._rows import block_run, block_spans
 from energy_attn.kernels.pallas.gpu._plan import make_plan
 from energy_attn.kernels.pallas.tpu._layout import make_layout
 from energy_attn.kernels.pallas.tpu._visibility import block_ranges, block_visibility
@@ -213,3 +214,17 @@ def test_rows_of_a_batch():
 def test_mistakes(call, error, name, received, wanted):
     """A table of no blocks, or a function without its mask."""
     complains(call, error, name, received, wanted)
+
+
+def test_runs_and_spans():
+    """The last of several runs, one that is none, or a block in a hole between two that needs no mask."""
+    seen = np.random.default_rng(0).random((3, 40, 5)) < 0.6
+    spans, run = (np.stack(jax.jit(f)(seen), -1) for f in (block_spans, block_run))
+    for row, (first, stop), (begin, end) in zip(
+        *(x.reshape(-1, x.shape[-1]) for x in (seen, spans, run)), strict=True
+    ):
+        (places,) = np.nonzero(row)
+        assert (first, stop) == ((places[0], places[-1] + 1) if len(places) else (0, 0))
+        assert row[begin:end].all() and (begin == end) == (not len(places))
+        if len(places):
+            assert begin == places[0] and (end == len(row) or not row[end])
