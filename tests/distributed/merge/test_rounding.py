@@ -68,7 +68,8 @@ def test_as_exact_as_one_device(dtype):
         for name, x in state.items():
             assert x.dtype == dtype
             # each device's gradient of the queries is rounded, and each step's where they rotate
-            limit = {"q": 1.6}.get(name, 1.05)
+            # and of half of a device's keys what comes home around a ring
+            limit = {"q": 1.6, "k": 1.1, "v": 1.1}.get(name, 1.05)
             if way == ROTATED and name != "out":
                 limit = 2.5
             assert error(state, name) <= limit * error(alone, name), (way, name)
