@@ -240,8 +240,9 @@ def _around(
         if tangent:  # directions
             yield Transfer("collective-permute", size, axes, hops)
         if gradient_bytes:  # gradients, which follow their keys, and return to their devices
-            yield Transfer("collective-permute", size // shape.bytes * gradient_bytes, axes, hops)
-            yield Transfer("collective-permute", size, axes)
+            moving = size // shape.bytes * gradient_bytes
+            yield Transfer("collective-permute", moving, axes, hops)
+            yield Transfer("collective-permute", moving, axes)
 
 
 def near_keys(shape: Shape, topology: Topology, shared: int = 1) -> Halo | None:
@@ -278,7 +279,7 @@ def _near(
             if gradient_bytes:
                 moving = whole // shape.bytes * gradient_bytes
                 yield Transfer("collective-permute", moving, axes, hops)
-                yield Transfer("collective-permute", whole, axes)
+                yield Transfer("collective-permute", moving, axes)
         for span in near.spans:
             part = whole // length * (span.stop - span.start)
             # the backward's keys are the forward's, which XLA sends once

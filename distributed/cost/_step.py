@@ -151,9 +151,9 @@ def _beside(
     if not is_backward:
         return [lasting(hops)] * (steps - 1) + [0.0]
     keys = [x for x in forward if x.kind == "collective-permute"]
-    home = [dataclasses.replace(x, count=1) for x in keys]
-    hops = _without(hops, home)
     gradients = _without(hops, keys) if steps > 2 else hops
+    home = gradients[1::2]  # of keys and of values, each behind the hops before it
+    gradients, hops = gradients[::2], _without(hops, home)
     around, behind = lasting(_without(hops, gradients)), lasting(gradients)
     return [around] + [around + behind] * (steps - 2) + [behind, lasting(home)]
 

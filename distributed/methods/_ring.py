@@ -49,8 +49,7 @@ class Ring(AbstractMethod):
     for H200, each transfer starts before the attention of its step and ends after it. The derivative
     goes around once more: in forward mode with the directions of keys and values, in reverse mode
     with gradients that travel with their keys, likewise beside the products, and
-    then make one hop home, in the dtypes of keys and values: beside the products of half of the device's own keys,
-    which are left until then.
+    then make one hop home, beside the products of half of the device's own keys, which are left until then.
     Memory is $O(T + S)$ per device in all, and in second derivatives by forward over reverse, which
     send twice what the gradient does; reverse over either mode keeps the keys of all devices on
     each, $O(T + p S)$. `rotate="queries"`: keys

@@ -60,9 +60,7 @@ class Around(AbstractTurns):
             onward: bool,
             some: slice = ALL,
         ) -> tuple[Any, Gradients]:
-            sums = None if so_far is None else so_far.keys
-            if self.gradient_dtype is not None and sums is not None:
-                sums = Keys(*(None if x is None else x.astype(self.gradient_dtype) for x in sums))
+            sums = None if so_far is None else self._travelling(so_far.keys)
             going = InFlight(keys if onward else None, self.way.apart(sums))
             arrived, found = visit(keys, so_far, step, self.way.hop(going, self.axes), some)
             if so_far is not None:
@@ -79,7 +77,7 @@ class Around(AbstractTurns):
         middle = jnp.arange(1, last, dtype=jnp.int32)
         carry, _ = lax.scan(lambda x, i: (turn(*x, i, onward=True), None), carry, middle)
         _, so_far = turn(*carry, last, onward=False)
-        home = self.way.apart(as_like(so_far.keys, own))
+        home = self.way.apart(self._travelling(so_far.keys))
         all_around = self.turns is None
         home = self.way.hop(home, self.axes) if all_around else hop(home, self.axes, -last)
         # else XLA cuts the second half before the loop, and keeps it
@@ -87,6 +85,12 @@ class Around(AbstractTurns):
         arrived, found = visit(here, so_far, 0, InFlight(None, home), slice(half, self.size))
         sums = as_like(self.way.joined(arrived.sums), found.keys)
         return found._replace(keys=added(sums, found.keys))
+
+    def _travelling(self, sums: Keys) -> Keys:
+        """Gradients in the dtype in which they go around; if that is wide, they are rounded once, with all added."""
+        if self.gradient_dtype is None:
+            return sums
+        return Keys(*(None if x is None else x.astype(self.gradient_dtype) for x in sums))
 
 
 def as_like(gradients: Keys, like: Keys) -> Keys:

@@ -159,8 +159,8 @@ def test_hidden_around_a_ring():
     assert 0 < late < 3 * hop and time.exposed == pytest.approx(late + positions)
     both = cost.step_time("ring", "keys", shape, slow, CHIP, gradient=True)
     assert both.products == pytest.approx(3.5 * products.sum())
-    behind = np.array([0, 2, 2, 2, 0]) * hop  # gradients in float32
-    around = np.array([1, 1, 1, 0, 1]) * hop  # keys, and gradients on their way home
+    behind = np.array([0, 2, 2, 2, 2]) * hop  # gradients in float32, the last of which come home
+    around = np.array([1, 1, 1, 0, 0]) * hop
     own = products[0] / 2
     halves = 2.5 * np.array([own, *products[1:], own])
     more = np.maximum(around + behind - halves, 0).sum()

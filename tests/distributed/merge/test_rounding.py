@@ -68,8 +68,7 @@ def test_as_exact_as_one_device(dtype):
         for name, x in state.items():
             assert x.dtype == dtype
             # each device's gradient of the queries is rounded, and each step's where they rotate
-            # and of half of a device's keys what comes home around a ring
-            limit = {"q": 1.6, "k": 1.1, "v": 1.1}.get(name, 1.05)
+            limit = {"q": 1.6}.get(name, 1.05)
             if way == ROTATED and name != "out":
                 limit = 2.5
             assert error(state, name) <= limit * error(alone, name), (way, name)
@@ -106,12 +105,7 @@ def test_gradients_that_travel_in_16_bits():
 
     once = errors([np.asarray(x, jnp.bfloat16) for x in exact])
     wide, narrow = map(errors, found)
-    # As on one device, where the gradient of queries is a sum of what is rounded. Of half of a device's keys that of
-    # the others' queries comes home rounded, before its own is added.
-    assert (wide <= [1.05, 1.3, 1.15, 1.1] * once).all()
-    first = [np.concatenate([x[:, :8], x[:, 16:24]], 1) for x in (*found[0][2:], *exact[2:])]
-    for x, y in zip(first[:2], first[2:], strict=True):
-        apart = np.abs(x.astype(np.float64) - y).mean()
-        assert apart <= 1.1 * np.abs(np.asarray(y, jnp.bfloat16).astype(np.float64) - y).mean()
+    # as on one device, where the gradient of queries is a sum of what is rounded
+    assert (wide <= [1.05, 1.3, 1.1, 1.05] * once).all()
     assert (narrow[:2] == wide[:2]).all()  # out, and the gradient of queries
     assert (narrow[2:] > wide[2:]).all() and (narrow[2:] <= 4 * once[2:]).all()
