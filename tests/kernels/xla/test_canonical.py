@@ -1,0 +1,367 @@
+"""The law of `Canonical`: a row has the same bytes however it is computed, and the values of attention."""
+
+import functools
+import hashlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels.xla._canonical import Canonical
+from tests.support.arrays import array
+from tests.support.compare import close
+from tests.support.problems import Problem, cotangents
+from tests.support.reference import dense, dense_jvp, dense_vjp
+from tests.support.selection import few
+from tests.support.spawn import spawn
+
+LENGTH, HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH = 2100, 4, 2, 16, 24  # nine leaves, the last in part
+SHORT = 1100  # for derivatives: five leaves, many tiles of queries
+DTYPES = "float32", "bfloat16", "float16", "float64"
+OPTIONS: dict[str, Any] = {
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (1300, 0)},
+    "segments": {"is_causal": True},
+    "full": {},
+}
+
+
+class Tokens(NamedTuple):
+    """Of one prompt: arrays of NumPy or, traced, of JAX."""
+
+    query: Any
+    key: Any
+    value: Any
+    positions: Any
+    segments: Any
+
+    def at(self, index) -> "Tokens":
+        """Some of them."""
+        return Tokens._make(x[index] for x in self)
+
+
+@functools.cache
+def prompt(dtype: str, seed: int = 0) -> Tokens:
+    """A random one, whose scores are large enough for exponentials of all sizes."""
+    rng = np.random.default_rng(seed)
+    sizes = (HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, VALUE_WIDTH)
+    arrays = (np.asarray(array(2 * rng.standard_normal((LENGTH, *x)), dtype)) for x in sizes)
+    segments = np.cumsum(rng.random(LENGTH) < 0.002).astype(np.int32)
+    return Tokens._make((*arrays, np.arange(LENGTH, dtype=np.int32), segments))
+
+
+def attend(option: str, rows: Tokens, keys: Tokens):
+    """The state of rows over keys, both `[T, ...]` or `[B, T, ...]`."""
+    rows, keys = (Tokens._make(map(jnp.asarray, x)) for x in (rows, keys))
+    segments: dict[str, Any] = {}
+    if option == "segments":
+        segments = {"query_segment_ids": rows.segments, "key_segment_ids": keys.segments}
+    return local_attention(
+        *(rows.query, keys.key, keys.value),
+        query_positions=rows.positions,
+        key_positions=keys.positions,
+        implementation=Canonical(),
+        **OPTIONS[option],
+        **segments,
+    )
+
+
+@functools.cache
+def whole(dtype: str, option: str):
+    """The state of a prompt, computed at once."""
+    return jax.jit(functools.partial(attend, option))(prompt(dtype), prompt(dtype))
+
+
+def junk_like(x: np.ndarray, capacity: int, rng: np.random.Generator) -> np.ndarray:
+    """What slots hold that have no token: some numbers, or none."""
+    junk = 50 * rng.standard_normal((capacity, *x.shape[1:]))
+    if x.dtype != np.int32:
+        junk[rng.random(capacity) < 0.3] = np.nan
+    return junk.astype(x.dtype)
+
+
+def cache_of(tokens: Tokens, capacity: int, rng: np.random.Generator, first: int = 0) -> Tokens:
+    """The tokens in a cache from slot `first` on, with junk in the others."""
+    slots = np.arange(first, first + len(tokens.positions))
+    filled = []
+    for x in tokens:
+        junk = junk_like(x, capacity, rng)
+        junk[slots] = x
+        filled.append(junk)
+    positions = np.full(capacity, -1, np.int32)
+    positions[slots] = tokens.positions
+    return Tokens._make(filled)._replace(positions=positions)
+
+
+def same_bytes(found, wanted):
+    """Each array has the bytes of the other, signs of zeros included; none is NaN."""
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert not np.isnan(y.astype(np.float64)).any()
+        different = x.view(np.uint8).reshape(*x.shape, -1) != y.view(np.uint8).reshape(*x.shape, -1)
+        assert not different.any(), f"{different.any(-1).mean():.1%} of the entries differ"
+
+
+def at(state, index):
+    """Some rows of a state."""
+    return jax.tree.map(lambda x: x[index], state)
+
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+every_option = pytest.mark.parametrize("option", OPTIONS)
+
+
+@pytest.mark.product
+@every_dtype
+@every_option
+def test_chunks(dtype, option):
+    """A tile whose size follows the call; a fold over the slots of a cache instead of positions; junk that counts."""
+    rng, tokens = np.random.default_rng(1), prompt(dtype)
+    capacity = int(rng.integers(LENGTH, 4000))
+    begin = 0
+    while begin < LENGTH:
+        end = min(begin + int(rng.choice([1, 7, 40, 333, 900])), LENGTH)
+        known = LENGTH if option == "full" else end
+        keys = cache_of(
+            tokens.at(slice(known)), capacity, rng, int(rng.integers(capacity - known + 1))
+        )
+        found = jax.jit(functools.partial(attend, option))(tokens.at(slice(begin, end)), keys)
+        same_bytes(found, at(whole(dtype, option), slice(begin, end)))
+        begin = end
+
+
+@pytest.mark.product
+@every_dtype
+@pytest.mark.parametrize("option", ["causal", "window"])
+def test_steps_of_a_scan(dtype, option):
+    """A step's tile that is fused with what surrounds it, or of another height; a head that depends on others."""
+    tokens, first, steps = prompt(dtype), 2030, 40
+    tokens = tokens._replace(query=tokens.query[:, ::2])  # a row a key head
+    cache = cache_of(tokens.at(slice(first)), 2560, np.random.default_rng(2))
+
+    def step(keys, index):
+        new = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(jnp.asarray(x), index, 1), tokens)
+        keys = jax.tree.map(
+            lambda xs, x: lax.dynamic_update_slice_in_dim(xs, x, index, 0), keys, new
+        )
+        return keys, attend(option, new, keys)
+
+    index = jnp.arange(first, first + steps, dtype=jnp.int32)
+    cache = jax.tree.map(jnp.asarray, cache)
+    found = jax.jit(lambda cache, index: lax.scan(step, cache, index)[1])(cache, index)
+    wanted = at(whole(dtype, option), (slice(first, first + steps), slice(None, None, 2)))
+    same_bytes(jax.tree.map(lambda x: x[:, 0], found), wanted)
+
+
+def in_batch(tokens: Tokens, others: list[Tokens]) -> Tokens:
+    """Caches of one capacity in a batch."""
+    return Tokens._make(np.stack(x) for x in zip(tokens, *others, strict=True))
+
+
+@every_option
+def test_place_in_a_batch(option):
+    """A leaf that begins with the first key of another row; products of a batch that round otherwise."""
+    dtype, rng = DTYPES[list(OPTIONS).index(option)], np.random.default_rng(3)
+    caches, queries = [], []
+    for seed, length in ((1, 300), (0, LENGTH), (2, 1900)):
+        tokens = prompt(dtype, seed).at(slice(length))
+        caches.append(cache_of(tokens, 2400, rng, int(rng.integers(2400 - length))))
+        queries.append(cache_of(tokens, LENGTH, rng))
+    keys, rows = in_batch(caches[0], caches[1:]), in_batch(queries[0], queries[1:])
+    run = functools.partial(attend, option)
+    same_bytes(at(run(rows, keys), 1), whole(dtype, option))
+    same_bytes(at(jax.jit(jax.vmap(run))(rows, keys), 1), whole(dtype, option))
+    one = jax.tree.map(lambda x: x[1], keys)
+    found = jax.jit(jax.vmap(run, in_axes=(0, None)))(
+        in_batch(prompt(dtype, 1), [prompt(dtype)]), one
+    )
+    same_bytes(at(found, 1), whole(dtype, option))
+
+
+@every_dtype
+def test_order_of_keys(dtype):
+    """A fold in the order of arrival; keys that no row sees and that count."""
+    rng, tokens = np.random.default_rng(4), prompt(dtype)
+    cache = cache_of(tokens, 2300, rng)
+    found = attend("causal", tokens, cache.at(rng.permutation(2300)))
+    same_bytes(found, whole(dtype, "causal"))
+    late = tokens.at(slice(2049, None))
+    found = attend("window", late, tokens.at(slice(749, None)))  # from the middle of a leaf on
+    same_bytes(found, at(whole(dtype, "window"), slice(2049, None)))
+
+
+def gradients(option, rows, keys, weights):
+    """Those of query, key and value, from cotangents of both results."""
+
+    def loss(query, key, value):
+        state = attend(option, rows._replace(query=query), keys._replace(key=key, value=value))
+        wide = state.lse.dtype
+        return sum(
+            jnp.vdot(x.astype(wide), y.astype(wide)) for x, y in zip(weights, state, strict=True)
+        )
+
+    return jax.grad(loss, (0, 1, 2))(rows.query, keys.key, keys.value)
+
+
+def tangent(option, rows, keys, seed):
+    """The derivative of the state in a direction of all three."""
+    primals = rows.query, keys.key, keys.value
+
+    def state(query, key, value):
+        return attend(option, rows._replace(query=query), keys._replace(key=key, value=value))
+
+    return jax.jvp(state, primals, seed)[1]
+
+
+@pytest.mark.product
+@every_dtype
+@every_option
+def test_gradients_and_tangents(dtype, option):
+    """Sums over rows or leaves in an order that follows the call: its padding, batch, cache, transformations."""
+    rng = np.random.default_rng(5)
+    tokens, others = (prompt(dtype, seed).at(slice(SHORT)) for seed in (0, 1))
+    precise = np.float64 if dtype == "float64" else np.float32
+    out = rng.standard_normal((SHORT, HEADS, VALUE_WIDTH)).astype(tokens.value.dtype)
+    lse = rng.standard_normal((SHORT, HEADS)).astype(precise)
+    wanted = jax.jit(functools.partial(gradients, option))(tokens, tokens, (out, lse))
+    late = slice(300, None)
+    found = jax.jit(functools.partial(gradients, option))(
+        tokens.at(late), tokens, (out[late], lse[late])
+    )
+    no_early = jax.tree.map(lambda x: np.where(np.arange(SHORT) < 300, 0, x.T).T, (out, lse))
+    no_early = jax.tree.map(lambda x, like: x.astype(like.dtype), no_early, (out, lse))
+    d_query, *rest = jax.jit(functools.partial(gradients, option))(tokens, tokens, no_early)
+    same_bytes(found, (d_query[late], *rest))
+    directions = tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in tokens[:3])
+    wanted_tangent = jax.jit(functools.partial(tangent, option))(tokens, tokens, directions)
+
+    first, capacity = 77, 1450
+
+    def padded(x):
+        junk = junk_like(x, capacity, rng)
+        junk[first : first + SHORT] = x
+        return junk
+
+    here = slice(first, first + SHORT)
+    batched = [cache_of(x, capacity, rng, first) for x in (others, tokens)]
+    batch = in_batch(*batched[:1], batched[1:])
+    weights = tuple(np.stack([padded(x), padded(x)]) for x in (out, lse))
+    run = jax.checkpoint(functools.partial(gradients, option))
+    found = jax.jit(run)(batch, batch, weights)
+    same_bytes([x[1, here] for x in found], wanted)
+    found = jax.jit(jax.vmap(functools.partial(gradients, option)))(batch, batch, weights)
+    same_bytes([x[1, here] for x in found], wanted)
+    seeds = tuple(np.stack([padded(x), padded(x)]) for x in directions)
+    found = jax.jit(functools.partial(tangent, option))(batch, batch, seeds)
+    same_bytes(jax.tree.map(lambda x: x[1, here], found), wanted_tangent)
+
+
+@pytest.mark.product
+@every_option
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 1e-5)])
+def test_values(dtype, tolerance, option):
+    """A leaf left out or counted twice; a derivative's term or scale that is missing."""
+    tokens, rng = prompt(dtype).at(slice(SHORT)), np.random.default_rng(6)
+    plain: dict[str, Any] = {
+        name: np.asarray(getattr(tokens, name), np.float64)[None]
+        for name in ("query", "key", "value")
+    }
+    ids = tokens.segments[None] if option == "segments" else None
+    options = OPTIONS[option]
+    problem = Problem(
+        option,
+        **plain,
+        query_positions=tokens.positions[None],
+        key_positions=tokens.positions[None],
+        query_segment_ids=ids,
+        key_segment_ids=ids,
+        is_causal=options.get("is_causal", False),
+        local_window_size=options.get("local_window_size"),
+    )
+    d_out, d_lse = cotangents(problem, jnp.dtype(dtype))
+    moves = {name: rng.standard_normal(x.shape).astype(dtype) / 100 for name, x in plain.items()}
+
+    def state(query, key, value):
+        return attend(option, *[tokens._replace(query=query, key=key, value=value)] * 2)
+
+    primals = tokens[:3]
+    directions = tuple(x[0] for x in moves.values())
+    found, pull = jax.vjp(jax.jit(state), *map(jnp.asarray, primals))
+    close(tuple(x[None] for x in found), dense(problem), option, tolerance)
+    found = dict(zip(plain, pull(AttentionState(d_out[0], d_lse[0])), strict=True))
+    wanted = dense_vjp(problem, d_out, d_lse)
+    close({name: x[None] for name, x in found.items()}, wanted, option, 10 * tolerance)
+    found = jax.jvp(jax.jit(state), primals, directions)[1]
+    close(tuple(x[None] for x in found), dense_jvp(problem, moves), option, tolerance)
+
+
+def test_two_keys_of_one_position():
+    """One of them that hides the other, without a word."""
+    tokens = prompt("float32").at(slice(8))
+    twice = tokens._replace(positions=np.array([0, 1, 2, 3, 3, 4, 5, 6], np.int32))
+    assert np.isnan(attend("causal", tokens, twice).out).all()
+    far = tokens._replace(positions=np.array([0, 1, 2, 3, 4, 5, 6, 5000], np.int32))
+    assert np.isnan(attend("causal", tokens, far).out).all()
+
+
+def test_a_bias_is_declined():
+    """A bias that is left out without a word."""
+    tokens = prompt("float32").at(slice(8))
+    with pytest.raises(NotImplementedError, match="bias"):
+        bias = array(np.ones((1, 1, 8, 8)), "float32")
+        local_attention(*map(jnp.asarray, tokens[:3]), bias=bias, implementation=Canonical())
+
+
+def with_gradients(rows, keys, weights):
+    """The state and its gradients, of a causal call."""
+    return attend("causal", rows, keys), gradients("causal", rows, keys, weights)
+
+
+def weights_of(tokens, rng):
+    """Random cotangents of a state."""
+    shape = tokens.query.shape[:-1]
+    out = rng.standard_normal((*shape, VALUE_WIDTH)).astype(tokens.value.dtype)
+    return out, rng.standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("explicit", few([True, False], True))
+def test_over_a_mesh(explicit):
+    """Fewer heads, or a part of the batch, on each device: products of a batch of another size."""
+    one, other = (prompt("float32", seed).at(slice(SHORT)) for seed in (0, 1))
+    tokens = in_batch(one, [other])
+    weights = weights_of(tokens, np.random.default_rng(7))
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    heads, rest = jax.P("b", None, "h"), jax.P("b")
+    specs = Tokens(heads, heads, heads, rest, rest)
+    args, specs = (tokens, tokens, weights), (specs, specs, (heads, heads))
+    wanted = jax.jit(with_gradients)(*args)
+    run = with_gradients
+    if explicit:
+        run = jax.shard_map(with_gradients, mesh=mesh, in_specs=specs, out_specs=heads)
+    else:
+        put = functools.partial(jax.NamedSharding, mesh)
+        args = jax.tree.map(lambda x, spec: jax.device_put(x, put(spec)), args, specs)
+    same_bytes(jax.jit(run)(*args), wanted)
+
+
+def digest() -> str:
+    """Of the bytes of a state and its gradients, of wide heads."""
+    tokens = prompt("float32").at(slice(SHORT))
+    out, lse = weights_of(tokens, np.random.default_rng(8))
+    wide = Tokens._make((*(np.tile(x, (1, 1, 8)) / 8 for x in tokens[:3]), *tokens[3:]))
+    found = jax.jit(with_gradients)(wide, wide, (np.tile(out, (1, 1, 8)), lse))
+    return hashlib.sha256(
+        b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(found))
+    ).hexdigest()
+
+
+@pytest.mark.full
+def test_number_of_threads():
+    """A product whose sum is cut by the number of threads, which XLA:CPU takes from NPROC."""
+    program = "from tests.kernels.xla.test_canonical import digest; print(digest())"
+    assert len({spawn("-c", program, NPROC=str(threads)) for threads in (1, 2, 16)}) == 1
