@@ -18,14 +18,17 @@ def vary_together(tree: _Tree, axes: Sequence[str] = ()) -> _Tree:
     # over devices (a shard of the keys). Cast to varying here, the derivative of a replicated operand
     # is summed over devices by JAX itself.
     union = frozenset(axes).union(*map(varying_axes, jax.tree.leaves(tree)))
-    if not union:
-        return tree
+    return vary_over(union, tree)
+
+
+def vary_over(axes: frozenset[str], tree: _Tree) -> _Tree:
+    """Arrays that all vary over the mesh axes `axes`."""
 
     def vary(x: Array) -> Array:
-        missing = tuple(sorted(union - varying_axes(x)))
+        missing = tuple(sorted(axes - varying_axes(x)))
         return apply_in_float32(lambda x: lax.pcast(x, missing, to="varying"), x) if missing else x
 
-    return jax.tree.map(vary, tree)
+    return jax.tree.map(vary, tree) if axes else tree
 
 
 def apply_in_float32(collective: Callable[[Array], Array], x: Array) -> Array:

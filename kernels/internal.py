@@ -21,6 +21,7 @@ from ._lazy import lazy as lazy
 from ._private import private_names as private_names
 from ._program import bind as bind
 from ._varying import apply_in_float32 as apply_in_float32
+from ._varying import vary_over as vary_over
 from ._varying import vary_together as vary_together
 from ._varying import varying_axes as varying_axes
 from .autodiff._function import AbstractFunction as AbstractFunction
@@ -45,6 +46,8 @@ from .call._checkpoint import named as named
 from .call._eight_bits import dequantize as dequantize
 from .call._eight_bits import dequantized as dequantized
 from .call._kernel import Candidate as Candidate
+from .call._kernel import check_call_of as check_call_of
+from .call._operands import KernelCall as KernelCall
 from .call._operands import Operands as Operands
 from .call._operands import Settings as Settings
 from .call._operands import cotangents as cotangents
@@ -91,6 +94,7 @@ from .dispatch._registry import attend as attend
 from .dispatch._registry import candidates as candidates
 from .dispatch._registry import differentiated_by_jax as differentiated_by_jax
 from .dispatch._registry import explain as explain
+from .dispatch._registry import is_reproducible as is_reproducible
 from .dispatch._registry import tried as tried
 from .masks._structure import window_structure as window_structure
 from .masks._visibility import may_meet as may_meet
@@ -122,6 +126,7 @@ from .xla._blockwise import cast_like as cast_like
 from .xla._blockwise import empty_like as empty_like
 from .xla._blockwise import row_cotangents as row_cotangents
 from .xla._by_head import backward_by_head as backward_by_head
+from .xla._canonical import Canonical as Canonical
 from .xla._softmax import softmax as softmax
 from .xla._tangent import TangentSums as TangentSums
 from .xla._tangent import tangent_of as tangent_of

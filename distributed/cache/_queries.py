@@ -81,7 +81,7 @@ def check_scores(
     that is wider than the cache's.
     """
     check_options(options, ScoreOptions)
-    names = candidates(options.get("implementation"))
+    names = candidates(options.get("implementation"), options.get("reproducible", False))
     reach = check_reach(options.get("local_window_size"), window)
     causal = options.get("is_causal", mask is None)
     return names, {**options, "is_causal": causal, "local_window_size": reach}

@@ -73,7 +73,7 @@ def check_local(
 
     Raises as `local_attention`, and `ValueError` where positions are compared but not given.
     """
-    names = candidates(options.get("implementation"))
+    names = candidates(options.get("implementation"), options.get("reproducible", False))
     query, key, value, source, bias, mask = arrays
     predicate, mask = split_mask(mask)
     place = functools.partial(_check_placed, queries)

@@ -27,6 +27,7 @@ from ._arguments import (
     unbatched,
 )
 from ._methods import check_method
+from ._reproducible import method_for
 from ._sink import keys_beside_sink, with_merged_sink
 
 
@@ -115,7 +116,7 @@ def sharded_attention(
     )
     operands = call.operands._replace(sink=check_sink(sink, query.shape[:-1]))
     local = LocalCall(names, *keys_beside_sink(call.settings, operands), axes, sharded)
-    state = with_merged_sink(way.attend(local), call.settings, operands)
+    state = with_merged_sink(method_for(names, way).attend(local), call.settings, operands)
     return state if call.batched else unbatched(state)
 
 

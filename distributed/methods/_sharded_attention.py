@@ -18,6 +18,7 @@ from energy_attn.kernels.internal import (
     check_taylor,
     dequantized,
     differentiated_by_jax,
+    is_reproducible,
     positioned,
     with_default_positions,
 )
@@ -31,6 +32,7 @@ from ._plan import (
     other_explicit_axes,
     reshard_explicit,
 )
+from ._reproducible import method_for
 from ._sink import keys_beside_sink, with_merged_sink
 from ._tree import Tree
 
@@ -59,6 +61,9 @@ def _sharded(
     plan: ShardingPlan, names: tuple[Candidate, ...], settings: Settings, operands: Operands
 ) -> AttentionState:
     plan = unsharded_if_empty(plan, operands)
+    plan = plan._replace(method=method_for(names, plan.method))
+    if is_reproducible(names):
+        operands = positioned(operands)
     if not isinstance(plan.method, Tree):  # other methods take keys apart
         operands = dequantized(operands)
     operands = with_indices(plan, settings, operands)

@@ -71,6 +71,7 @@ class FreeEnergy(AbstractEnergy):
             product itself. Its arrays are leaves.
         sink: $b$, `[N]` or `[B, N]`, a trainable parameter: the score of one more outcome whose value is
             zero, $F = \log(e^{F_{keys}} + e^b)$, as in gpt-oss (arXiv 2508.10925).
+        reproducible: whether the bits of a row [depend on it and the keys that it sees alone](../reproducible.md).
         name: by which [`record`][energy_attn.record] reports this energy; None is its path in the model.
         regulariser: None, Shannon's entropy, of which $F$ is the maximum; or a
             [`Tsallis`][energy_attn.Tsallis], by which attention is sparse.
@@ -105,12 +106,13 @@ class FreeEnergy(AbstractEnergy):
     score: AbstractScore | None = None
     sink: Float[Array, "... N"] | None = None
     regulariser: Tsallis | None = eqx.field(static=True, default=None)
+    reproducible: bool = eqx.field(static=True, default=False)
     name: str | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
         check_scale(self.scale)
         check_window(self.local_window_size)
-        candidates(self.implementation)
+        candidates(self.implementation, self.reproducible)
         check_flag("is_causal", self.is_causal)
         if self.sink is not None and check_floating("sink", self.sink).ndim not in (1, 2):
             raise ValueError(f"sink: wanted shape (N,) or (B, N), got {received(self.sink)}")
@@ -244,6 +246,7 @@ class FreeEnergy(AbstractEnergy):
             "is_causal": self.is_causal,
             "local_window_size": self.local_window_size,
             "implementation": self.implementation,
+            "reproducible": self.reproducible,
             "parallel": self.parallel,
             "score": self.score,
             "sink": self.sink,

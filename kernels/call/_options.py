@@ -32,6 +32,11 @@ class ScoreOptions(TypedDict, total=False):
     alone runs, an [`AbstractKernel`][energy_attn.kernels.AbstractKernel] of one's own, or several of
     these to try in turn; None tries all."""
 
+    reproducible: bool
+    """Whether the bits of a row depend on it, on the keys that it sees with their positions and on the options alone:
+    not on the mesh, the other rows of the call, the arrays' sizes or the transformations around it. False if not given;
+    [what it costs](../reproducible.md)."""
+
 
 class RowOptions(TypedDict, total=False):
     """Where queries and keys stand, and which of them are there."""

@@ -65,7 +65,7 @@ def local_attention(
         >>> bool(jnp.allclose(whole.out, halves.out, atol=1e-6))
         True
     """
-    names = candidates(options.get("implementation"))
+    names = candidates(options.get("implementation"), options.get("reproducible", False))
     call = check_call(query, key, value, source, bias, mask, **options)
     if not differentiated_by_jax(names):
         check_taylor(call.operands)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array
 
-from .._checks import received
+from .._checks import check_flag, received
 from .._varying import vary_together
 from ..autodiff._function import function_call
 from ..call._kernel import AbstractKernel, Candidate, as_read, check_call_of
@@ -23,6 +23,7 @@ from ..vendor._fa4 import FA4
 from ..vendor._flash_attn import FlashAttn
 from ..vendor._splash import Splash
 from ..xla._blockwise import Blockwise
+from ..xla._canonical import Canonical
 from ..xla._decode import Decode
 from ..xla._decode_cpu import DecodeCPU
 from ..xla._reference import Reference
@@ -101,6 +102,11 @@ def differentiated_by_jax(names: Sequence[Candidate]) -> bool:
     return all(_kernel_of(name).differentiated_by_jax for name in names)
 
 
+def is_reproducible(names: Sequence[Candidate]) -> bool:
+    """Whether whatever computes a call gives a row the same bits in every call."""
+    return all(_kernel_of(name).reproducible for name in names)
+
+
 def _kernel_of(name: Candidate) -> AbstractKernel:
     return _REGISTRY[name] if isinstance(name, str) else name
 
@@ -112,11 +118,20 @@ class Explanation(NamedTuple):
     declined: tuple[tuple[str, str], ...]
 
 
-def candidates(implementation: Candidate | Sequence[Candidate] | None) -> tuple[Candidate, ...]:
-    """The implementations to try for the user's `implementation=`.
+def candidates(
+    implementation: Candidate | Sequence[Candidate] | None, reproducible: bool = False
+) -> tuple[Candidate, ...]:
+    """The implementations to try for the user's `implementation=` and `reproducible=`.
 
-    Raises `ValueError` for an unknown name and `TypeError` for anything but names and kernels.
+    Raises `ValueError` for an unknown name, or any beside `reproducible`, and `TypeError` for anything but names and
+    kernels.
     """
+    if check_flag("reproducible", reproducible):
+        if implementation is not None:
+            raise ValueError(
+                f"implementation: wanted None beside reproducible=True, got {received(implementation)}"
+            )
+        return (Canonical(),)
     if implementation is None:
         return tried()
     one = isinstance(implementation, (str, AbstractKernel))

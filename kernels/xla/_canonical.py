@@ -51,6 +51,7 @@ class Canonical(AbstractKernel):
     interpreted = ()
     exported = True
     masks = (AbstractMask,)
+    reproducible = True
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for a bias and a mask of numbers, whose slots are not known by positions."""

@@ -1,0 +1,125 @@
+"""Attention over a mesh whose bits are those of one device."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
+
+import jax
+from jaxtyping import Array
+
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import (
+    Attention,
+    Candidate,
+    Canonical,
+    KernelCall,
+    Operands,
+    check_call_of,
+    function_call,
+    is_reproducible,
+    positioned,
+    vary_over,
+    vary_together,
+    varying_axes,
+)
+
+from ..merge._packing import as_invariant, joined
+from ._abstract import AbstractMethod, LocalCall, Split
+from ._arguments import Axes
+
+Tree = TypeVar("Tree")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reproducible(AbstractMethod):
+    """All keys are gathered for a device's queries, and all queries for the gradients of its keys.
+
+    So each device folds whole trees: no sum is split over devices, and a row has the bits that it has on one.
+    """
+
+    name = "reproducible"
+    replicated_queries = True
+
+    def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
+        """Each device has its own of all."""
+        del operands
+        queries = axes if queries_sharded else ()
+        return Split(heads=(), queries=queries, keys=axes, rows=queries)
+
+    def attend(self, call: LocalCall) -> AttentionState:
+        """Raises as `check_call_of` does."""
+        _, settings, operands, axes, queries_sharded = call
+        operands = positioned(operands)
+        kernel = _Across(axes=axes, queries_sharded=queries_sharded)
+        check_call_of(kernel, KernelCall(operands, settings))
+        # The derivative of a cast is a sum over devices, so that those of `axes` are left to the kernel.
+        others = frozenset().union(*map(varying_axes, jax.tree.leaves(operands))) - set(axes)
+        return function_call(Attention((kernel,), settings), vary_over(others, operands))
+
+
+def method_for(names: Sequence[Candidate], method: AbstractMethod) -> AbstractMethod:
+    """The method by which a call is sharded: all have the same bits where they are to be reproducible."""
+    return Reproducible() if is_reproducible(names) else method
+
+
+@dataclasses.dataclass(frozen=True)
+class _Across(Canonical):
+    """The canonical kernel over keys that are sharded along `axes`, inside `jax.shard_map`."""
+
+    axes: Axes = ()
+    queries_sharded: bool = False
+
+    def check(self, call: KernelCall) -> None:
+        """Raises `NotImplementedError` for a bias and a mask of numbers, of which a device has a part."""
+        super().check(call)
+        for name in ("bias", "mask"):
+            if getattr(call.operands, name) is not None:
+                raise NotImplementedError(
+                    f"{name}: wanted None beside reproducible=True where keys are sharded, got an array; "
+                    "energy_attn.masks and energy_attn.scores will do"
+                )
+
+    def forward(self, call: KernelCall) -> AttentionState:
+        return self._of_rows(super().forward(self._with_all_keys(call)))
+
+    def tangent(
+        self, call: KernelCall, state: AttentionState, directions: Operands
+    ) -> AttentionState:
+        state, directions = vary_together((state, directions), self.axes)
+        moved = directions._replace(
+            key=self._all(directions.key), value=self._all(directions.value)
+        )
+        return self._of_rows(super().tangent(self._with_all_keys(call), state, moved))
+
+    def query_cotangent(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> Array:
+        state, cotangent = vary_together((state, cotangent), self.axes)
+        return self._of_rows(super().query_cotangent(self._with_all_keys(call), state, cotangent))
+
+    def key_cotangents(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> tuple[Array, Array]:
+        operands, state, cotangent = vary_together((call.operands, state, cotangent), self.axes)
+        if self.queries_sharded:
+            operands = operands._replace(
+                query=self._all(operands.query),
+                query_positions=self._all(operands.query_positions),
+                query_segments=self._all(operands.query_segments),
+            )
+            state, cotangent = self._all((state, cotangent))
+        return super().key_cotangents(call._replace(operands=operands), state, cotangent)
+
+    def _with_all_keys(self, call: KernelCall) -> KernelCall:
+        operands = vary_together(call.operands, self.axes)
+        names = "key", "value", "key_positions", "key_segments"
+        every = {name: self._all(getattr(operands, name)) for name in names}
+        return call._replace(operands=operands._replace(**every))
+
+    def _all(self, tree: Tree) -> Tree:
+        """Arrays `[B, L, ...]` of which each device has a part of `L`, whole."""
+        return jax.tree.map(lambda x: joined(x, self.axes, 1), tree)
+
+    def _of_rows(self, results: Tree) -> Tree:
+        """Results by rows, whose type does not vary where all devices have the same queries."""
+        return results if self.queries_sharded else as_invariant(results, self.axes)
