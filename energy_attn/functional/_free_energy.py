@@ -160,7 +160,7 @@ def prepare(
     """
     check_options(options, AttentionOptions)
     scored: dict[str, Any] = dict(options)
-    names = candidates(scored.pop("implementation", None), scored.pop("reproducible", False))
+    names = candidates(scored.pop("implementation", None), scored.get("reproducible", False))
     parallel = scored.pop("parallel", None)
     inside = in_shard_map(parallel)
     if inside:

@@ -141,6 +141,7 @@ def check_scored(
     tokens = _check_tokens(options, batch, query_len, key_len, batched)
     if place is not None:
         reads = is_causal or window is not None or predicate is not None
+        reads = reads or options.get("reproducible", False)  # keys are in leaves by position
         reads = reads or (score is not None and score.compares)
         tokens = place(tokens, reads or tokens.key_lengths is not None)
     if tokens.query_positions is not None or tokens.key_positions is not None:

@@ -85,7 +85,7 @@ class Canonical(AbstractKernel):
             join_parts,
             lambda _, whole: finished(whole),
         )
-        return AttentionState(out.astype(out_dtype(operands, settings)), lse)
+        return AttentionState(without_signs(out.astype(out_dtype(operands, settings))), lse)
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -96,7 +96,7 @@ class Canonical(AbstractKernel):
             *self.key_cotangents(call, state, cotangent),
             None,
         )
-        return cast_like(found, call.operands)
+        return jax.tree.map(without_signs, cast_like(found, call.operands))
 
     def query_cotangent(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -118,7 +118,7 @@ class Canonical(AbstractKernel):
             of.empty(key.shape[2], ROWS, query.shape[-1]),
             to_queries,
             jnp.add,
-            lambda _, x: without_signs(x * of.scale),
+            lambda _, x: x * of.scale,
         )
 
     def key_cotangents(
@@ -126,7 +126,7 @@ class Canonical(AbstractKernel):
     ) -> tuple[Array, Array]:
         """Those of the keys and values of a call, likewise: folded over tiles of queries."""
         operands, settings, _ = call
-        of = Call(operands, settings)
+        of = Call(operands, settings, by_position=False)  # a key's sums are over queries alone
         query, key, value = operands[:3]
         heads = key.shape[2]
 
@@ -143,7 +143,7 @@ class Canonical(AbstractKernel):
             (of.empty(heads, LEAF, key.shape[-1]), of.empty(heads, LEAF, value.shape[-1])),
             to_keys,
             lambda a, b: jax.tree.map(jnp.add, a, b),
-            lambda x: (without_signs(x[0] * of.scale), without_signs(x[1])),
+            lambda x: (x[0] * of.scale, x[1]),
         )
 
     def tangent(
@@ -178,9 +178,10 @@ class Canonical(AbstractKernel):
         def finish(given: tuple, found: tuple) -> tuple[Array, Array]:
             _, _, out, lse = given
             total = jnp.where(found[2] == 0, 1.0, found[2])
-            energy = without_signs(found[1] / total)
-            change = found[0] / total[..., None] - unfused(energy[..., None] * out)
-            return jnp.where(holds_keys(lse)[..., None], without_signs(change), 0.0), energy
+            energy = found[1] / total
+            # XLA divides by a product with the inverse
+            change = unfused(found[0] / total[..., None]) - unfused(energy[..., None] * out)
+            return jnp.where(holds_keys(lse)[..., None], change, 0.0), energy
 
         none = of.empty(heads, ROWS)
         out, lse = over_keys(
@@ -192,7 +193,7 @@ class Canonical(AbstractKernel):
             lambda a, b: jax.tree.map(jnp.add, a, b),
             finish,
         )
-        return AttentionState(out.astype(state.out.dtype), lse)
+        return AttentionState(without_signs(out.astype(state.out.dtype)), without_signs(lse))
 
 
 def _given_rows(query: Array, state: AttentionState, cotangent: AttentionState) -> tuple:

@@ -13,7 +13,7 @@ from ..call._state import lse_dtype
 from ..masks._abstract import AbstractMask
 from ..masks._visibility import meeting, visible
 from . import _canonical_tree as tree
-from ._canonical_slots import Slots, entry, read, slots
+from ._canonical_slots import Slots, as_they_lie, entry, read, slots
 
 # The format: whoever changes one of these, or a program of `_canonical_tiles`, counts the version up.
 VERSION = 1
@@ -42,7 +42,7 @@ class Side(NamedTuple):
 class Call:
     """The operands of a call beside the slots of its keys."""
 
-    def __init__(self, operands: Operands, settings: Settings):
+    def __init__(self, operands: Operands, settings: Settings, by_position: bool = True):
         operands = positioned(operands)
         assert operands.query_positions is not None and operands.key_positions is not None
         self.operands, self.scale = operands, settings.scale
@@ -51,7 +51,7 @@ class Call:
         self.key_heads = operands.key.shape[2]
         self.group = heads // self.key_heads
         self.mask: AbstractMask = bound(settings, operands)
-        self.held = slots(operands.key_positions, LEAF)
+        self.held = (slots if by_position else as_they_lie)(operands.key_positions, LEAF)
         self.leaves = self.held.token.shape[1]
         self.keys = Side(self.held.positions, _in_slots(operands.key_segments, self.held))
 

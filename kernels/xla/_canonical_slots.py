@@ -64,6 +64,19 @@ def slots(positions: Int[Array, "b S"], size: int) -> Slots:
     return Slots(token, in_slots, _first(token, length), base[:, 0], place, sound)
 
 
+def as_they_lie(positions: Int[Array, "b S"], size: int) -> Slots:
+    """Tiles of successive tokens of the array, for what does not depend on the tile that a token is in."""
+    batch, length = positions.shape
+    tiles = -(-length // size)
+    place = jnp.arange(length, dtype=jnp.int32)[None]
+    token = jnp.pad(place, ((0, 0), (0, tiles * size - length)), constant_values=-1)
+    token = token.reshape(1, tiles, size)
+    padded = jnp.pad(positions, ((0, 0), (0, tiles * size - length)), constant_values=-1)
+    zero, sound = jnp.zeros_like(positions[:, 0]), jnp.ones((batch,), bool)
+    in_tiles = padded.reshape(batch, tiles, size)
+    return Slots(token, in_tiles, _first(token, length), zero, place, sound)
+
+
 def _first(token: Array, length: int) -> Array:
     """The index of the first token of tiles whose tokens lie in a row, -1 for others."""
     size = token.shape[-1]

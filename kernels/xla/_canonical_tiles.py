@@ -99,11 +99,11 @@ def join_parts(a: Part, b: Part) -> Part:
 def finished(whole: Part) -> tuple[Array, Array]:
     """`out` and `lse`."""
     total, lse, _ = normalised(whole.total, whole.maximum)
-    return without_signs(whole.weighed / total[..., None]), lse
+    return whole.weighed / total[..., None], lse
 
 
 def without_signs(x: Array) -> Array:
-    """`x` with all zeros positive, as a sum with more zeros in it may be."""
+    """`x` with all zeros positive, as a sum with more zeros in it may be, and as XLA brings them over a mesh."""
     return jnp.where(x == 0, 0.0, x)
 
 

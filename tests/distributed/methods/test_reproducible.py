@@ -1,0 +1,271 @@
+"""`reproducible=True`: the bytes of one device, whatever mesh, method, layout, cache or transformation computes."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import energy_attn as ea
+from energy_attn.distributed import (
+    KVCache,
+    SequenceParallel,
+    make_mesh,
+    shard_sequence,
+    sharded_attention,
+    unshard_sequence,
+)
+from energy_attn.distributed.methods import _reproducible
+from tests.support.arrays import array
+from tests.support.compare import same as same_numbers
+from tests.support.selection import few_rows
+
+LENGTH, BATCH, WIDTH = 608, 2, 16  # three leaves, a multiple of 16 that is none of a leaf
+OPTIONS: dict[str, Any] = {
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (300, 0)},
+    "both ways": {"local_window_size": (100, 70)},
+    "full": {},
+    "segments": {"is_causal": True},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is computed: the bytes depend on this alone."""
+
+    option: str = "causal"
+    heads: int = 4
+    key_heads: int = 2
+    dtype: str = "float32"
+
+    def arrays(self) -> tuple[Any, ...]:
+        """Query, key, value, a cotangent of `out`, one of the energy, and segments."""
+        rng = np.random.default_rng(self.heads)
+        heads = self.heads, self.key_heads, self.key_heads, self.heads
+        q, k, v, d_out = (
+            array(2 * rng.standard_normal((BATCH, LENGTH, n, WIDTH)), self.dtype) for n in heads
+        )
+        wide = "float64" if self.dtype == "float64" else "float32"
+        d_energy = array(rng.standard_normal((BATCH, LENGTH, self.heads)), wide)
+        segments = np.cumsum(rng.random((BATCH, LENGTH)) < 0.005, 1).astype(np.int32)
+        return q, k, v, d_out, d_energy, jnp.asarray(segments)
+
+
+def computed(problem: Problem, *arrays, **options):
+    """Attention, energy, their gradients and a tangent."""
+    q, k, v, d_out, d_energy, segments = arrays
+    ids: Any = {}
+    if problem.option == "segments":
+        ids = {"query_segment_ids": segments, "key_segment_ids": segments}
+    energy = ea.FreeEnergy(reproducible=True, **OPTIONS[problem.option])
+
+    def state(q, k, v):
+        parallel = options.get("parallel")
+        return dataclasses.replace(energy, parallel=parallel).attention(
+            q, k, v, return_energy=True, **ids
+        )
+
+    found, pull = jax.vjp(state, q, k, v)
+    return found, pull((d_out, d_energy)), jax.jvp(state, (q, k, v), (d_out, 2 * k, 3 * v))[1]
+
+
+@functools.cache
+def alone(problem: Problem):
+    """What one device computes of it, in one call."""
+    return jax.jit(functools.partial(computed, problem))(*problem.arrays())
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How it is computed."""
+
+    sizes: tuple[int, ...] = (8,)
+    method: str = "auto"
+    layout: str = "contiguous"
+    batch: bool = False
+    heads: bool = False
+    explicit: bool = False
+    transform: str = "jit"
+
+    def run(self, problem: Problem):
+        """The same, brought back to one device's order."""
+        axes = tuple(f"s{i}" for i in range(len(self.sizes)))
+        extra = {"b": 2} if self.batch else {"h": 2} if self.heads else {}
+        sizes = *extra.values(), *self.sizes
+        devices = jax.devices()[: math.prod(sizes)]
+        mesh = make_mesh(sizes, (*extra, *axes), devices=devices, explicit=self.explicit)
+        parallel = SequenceParallel(
+            axes,
+            self.method,
+            layout=self.layout,
+            batch="b" if self.batch else (),
+            heads="h" if self.heads else (),
+        )
+        with jax.set_mesh(mesh):
+            arrays = problem.arrays()
+            if self.layout != "contiguous":
+                arrays = tuple(shard_sequence(x, parallel) for x in arrays)
+            one = functools.partial(computed, problem, parallel=parallel)
+            found = {"jit": jax.jit, "eager": lambda f: f, "remat": remat}[self.transform](one)(
+                *arrays
+            )
+            if self.layout != "contiguous":
+                found = jax.tree.map(lambda x: unshard_sequence(x, parallel), found)
+            return jax.device_get(found)
+
+
+def remat(f):
+    """Computes everything again for the derivatives."""
+    return jax.jit(jax.checkpoint(f))
+
+
+def same(found, wanted):
+    """Each array has the bytes of the other, signs of zeros included; none is NaN."""
+    same_numbers(found, wanted)
+    same_numbers(*(jax.tree.map(np.signbit, jax.device_get(x)) for x in (found, wanted)))
+
+
+CAUSAL, WINDOW = Problem(), Problem("window", dtype="bfloat16")
+WAYS = [
+    (CAUSAL, Way((8,), "ring")),
+    (WINDOW, Way((2, 2), "auto", "zigzag", batch=True)),
+    (Problem("full"), Way((4,), "tree", "striped")),
+    (Problem("both ways", dtype="float64"), Way((3,), "gather")),
+    (Problem("segments", dtype="float16"), Way((2, 2), "hybrid", heads=True)),
+    (CAUSAL, Way((4,), "ulysses", explicit=True, transform="eager")),
+    (Problem(heads=2), Way((2, 4), "tree", transform="remat")),
+]
+
+
+@pytest.mark.parametrize(("problem", "way"), few_rows(WAYS, 3))
+def test_ways(problem, way):
+    """A fold in the order of arrival; a sum that devices share; keys in leaves by place and not by position."""
+    same(way.run(problem), alone(problem))
+
+
+METHODS = "auto", "tree", "ring", "gather", "ulysses", "hybrid"
+
+
+@st.composite
+def ways(draw):
+    """Two draws: what, and how."""
+    heads, key_heads = draw(st.sampled_from([(4, 4), (4, 2), (8, 1)]))
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "float16", "float64"]))
+    problem = Problem(draw(st.sampled_from(sorted(OPTIONS))), heads, key_heads, dtype)
+    sizes = draw(st.sampled_from([(2,), (3,), (4,), (2, 2)]))
+    method = draw(st.sampled_from(METHODS))
+    hypothesis.assume(method != "hybrid" or len(sizes) > 1)
+    hypothesis.assume(method != "ulysses" or (heads % (sizes[0] * len(sizes)) == 0))
+    layouts = ["contiguous"] if sizes == (3,) else ["contiguous", "zigzag", "striped"]
+    split = draw(st.sampled_from(["none", "batch", "heads"]))
+    hypothesis.assume(split != "heads" or key_heads > 1)
+    hypothesis.assume(method not in ("ulysses", "hybrid") or split != "heads" or heads == 8)
+    layout = draw(st.sampled_from(layouts))
+    # types of cotangents and of orders would have to name the axes
+    explicit = split == "none" and layout == "contiguous" and draw(st.booleans())
+    return problem, Way(
+        sizes,
+        method,
+        layout,
+        split == "batch",
+        split == "heads",
+        explicit,
+        draw(st.sampled_from(["jit", "eager", "remat"])),
+    )
+
+
+@pytest.mark.full
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(ways())
+def test_law(drawn):
+    """What `test_ways` would, anywhere between its cases."""
+    problem, way = drawn
+    same(way.run(problem), alone(problem))
+
+
+@pytest.mark.parametrize("queries", few_rows([("whole",), ("parts",)]))
+def test_inside_shard_map(queries):
+    """Queries that all devices have, and gradients that each adds its share to."""
+    q, k, v, d_out, d_energy, _ = CAUSAL.arrays()
+    place = jnp.arange(LENGTH, dtype=jnp.int32)
+    rows = jax.P(None, "s") if queries == "parts" else jax.P()
+
+    def run(q, k, v, d_out, d_energy, query_positions, key_positions):
+        def state(q, k, v):
+            return sharded_attention(
+                q,
+                k,
+                v,
+                axis_name="s",
+                is_causal=True,
+                reproducible=True,
+                query_positions=query_positions[None],
+                key_positions=key_positions[None],
+            )
+
+        found, pull = jax.vjp(state, q, k, v)
+        moves = (2 * q, 3 * k, v)
+        return found, pull(type(found)(d_out, d_energy)), jax.jvp(state, (q, k, v), moves)[1]
+
+    cut, at = jax.P(None, "s"), jax.P(*rows[1:])
+    specs = rows, cut, cut, rows, rows, at, jax.P("s")
+    out = rows, (rows, cut, cut), rows
+    args = q, k, v, d_out, d_energy, place, place
+    found = {}
+    for p in (1, 4):
+        mesh = make_mesh((p,), ("s",), devices=jax.devices()[:p])
+        found[p] = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out))(*args)
+    same(jax.device_get(found[4]), jax.device_get(found[1]))
+    same(tuple(found[4][0]), alone(CAUSAL)[0])
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_caches(devices):
+    """A step over a cache of another capacity, in blocks on several devices, beside a longer row."""
+    q, k, v, *_ = WINDOW.arrays()
+    wanted = ea.FreeEnergy(is_causal=True, reproducible=True).attention(q, k, v, return_energy=True)
+    parallel = None if devices == 1 else SequenceParallel("s")
+    counts = jnp.array([LENGTH - 40, LENGTH - 9])  # of the two rows, before the last step
+    mesh = make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
+    with jax.set_mesh(mesh):
+        cache = KVCache.empty(BATCH, 900, 2, WIDTH, dtype=k.dtype, parallel=parallel, block_size=32)
+        cache = cache.append(k, v, lengths=counts)
+        at = counts[:, None, None, None]
+        new = (jnp.take_along_axis(x, at, 1) for x in (k, v))
+        cache = cache.append(*new)
+        found = cache.attend(jnp.take_along_axis(q, at, 1), reproducible=True)
+        found = jax.device_get(tuple(found))
+    for row, count in enumerate(counts.tolist()):
+        same(tuple(x[row, 0] for x in found), tuple(x[row, count] for x in wanted))
+
+
+def test_planted(monkeypatch):
+    """That these tests see a device that folds what it has, as the plain methods do."""
+    monkeypatch.setattr(_reproducible._Across, "_all", lambda self, tree: tree)
+    with pytest.raises((AssertionError, ValueError, TypeError)):
+        same(Way((4,), "gather").run(Problem(heads=8)), alone(Problem(heads=8)))
+
+
+def test_refusals():
+    """An option that is ignored where the bits would not be the same."""
+    q, k, v, *_ = CAUSAL.arrays()
+    with pytest.raises(ValueError, match="implementation: wanted None beside reproducible"):
+        ea.attention(q, k, v, reproducible=True, implementation="blockwise")
+    with pytest.raises(TypeError, match="reproducible"):
+        ea.attention(q, k, v, reproducible=1)
+    F = ea.FreeEnergy(reproducible=True).at(q, k, v)
+    with pytest.raises(NotImplementedError, match="reproducible"):
+        F.entropy()
+    with pytest.raises(NotImplementedError, match="one call"):
+        (F | F).attention()
+    bias = jnp.zeros((1, 1, LENGTH, LENGTH))
+    mesh = make_mesh((2,), ("s",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="bias"):
+        ea.attention(q, k, v, bias=bias, reproducible=True, parallel=SequenceParallel("s"))
