@@ -1,4 +1,4 @@
-"""`python -m energy_attn info | demo | generate | plan`."""
+"""`python -m energy_attn info | demo | generate | plan | reproducible`."""
 
 import argparse
 import contextlib
@@ -20,6 +20,7 @@ _COMMANDS = {
     "demo": "decode over eight devices with a small trained model, compare with the dense answer",
     "generate": "continue a text with a checkpoint, its context sharded over a mesh",
     "plan": "whether a context fits on a mesh, by which method, and what it takes",
+    "reproducible": "whether a row has the same bits however it is computed here, and what it costs",
 }
 
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         if name == chosen:
-            if name == "demo":  # it shards a cache
+            if name in ("demo", "reproducible"):  # they shard
                 simulate_devices()
             module = importlib.import_module(f"energy_attn.cli.{name}")
             module.add_arguments(command)

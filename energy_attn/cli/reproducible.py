@@ -1,0 +1,303 @@
+"""`python -m energy_attn reproducible`: whether a row has the same bits however it is computed here, and the cost."""
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from energy_attn.distributed import (
+    KVCache,
+    SequenceParallel,
+    make_mesh,
+    shard_sequence,
+    unshard_sequence,
+)
+
+from .. import __version__, attention
+
+LENGTH, STEPS, HEADS, KEY_HEADS, WIDTH = 1024, 64, 8, 2, 64
+_ROUNDS = 5
+
+
+class Call(NamedTuple):
+    """Query, key and value of one prompt, `[1, T, N, H]`, and a cotangent."""
+
+    query: Array
+    key: Array
+    value: Array
+    weight: Array
+
+
+class Line(NamedTuple):
+    """How many numbers have the same bits in another computation, with the option and without."""
+
+    way: str
+    reproducible: float
+    plain: float
+
+
+class Cost(NamedTuple):
+    """The time of a program with the option, in seconds, and without."""
+
+    program: str
+    reproducible: float
+    plain: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `reproducible`."""
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float16", "bfloat16", "float32", "float64")
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--digest", action="store_true", help="print only that of the bits")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what is equal and what it costs; returns 0 if all is that should be, 1 if not, 2 if it cannot run."""
+    if args.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    call = _draw(args.dtype)
+    if args.digest:
+        print(_digest(call))
+        return 0
+    if args.json and not args.json.parent.is_dir():
+        print(
+            f"reproducible: --json wanted a path in a folder that exists, got {args.json}",
+            file=sys.stderr,
+        )
+        return 2
+    machine = f"{jax.default_backend()}, {os.cpu_count()} cores, {jax.device_count()} devices"
+    print(f"energy_attn {__version__}, jax {jax.__version__}, {args.dtype}, {machine}\n")
+    lines = [*_lines(call), _one_core(call, args.dtype)]
+    print(_table(lines), flush=True)
+    costs = _costs(call)
+    print("\nand what it costs, as a multiple of the time without\n")
+    for cost in costs:
+        print(
+            f"{cost.program:<36} {cost.reproducible / cost.plain:6.2f}   ({1e3 * cost.plain:.2f} ms)"
+        )
+    if args.json:
+        found = {"jax": jax.__version__, "machine": machine, "dtype": args.dtype}
+        found |= {
+            name: [x._asdict() for x in rows] for name, rows in (("bits", lines), ("times", costs))
+        }
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    broken = [line.way for line in lines if line.reproducible < 1]
+    for way in broken:
+        print(f"energy_attn reproducible: other bits: {way}", file=sys.stderr)
+    return 1 if broken else 0
+
+
+def _draw(dtype: str) -> Call:
+    rng = np.random.default_rng(0)
+    heads = HEADS, KEY_HEADS, KEY_HEADS, HEADS
+    return Call._make(jnp.asarray(rng.standard_normal((1, LENGTH, n, WIDTH)), dtype) for n in heads)
+
+
+def _attend(call: Call, reproducible: bool, **options: Any) -> Array:
+    return attention(*call[:3], is_causal=True, reproducible=reproducible, **options)
+
+
+def _gradients(call: Call, reproducible: bool, **options: Any) -> Any:
+    def loss(query: Array, key: Array, value: Array) -> Array:
+        out = _attend(Call(query, key, value, call.weight), reproducible, **options)
+        return jnp.vdot(out.astype(jnp.float32), call.weight.astype(jnp.float32))
+
+    return jax.grad(loss, (0, 1, 2))(*call[:3])
+
+
+def _lines(call: Call) -> list[Line]:
+    """Each other way to compute the prompt, or its gradients, beside one call of one device."""
+    ways = {**_of_rows(call), **_over_devices(call)}
+    found: dict[str, list[float]] = {}
+    for reproducible in (True, False):
+        whole = {
+            f: jax.jit(partial(f, reproducible=reproducible))(call) for f in (_attend, _gradients)
+        }
+        for name, (of, way) in ways.items():
+            got, first = way(reproducible)
+            wanted = jax.tree.map(lambda x, i=first: x[:, i:], whole[of])
+            found.setdefault(name, []).append(_equal(got, wanted))
+    return [Line(name, *shares) for name, shares in found.items()]
+
+
+def _equal(found: Any, wanted: Any) -> float:
+    """The share of numbers that have the same bits."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    same = [(_bits(x) == _bits(y)).reshape(-1) for x, y in pairs]
+    return float(np.mean(np.concatenate(same)))
+
+
+def _bits(x: Array) -> np.ndarray:
+    return np.asarray(x).view(f"uint{8 * x.dtype.itemsize}")
+
+
+Way = tuple[Callable[..., Any], Callable[[bool], tuple[Any, int]]]
+
+
+def _of_rows(call: Call) -> dict[str, Way]:
+    """By chunks, steps, batches, transformations: what is computed, and its rows from one on."""
+    rng = np.random.default_rng(1)
+    others = jax.tree.map(lambda x: jnp.concatenate([x[:, ::-1], x, -x]), call)
+    order = rng.permutation(LENGTH)
+    places = {
+        "query_positions": jnp.arange(LENGTH, dtype=jnp.int32)[None],
+        "key_positions": jnp.asarray(order[None], jnp.int32),
+    }
+    shuffled = call._replace(key=call.key[:, order], value=call.value[:, order])
+
+    def chunks(reproducible: bool) -> tuple[Any, int]:
+        ends = np.cumsum([0, 7, 93, 500, LENGTH - 600])
+        pairs = zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+        return jnp.concatenate([_chunk(call, *x, reproducible) for x in pairs], 1), 0
+
+    def batch(reproducible: bool, f: Any = _attend) -> tuple[Any, int]:
+        found = jax.jit(partial(f, reproducible=reproducible))(others)
+        return jax.tree.map(lambda x: x[1:2], found), 0
+
+    def mapped(reproducible: bool) -> tuple[Any, int]:
+        run = jax.vmap(partial(_attend, reproducible=reproducible))
+        return jax.jit(run)(jax.tree.map(lambda x: x[:, None], others))[1], 0
+
+    def other_order(reproducible: bool) -> tuple[Any, int]:
+        return jax.jit(partial(_attend, reproducible=reproducible, **places))(shuffled), 0
+
+    def remat(reproducible: bool) -> tuple[Any, int]:
+        return jax.jit(jax.checkpoint(partial(_gradients, reproducible=reproducible)))(call), 0
+
+    return {
+        "in chunks": (_attend, chunks),
+        "step by step, in a scan over a cache": (
+            _attend,
+            lambda x: (_steps(call, x), LENGTH - STEPS),
+        ),
+        "in a batch": (_attend, batch),
+        "by vmap": (_attend, mapped),
+        "without jit": (_attend, lambda x: (_attend(call, x), 0)),
+        "keys in another order": (_attend, other_order),
+        "gradients in a batch": (_gradients, partial(batch, f=_gradients)),
+        "gradients by jax.checkpoint": (_gradients, remat),
+    }
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _chunk(call: Call, begin: int, end: int, reproducible: bool) -> Array:
+    places = {
+        "query_positions": jnp.arange(begin, end, dtype=jnp.int32)[None],
+        "key_positions": jnp.arange(end, dtype=jnp.int32)[None],
+    }
+    query, key, value = call.query[:, begin:end], call.key[:, :end], call.value[:, :end]
+    return _attend(Call(query, key, value, call.weight), reproducible, **places)
+
+
+@partial(jax.jit, static_argnums=1)
+def _steps(call: Call, reproducible: bool) -> Array:
+    """The last tokens, each a step of a scan."""
+    first = LENGTH - STEPS
+    cache = KVCache.empty(1, 2 * LENGTH, KEY_HEADS, WIDTH, dtype=call.key.dtype)
+    cache = cache.append(call.key[:, :first], call.value[:, :first])
+
+    def step(cache: KVCache, new: tuple[Array, ...]) -> tuple[KVCache, Array]:
+        query, key, value = (x[None, None] for x in new)
+        cache = cache.append(key, value)
+        return cache, cache.attend(query, reproducible=reproducible).out[0, 0]
+
+    tail = tuple(x[0, first:] for x in call[:3])
+    return lax.scan(step, cache, tail)[1][None]
+
+
+def _over_devices(call: Call) -> dict[str, Way]:
+    """By each method, over all devices; none where there is one."""
+    devices = jax.device_count()
+    if devices == 1:
+        return {}
+
+    def over(f: Any, method: str, layout: str, reproducible: bool) -> tuple[Any, int]:
+        parallel = SequenceParallel("device", method, layout=layout)  # pyright: ignore[reportArgumentType]
+        with jax.set_mesh(make_mesh((devices,), ("device",))):
+            mine = jax.tree.map(lambda x: shard_sequence(x, parallel), call)
+            found = jax.jit(partial(f, reproducible=reproducible, parallel=parallel))(mine)
+            return jax.tree.map(lambda x: unshard_sequence(x, parallel), found), 0
+
+    kinds = [("tree", "contiguous"), ("ring", "zigzag"), ("gather", "striped")]
+    kinds += [("ulysses", "contiguous")] if HEADS % devices == 0 else []
+    names = {"contiguous": "", "zigzag": ", zigzag", "striped": ", striped"}
+    ways: dict[str, Way] = {
+        f"{devices} devices, {method}{names[layout]}": (
+            _attend,
+            partial(over, _attend, method, layout),
+        )
+        for method, layout in kinds
+    }
+    ways["gradients over the devices"] = _gradients, partial(over, _gradients, "ring", "zigzag")
+    return ways
+
+
+def _one_core(call: Call, dtype: str) -> Line:
+    """In another process, whose XLA has one thread."""
+    command = [sys.executable, "-m", "energy_attn", "reproducible", "--digest", "--dtype", dtype]
+    done = subprocess.run(
+        command, env=os.environ | {"NPROC": "1"}, capture_output=True, text=True, check=True
+    )
+    wanted, found = (
+        dict(x.split() for x in text.splitlines()) for text in (_digest(call), done.stdout)
+    )
+    return Line(
+        "another process, one thread", *(float(wanted[x] == found[x]) for x in ("with", "without"))
+    )
+
+
+def _digest(call: Call) -> str:
+    """Of the prompt and of its gradients."""
+    lines = []
+    for name, reproducible in (("with", True), ("without", False)):
+        found = [
+            jax.jit(partial(f, reproducible=reproducible))(call) for f in (_attend, _gradients)
+        ]
+        content = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(found))
+        lines.append(f"{name} {hashlib.sha256(content).hexdigest()}")
+    return "\n".join(lines)
+
+
+def _table(lines: list[Line]) -> str:
+    width = max(len(line.way) for line in lines)
+    rows = [f"{'':<{width}}  reproducible=True  without"]
+    for line in lines:
+        found = "✓ all bits" if line.reproducible == 1 else f"✗ {line.reproducible:.1%}"
+        rows.append(f"{line.way:<{width}}  {found:<17}  {line.plain:.1%}")
+    return "\n".join(rows)
+
+
+def _costs(call: Call) -> list[Cost]:
+    """Medians of calls in turn."""
+    programs = {
+        "a prompt": _attend,
+        f"{STEPS} steps of a scan": _steps,
+        "gradients of a prompt": _gradients,
+    }
+    return [Cost(name, *_times(f, call)) for name, f in programs.items()]
+
+
+def _times(f: Callable[..., Any], call: Call) -> tuple[float, float]:
+    run = {x: jax.jit(f, static_argnums=1).lower(call, x).compile() for x in (True, False)}
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(2 * _ROUNDS + 2):
+        began = time.perf_counter()
+        jax.block_until_ready(run[turn % 2 == 0](call))
+        seconds[turn % 2 == 0].append(time.perf_counter() - began)
+    return statistics.median(seconds[True][1:]), statistics.median(seconds[False][1:])
