@@ -1,0 +1,42 @@
+"""A loop of which XLA does not know the length, so that its body is one program however often it runs."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jaxtyping import Array
+
+
+def each(f: Callable[[Array], Any], count: int, like: Array) -> Any:
+    """`f(n)` for each `n` below `count`, stacked: XLA unrolls a loop of a few turns that it can count, and fuses them.
+
+    The results vary over the mesh axes of `jax.shard_map` that `like` varies over. Raises `NotImplementedError` when it
+    is lowered for another platform than CPUs, on which no test has shown that the body is one program.
+    """
+    struct = jax.eval_shape(f, jnp.int32(0))
+    begin = jax.tree.map(lambda x: lax.full_like(like, 0, x.dtype, (count, *x.shape)), struct)
+
+    def add(n: Array, found: Any) -> Any:
+        return jax.tree.map(lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, n, 0), found, f(n))
+
+    return lax.fori_loop(jnp.int32(0), _hidden_p.bind(jnp.int32(count)), add, begin)
+
+
+def _lower(ctx: mlir.LoweringRuleContext, x: Any, *, on: str) -> Any:
+    if on != "cpu":
+        raise NotImplementedError(
+            f"reproducible: wanted a program for CPUs, got one for {on}, where the bits are not the same yet"
+        )
+    return mlir.lower_fun(lax.optimization_barrier, multiple_results=False)(ctx, x)
+
+
+_hidden_p = Primitive("hidden_number")
+_hidden_p.def_abstract_eval(lambda x: x)
+_hidden_p.def_impl(jax.jit(_hidden_p.bind))
+for _platform in ("cpu", "cuda", "rocm", "tpu"):
+    mlir.register_lowering(_hidden_p, functools.partial(_lower, on=_platform), platform=_platform)
