@@ -1,10 +1,13 @@
 """Attention over a mesh whose bits are those of one device."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
@@ -28,6 +31,9 @@ from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
 
 Tree = TypeVar("Tree")
+
+# Keys of all devices that take fewer bytes are gathered at once.
+LEAST = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +60,35 @@ class Reproducible(AbstractMethod):
         check_call_of(kernel, KernelCall(operands, settings))
         # The derivative of a cast is a sum over devices, so that those of `axes` are left to the kernel.
         others = frozenset().union(*map(varying_axes, jax.tree.leaves(operands))) - set(axes)
-        return function_call(Attention((kernel,), settings), vary_over(others, operands))
+        run = functools.partial(function_call, Attention((kernel,), settings))
+        return _by_heads(run, vary_over(others, operands), lax.axis_size(axes))
+
+
+def _by_heads(
+    run: Callable[[Operands], AttentionState], operands: Operands, devices: int
+) -> AttentionState:
+    """`run(operands)`, for so many heads of keys at a time that their keys on all devices take little memory."""
+    count, heads = operands.key.shape[2], operands.query.shape[2]
+    own = sum(x.size * x.dtype.itemsize for x in operands[1:3])
+    turns = -(-own * devices // max(2 * own, LEAST))
+    turns = next((n for n in range(turns, count) if count % n == 0), count)
+    if turns <= 1:
+        return run(operands)
+    if operands.head_indices is None:
+        operands = operands._replace(head_indices=jnp.arange(heads, dtype=jnp.int32))
+    axes = {"query": 2, "key": 2, "value": 2, "head_indices": 0, "sink": -1}
+    axes = {name: axis for name, axis in axes.items() if getattr(operands, name) is not None}
+
+    def apart(x: Array, axis: int) -> Array:
+        axis %= x.ndim
+        x = x.reshape(*x.shape[:axis], turns, -1, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    def one(some: dict[str, Array]) -> AttentionState:
+        return run(operands._replace(**some))
+
+    found = lax.map(one, {name: apart(getattr(operands, name), i) for name, i in axes.items()})
+    return jax.tree.map(lambda x: lax.collapse(jnp.moveaxis(x, 0, 2), 2, 4), found)
 
 
 def method_for(names: Sequence[Candidate], method: AbstractMethod) -> AbstractMethod:

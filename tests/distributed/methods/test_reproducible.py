@@ -246,6 +246,12 @@ def test_caches(devices):
         same(tuple(x[row, 0] for x in found), tuple(x[row, count] for x in wanted))
 
 
+def test_a_head_at_a_time(monkeypatch):
+    """Heads that change places, or gradients of one that are those of all."""
+    monkeypatch.setattr(_reproducible, "LEAST", 0)
+    same(Way((4,), "gather").run(CAUSAL), alone(CAUSAL))
+
+
 def test_planted(monkeypatch):
     """That these tests see a device that folds what it has, as the plain methods do."""
     monkeypatch.setattr(_reproducible._Across, "_all", lambda self, tree: tree)
