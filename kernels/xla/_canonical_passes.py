@@ -14,6 +14,7 @@ from ..masks._abstract import AbstractMask
 from ..masks._visibility import meeting, visible
 from . import _canonical_tree as tree
 from ._canonical_slots import Slots, entry, read, slots
+from ._each import each
 
 # The format: whoever changes one of these, or a program of `_canonical_tiles`, counts the version up.
 VERSION = 1
@@ -122,7 +123,7 @@ def over_keys(
         _, fold = lax.while_loop(lambda carry: carry[0] < call.leaves, one_leaf, begin)
         return finish(row, tree.result(fold, join))
 
-    found = _each(call, call.batch * count, one_tile)
+    found = each(one_tile, call.batch * count, call.operands.query)
     return jax.tree.map(lambda x: _from_tiles(x, call), found)
 
 
@@ -171,20 +172,9 @@ def over_queries(
         _, _, fold = lax.while_loop(lambda carry: carry[0] < tiles, one_tile, begin)
         return finish(tree.result(fold, join))
 
-    found = _each(call, call.batch * call.leaves, one_leaf)
+    found = each(one_leaf, call.batch * call.leaves, operands.query)
     sound = held.sound[:, None, None, None]
     return jax.tree.map(lambda x: jnp.where(sound, _to_keys(x, call), jnp.nan), found)
-
-
-def _each(call: Call, count: int, f: Callable[[Array], Any]) -> Any:
-    """`f(n)` for each `n`, stacked, in a loop of which XLA does not know the length: else it unrolls short ones."""
-    struct = jax.eval_shape(f, jnp.int32(0))
-    begin = jax.tree.map(lambda x: call.empty(count, *x.shape), struct)
-
-    def add(n: Array, found: Any) -> Any:
-        return jax.tree.map(lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, n, 0), found, f(n))
-
-    return lax.fori_loop(jnp.int32(0), lax.optimization_barrier(jnp.int32(count)), add, begin)
 
 
 def _digits(n: Array, size: int) -> tuple[Array, Array]:
