@@ -85,7 +85,8 @@ def keep_moved(found: Operands, moved: Operands) -> Operands:
 
 def wanting(settings: Settings, moved: Operands) -> Settings:
     """The settings of a backward of which the cotangents in `moved` are kept."""
-    return settings._replace(learnt=any(x is not None for x in moved.score_arrays))
+    learnt = any(x is not None for x in moved.score_arrays)
+    return settings._replace(learnt=learnt, bias_learnt=moved.bias is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +161,11 @@ class Attention(AbstractFunction):
         return first.forward(as_read(first, KernelCall(args, self.settings)))
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
+        if tangents.sink is not None:
+            raise NotImplementedError(
+                "sink: wanted one that is not differentiated, or jax.lax.stop_gradient of it, got one that a kernel "
+                "joins, in whose gradient the order of a sum would count"
+            )
         state, rest = function_call(_WithRest(self.kernels, self.settings), primals)
         state, rest = named(state), named_rest(rest)
         saved = Saved(primals, state, rest)
@@ -200,6 +206,12 @@ class _OfKernels(AbstractDerivative):
     def plain(self) -> AbstractDerivative:
         # All kernels compute the same function, so the derivative of any tangent or backward is that
         # of the blockwise one, which is written in JAX.
+        for kernel in self.kernels:
+            if not kernel.higher_order:
+                raise NotImplementedError(
+                    f"second derivatives: wanted first ones alone under reproducible=True, got one of a tangent or "
+                    f"gradient of {kernel.name}, whose sums would be in another order"
+                )
         blockwise = next((x for x in self.kernels if isinstance(x, Blockwise)), Blockwise())
         return _OfKernels((blockwise,), self.settings)
 
