@@ -10,6 +10,7 @@ from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     KernelOptions,
     Operands,
+    Settings,
     check_flag,
     check_floating,
     check_sink,
@@ -28,7 +29,7 @@ from ._arguments import (
 )
 from ._methods import check_method
 from ._reproducible import method_for
-from ._sink import keys_beside_sink, with_merged_sink
+from ._sink import beside_sink
 
 
 def sharded_attention(
@@ -115,8 +116,11 @@ def sharded_attention(
         scores=functools.partial(_scores, way, axes, sharded),
     )
     operands = call.operands._replace(sink=check_sink(sink, query.shape[:-1]))
-    local = LocalCall(names, *keys_beside_sink(call.settings, operands), axes, sharded)
-    state = with_merged_sink(method_for(names, way).attend(local), call.settings, operands)
+
+    def run(settings: Settings, operands: Operands) -> AttentionState:
+        return method_for(names, way).attend(LocalCall(names, settings, operands, axes, sharded))
+
+    state = beside_sink(run, names, call.settings, operands)
     return state if call.batched else unbatched(state)
 
 

@@ -113,8 +113,8 @@ class _Across(Canonical):
                     "energy_attn.masks and energy_attn.scores will do"
                 )
 
-    def forward(self, call: KernelCall) -> AttentionState:
-        return self._of_rows(super().forward(self._with_all_keys(call)))
+    def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
+        return self._of_rows(super().forward_and_rest(self._with_all_keys(call)))
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands

@@ -33,7 +33,7 @@ from ._plan import (
     reshard_explicit,
 )
 from ._reproducible import method_for
-from ._sink import keys_beside_sink, with_merged_sink
+from ._sink import beside_sink
 from ._tree import Tree
 
 
@@ -50,9 +50,8 @@ def attend_sharded(
     """
     if plan is not None or not differentiated_by_jax(names):
         check_taylor(operands)
-    of_keys = keys_beside_sink(settings, operands)
     run = attend if plan is None else functools.partial(_sharded, plan)
-    return with_merged_sink(run(names, *of_keys), settings, operands)
+    return beside_sink(functools.partial(run, names), names, settings, operands)
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.

@@ -1,9 +1,13 @@
 """A sink, merged once with the state of all keys."""
 
+from collections.abc import Callable, Sequence
+
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
+    Candidate,
     Operands,
     Settings,
+    is_reproducible,
     with_sink,
     with_unrounded_out,
     without_lengths,
@@ -12,18 +16,18 @@ from energy_attn.kernels.internal import (
 from ._arguments import rounded
 
 
-def keys_beside_sink(settings: Settings, operands: Operands) -> tuple[Settings, Operands]:
-    """The call of the keys alone, whose state is rounded once it is merged with that of the sink."""
-    if operands.sink is None:
-        return settings, operands
-    return with_unrounded_out(settings), operands._replace(sink=None)
-
-
-def with_merged_sink(
-    state: AttentionState, settings: Settings, operands: Operands
+def beside_sink(
+    run: Callable[[Settings, Operands], AttentionState],
+    names: Sequence[Candidate],
+    settings: Settings,
+    operands: Operands,
 ) -> AttentionState:
-    """The state of all keys of a call, merged with that of its sink, if it has one."""
-    if operands.sink is None:
-        return state
+    """`run(settings, operands)` of the keys alone, merged with the sink of the call, if it has one, and then rounded.
+
+    Where bits are to be reproducible the sink is one more item of each row's fold, and is left to `run`.
+    """
+    if operands.sink is None or is_reproducible(names):
+        return run(settings, operands)
+    state = run(with_unrounded_out(settings), operands._replace(sink=None))
     rows = without_lengths(operands).query_positions
     return rounded(with_sink(state, operands.sink, rows), operands, settings)

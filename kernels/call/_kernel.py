@@ -47,7 +47,8 @@ class AbstractKernel(abc.ABC):
         scores: whether it computes scores of `energy_attn.scores`; if not, it gets no call with one.
         differentiated_by_jax: whether all derivatives are JAX's own of `forward`, those of any order and that in
             the source too. Otherwise those of second order are of the blockwise kernel, which computes the same.
-        reproducible: whether the bits of a row depend on it and on the keys that it sees alone.
+        reproducible: whether the bits of a row depend on it and on the keys that it sees alone; derivatives of second
+            order then raise `NotImplementedError`.
 
     Examples:
         >>> from energy_attn.kernels import AbstractKernel
@@ -258,11 +259,17 @@ def check_operands(operands: Operands, dtypes: Sequence[str], without: Sequence[
     For `AbstractKernel.check`. Raises `NotImplementedError` with the reason.
     """
     decline_arrays(operands, without)
+    check_dtypes(operands, dtypes)
+    for name, x in zip(Operands._fields[:3], operands[:3], strict=True):
+        if 0 in x.shape:
+            raise NotImplementedError(f"{name}: wanted no empty axis, got shape {x.shape}")
+
+
+def check_dtypes(operands: Operands, dtypes: Sequence[str]) -> None:
+    """Raises `NotImplementedError` for queries, keys or values of other dtypes than these."""
     for name, x in zip(Operands._fields[:3], operands[:3], strict=True):
         if x.dtype.name not in dtypes:
             raise NotImplementedError(f"{name}: wanted {' or '.join(dtypes)}, got {x.dtype}")
-        if 0 in x.shape:
-            raise NotImplementedError(f"{name}: wanted no empty axis, got shape {x.shape}")
 
 
 def decline_arrays(operands: Operands, names: Sequence[str]) -> None:

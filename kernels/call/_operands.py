@@ -44,7 +44,7 @@ class Operands(NamedTuple):
             absent. A kernel gets positions in their place, unless `Lengths` is one of its `masks`.
         key_lengths: likewise.
         sink: None, or floating `[N]` or `[B, N]`: the score of one more outcome, of value zero, which is merged once
-            with the state of all keys. No kernel gets it.
+            with the state of all keys. Only the canonical kernel gets it.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -88,13 +88,14 @@ class Settings(NamedTuple):
             added to it. None: all.
         learnt: whether a backward has to compute the cotangents of the score's arrays; otherwise zeros
             will do.
+        bias_learnt: whether it has to compute that of the bias.
         part: whether these are some of the queries of a larger array: a kernel that wants another layout
             then copies them alone.
 
     Examples:
         >>> from energy_attn.kernels import Settings
         >>> Settings._fields
-        ('scale', 'mask', 'unrounded', 'score', 'scored_width', 'learnt', 'part')
+        ('scale', 'mask', 'unrounded', 'score', 'scored_width', 'learnt', 'bias_learnt', 'part')
     """
 
     scale: float
@@ -103,6 +104,7 @@ class Settings(NamedTuple):
     score: ScoreStructure | None = None
     scored_width: int | None = None
     learnt: bool = True
+    bias_learnt: bool = True
     part: bool = False
 
     @property

@@ -175,9 +175,14 @@ def unfused(scores: Array) -> Array:
     return jnp.where(scores == scores, scores, scores + scores)
 
 
-def divided(cotangent: AttentionState, rest: Array) -> AttentionState:
-    """The cotangent by which weights whose sum is `exp(rest)` become shares of it."""
-    factor = jnp.exp(-rest)
+def exp_of_each(x: Array) -> Array:
+    """`exp(x)`, in bits that do not depend on the shape: XLA:CPU takes another one for a few odd numbers of entries."""
+    x = lax.optimization_barrier(jnp.broadcast_to(x[..., None], (*x.shape, 8)))
+    return lax.optimization_barrier(jnp.exp(x))[..., 0]
+
+
+def divided(cotangent: AttentionState, factor: Array) -> AttentionState:
+    """The cotangent by which weights whose sum is the inverse of `factor` become shares of it."""
     out = cotangent.out.astype(factor.dtype) * factor[..., None]
     lse = None if cotangent.lse is None else cotangent.lse * factor
     return AttentionState(out.astype(cotangent.out.dtype), lse)  # pyright: ignore[reportArgumentType]

@@ -20,7 +20,7 @@ from ..call._operands import (
     differentiated,
     without_lengths,
 )
-from ..call._state import AttentionState, divided
+from ..call._state import AttentionState, divided, exp_of_each
 from ..xla._blockwise import Blockwise, empty_like
 from ..xla._tangent import tangent
 from ._lowering import run_when_lowered
@@ -85,7 +85,8 @@ def keep_moved(found: Operands, moved: Operands) -> Operands:
 
 def wanting(settings: Settings, moved: Operands) -> Settings:
     """The settings of a backward of which the cotangents in `moved` are kept."""
-    return settings._replace(learnt=any(x is not None for x in moved.score_arrays))
+    learnt = any(x is not None for x in moved.score_arrays)
+    return settings._replace(learnt=learnt, bias_learnt=moved.bias is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +161,11 @@ class Attention(AbstractFunction):
         return first.forward(as_read(first, KernelCall(args, self.settings)))
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
+        if tangents.sink is not None:
+            raise NotImplementedError(
+                "sink: wanted jax.lax.stop_gradient of it beside reproducible=True, as its gradient is a sum over all "
+                "rows, got one that is differentiated"
+            )
         state, rest = function_call(_WithRest(self.kernels, self.settings), primals)
         state, rest = named(state), named_rest(rest)
         saved = Saved(primals, state, rest)
@@ -200,6 +206,10 @@ class _OfKernels(AbstractDerivative):
     def plain(self) -> AbstractDerivative:
         # All kernels compute the same function, so the derivative of any tangent or backward is that
         # of the blockwise one, which is written in JAX.
+        if any(kernel.reproducible for kernel in self.kernels):
+            raise NotImplementedError(
+                "reproducible: wanted False for second derivatives, whose sums would be in another order, got True"
+            )
         blockwise = next((x for x in self.kernels if isinstance(x, Blockwise)), Blockwise())
         return _OfKernels((blockwise,), self.settings)
 
@@ -234,7 +244,8 @@ def _backward(
     cotangent: AttentionState,
 ) -> Operands:
     if knows_rest(kernel):
-        cotangent = divided(cotangent, rest)
+        exp = exp_of_each if kernel.reproducible else jnp.exp
+        cotangent = divided(cotangent, exp(-rest))
     return kernel.backward(call, state, cotangent)
 
 

@@ -1,8 +1,9 @@
 """The kernel whose bits depend on a row and the keys that it sees alone: canonical tiles, folded by a canonical tree.
 
-A leaf holds the keys of `LEAF` successive positions. A tile of `ROWS` rows meets a leaf in one program of one shape,
-and leaves are joined by the binary tree over their numbers. A leaf of which a row sees nothing is the identity of a
-join in every bit. So neither other rows, nor where keys lie in an array and what is beside them, change a bit.
+A leaf holds the keys of `LEAF` successive positions. A tile of rows meets a leaf in one program, whose rows do not
+depend on how many they are, and leaves are joined by the binary tree over their numbers. A leaf of which a row sees
+nothing is the identity of a join in every bit. So neither other rows, nor where keys lie in an array and what is
+beside them, change a bit.
 """
 
 import dataclasses
@@ -13,21 +14,24 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..call._kernel import AbstractKernel, check_operands
-from ..call._operands import KernelCall, Operands, cotangents, out_dtype
+from ..call._kernel import AbstractKernel, check_dtypes
+from ..call._operands import KernelCall, Operands, cotangents, differentiated, out_dtype
 from ..call._state import AttentionState, holds_keys, unfused
 from ..masks._abstract import AbstractMask
-from ._blockwise import cast_like
-from ._canonical_passes import LEAF, ROWS, Call, over_keys, over_queries
+from ..masks._lengths import Lengths
+from ._blockwise import cast_like, empty_like
+from ._canonical_call import LEAF, Call, Tile, check_not_learnt
+from ._canonical_passes import over_keys, over_queries
 from ._canonical_tiles import (
     Part,
     backward_rows,
     d_scores,
     finished,
     join_parts,
+    of_sink,
     part,
     product,
-    scores,
+    raw_scores,
     sums,
     weighed_sum,
     without_signs,
@@ -43,58 +47,81 @@ class Canonical(AbstractKernel):
     and values.
 
     It knows the keys of its call alone: methods that merge the states of several devices' keys do so in an order of
-    their own. Derivatives of second order are of the blockwise kernel, whose bits follow the call.
+    their own. It takes the sink of a call, the last item of a row's fold. Gradients that are sums over all rows, of a
+    bias, of a score's parameters and of a sink, and derivatives of second order, raise `NotImplementedError`.
+
+    Attributes:
+        in_order: whether key `i` of each `LEAF` of the array has a position equal to `i` modulo `LEAF`, or is absent,
+            all of one leaf, and leaves come in the order of their positions: as in an array by position, and in
+            blocks of a cache. Then they are read where they lie. Not checked. Always so where no positions are given.
     """
+
+    in_order: bool = False
 
     name = "canonical"
     platforms = ()
     interpreted = ()
     exported = True
-    masks = (AbstractMask,)
+    masks = (AbstractMask, Lengths)
+    scores = True
     reproducible = True
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for a bias and a mask of numbers, whose slots are not known by positions."""
-        if call.settings.unrounded:
+        """Raises `NotImplementedError` for a part of the keys of a row, and for a score with a source."""
+        operands, settings, _ = call
+        if settings.unrounded:
             raise NotImplementedError(
                 "key: wanted all keys of a row in one call, got a part whose state is merged with others, in an "
                 "order of its own"
             )
-        check_operands(
-            call.operands, ("float32", "bfloat16", "float16", "float64"), ("bias", "mask")
-        )
+        if settings.scored_width is not None:
+            raise NotImplementedError("source: wanted None beside a score, got an array")
+        check_dtypes(operands, ("float32", "bfloat16", "float16", "float64"))
 
     def forward(self, call: KernelCall) -> AttentionState:
         """The softmax over leaves, joined."""
-        operands, settings, _ = call
-        of = Call(operands, settings)
+        return self.forward_and_rest(call)[0]
 
+    def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
+        """`forward`, and the rounding error of `lse`."""
+        (operands, settings, _), of = call, self._of(call)
+        if _is_empty(operands):
+            state, sink = empty_like(settings, operands), of.sink()
+            state = state if sink is None else state._replace(lse=sink)
+            return state, jnp.zeros_like(state.lse)
         heads, width = operands.value.shape[2:]
 
-        def term(query: Array, seen: Array, key: Array, value: Array) -> Part:
-            return part(scores(query, key, of.scale, seen), value, ROWS)
+        def term(given: tuple, tile: Tile, key: Array, value: Array) -> Part:
+            return part(of.scores(given[0], key, tile), value)
 
-        none = of.empty(heads, ROWS)
-        identity = Part(none - jnp.inf, none, of.empty(heads, ROWS, width))
-        out, lse = over_keys(
+        def finish(given: tuple, whole: Part) -> tuple[Array, Array, Array]:
+            return finished(
+                whole if given[1] is None else join_parts(whole, of_sink(given[1], whole))
+            )
+
+        none = of.empty(heads, of.rows)
+        identity = Part(none - jnp.inf, none, of.empty(heads, of.rows, width))
+        out, lse, rest = over_keys(
             of,
-            operands.query,
+            (operands.query, of.sink()),
             operands[1:3],
             identity,
             term,
             join_parts,
-            lambda _, whole: finished(whole),
+            finish,
         )
-        return AttentionState(without_signs(out.astype(out_dtype(operands, settings))), lse)
+        return AttentionState(without_signs(out.astype(out_dtype(operands, settings))), lse), rest
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         """Gradients of queries are folded over leaves, those of keys and values over tiles of queries."""
+        zeros = jax.tree.map(jnp.zeros_like, differentiated(call.operands))
         found = cotangents(
             self.query_cotangent(call, state, cotangent),
             *self.key_cotangents(call, state, cotangent),
-            None,
+            zeros.bias,
+            zeros.score_arrays,
         )
         return jax.tree.map(without_signs, cast_like(found, call.operands))
 
@@ -102,20 +129,21 @@ class Canonical(AbstractKernel):
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Array:
         """That of the queries of a call, in the dtype of the scores: folded over leaves."""
-        operands, settings, _ = call
-        of = Call(operands, settings)
-        query, key, value = operands[:3]
+        query, key, value = call.operands[:3]
+        of = self._of(call)
+        if _is_empty(call.operands):
+            return of.empty(*query.shape)
 
-        def to_queries(given: tuple, seen: Array, key: Array, value: Array) -> Array:
+        def to_queries(given: tuple, tile: Tile, key: Array, value: Array) -> Array:
             rows = backward_rows(*given)
-            s = scores(rows.query, key, of.scale, seen)
-            return weighed_sum(d_scores(rows, s, value)[1], key, ROWS)
+            scores, pullback = of.scores_and_pullback(rows.query, key, tile)
+            return weighed_sum(pullback(d_scores(rows, scores, value)[1]), key)
 
         return over_keys(
             of,
             _given_rows(query, state, cotangent),
             (key, value),
-            of.empty(key.shape[2], ROWS, query.shape[-1]),
+            of.empty(key.shape[2], of.rows, query.shape[-1]),
             to_queries,
             jnp.add,
             lambda _, x: x * of.scale,
@@ -124,17 +152,25 @@ class Canonical(AbstractKernel):
     def key_cotangents(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> tuple[Array, Array]:
-        """Those of the keys and values of a call, likewise: folded over tiles of queries."""
-        operands, settings, _ = call
-        of = Call(operands, settings, by_position=False)  # a key's sums are over queries alone
-        query, key, value = operands[:3]
-        heads = key.shape[2]
+        """Those of the keys and values of a call, likewise: folded over tiles of queries.
 
-        def to_keys(given: tuple, seen: Array, key: Array, value: Array) -> tuple[Array, Array]:
+        Raises `NotImplementedError` where the bias or parameters of the score are differentiated.
+        """
+        check_not_learnt(call.operands, call.settings)
+        query, key, value = call.operands[:3]
+        # the sums of a key are over queries alone, so that keys may be read as they lie
+        of, heads = Call(call.operands, call.settings, in_order=True), key.shape[2]
+        if _is_empty(call.operands):
+            return of.empty(*key.shape), of.empty(*value.shape)
+
+        def to_keys(given: tuple, tile: Tile, key: Array, value: Array) -> tuple[Array, Array]:
             rows = backward_rows(*given)
-            s = scores(rows.query, key, of.scale, seen)
-            weights, change = d_scores(rows, s, value)
-            return product(change, rows.query, (1, 1)), product(weights, rows.d_out, (1, 1))
+            scores, pullback = of.scores_and_pullback(rows.query, key, tile)
+            weights, change = d_scores(rows, scores, value)
+            return (
+                product(pullback(change), rows.query, (1, 1)),
+                product(weights, rows.d_out, (1, 1)),
+            )
 
         return over_queries(
             of,
@@ -150,50 +186,62 @@ class Canonical(AbstractKernel):
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
         """Folded over leaves."""
-        operands, settings, _ = call
-        of = Call(operands, settings)
+        operands = call.operands
+        if _is_empty(operands):
+            return AttentionState(*map(jnp.zeros_like, state))
+        of = self._of(call)
         heads, width = operands.value.shape[2:]
         moved = [x for x in directions[1:3] if x is not None]
 
-        def term(given: tuple, seen: Array, key: Array, value: Array, *changes: Array) -> tuple:
-            query, d_query, out, lse = given
+        def term(given: tuple, tile: Tile, key: Array, value: Array, *changes: Array) -> tuple:
+            query, d_query, out, lse, _ = given
             d_key, d_value = _placed(changes, directions[1:3])
             some = holds_keys(lse)
             query = jnp.where(some[..., None], query, 0.0)
-            s = scores(query, key, of.scale, seen)
-            shift = jnp.where(some, lse, jnp.inf)[:, : s.shape[1], None]
-            weights = lax.optimization_barrier(jnp.exp(s - shift))
+            moves = [(d_query, key)] if d_query is not None else []
+            moves += [(query, d_key)] if d_key is not None else []
+            raw = [raw_scores(*x, of.scale) for x in moves]
+            change = functools.reduce(jnp.add, raw) if raw else None
+            scores, change = of.scores_and_change(query, key, change, directions, tile)
+            shift = jnp.where(some, lse, jnp.inf)[..., None]
+            weights = lax.optimization_barrier(jnp.exp(scores - shift))
             total, energy = jnp.zeros_like(out), jnp.zeros_like(lse)
-            pairs = [(d_query, key)] if d_query is not None else []
-            pairs += [(query, d_key)] if d_key is not None else []
-            if pairs:
-                moves = [unfused(product(*x, (2, 2)) * of.scale) for x in pairs]
-                change = functools.reduce(jnp.add, moves)[:, : s.shape[1]]
+            if change is not None:
                 change = lax.optimization_barrier(weights * change)
-                total, energy = weighed_sum(change, value, ROWS), sums(change, ROWS)
+                total, energy = weighed_sum(change, value), sums(change)
             if d_value is not None:
-                total = total + weighed_sum(weights, d_value, ROWS)
-            return total, energy, sums(weights, ROWS)
+                total = total + weighed_sum(weights, d_value)
+            return total, energy, sums(weights)
 
         def finish(given: tuple, found: tuple) -> tuple[Array, Array]:
-            _, _, out, lse = given
-            total = jnp.where(found[2] == 0, 1.0, found[2])
+            _, _, out, lse, sink = given
+            total = found[2]
+            if sink is not None:
+                total = total + jnp.exp(sink - jnp.where(holds_keys(lse), lse, jnp.inf))
+            total = jnp.where(total == 0, 1.0, total)
             energy = found[1] / total
             # XLA divides by a product with the inverse
             change = unfused(found[0] / total[..., None]) - unfused(energy[..., None] * out)
             return jnp.where(holds_keys(lse)[..., None], change, 0.0), energy
 
-        none = of.empty(heads, ROWS)
+        none = of.empty(heads, of.rows)
         out, lse = over_keys(
             of,
-            (operands.query, directions.query, state.out, state.lse),
+            (operands.query, directions.query, state.out, state.lse, of.sink()),
             (*operands[1:3], *moved),
-            (of.empty(heads, ROWS, width), none, none),
+            (of.empty(heads, of.rows, width), none, none),
             term,
             lambda a, b: jax.tree.map(jnp.add, a, b),
             finish,
         )
         return AttentionState(without_signs(out.astype(state.out.dtype)), without_signs(lse))
+
+    def _of(self, call: KernelCall) -> Call:
+        return Call(call.operands, call.settings, self.in_order)
+
+
+def _is_empty(operands: Operands) -> bool:
+    return 0 in (*operands.query.shape[:2], operands.key.shape[1])
 
 
 def _given_rows(query: Array, state: AttentionState, cotangent: AttentionState) -> tuple:

@@ -1,80 +1,204 @@
 """Tokens in slots by their positions: a tile has the positions from one multiple of its size to the next."""
 
+import abc
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from ..masks._interval import interval
 from ._slice import slice_at
 
 
-class Slots(NamedTuple):
-    """Which token lies in each slot, from the tile of the first token on.
+class AbstractSlots(abc.ABC):
+    """Which token of an array lies in each slot of each tile.
 
     Attributes:
-        token: its index, -1 for an empty slot, `[#B, tiles, size]`.
-        positions: of the tokens, -1 for an empty slot, likewise.
-        first: the index of the first token of a tile whose tokens lie as its slots do; -1 for others, `[#B, tiles]`.
-        base: the number of the first tile, `[#B]`.
-        place: the slot of each token, `[#B, S]`.
-        sound: whether every token has a slot of its own, `[#B]`.
+        positions: of the tokens, -1 for an empty slot, `[#B, tiles, size]`.
+        numbers: of the tiles, in the tree over all; of tiles with a token they increase, `[#B, tiles]`.
+        tiles: how many there are.
+        depth: how many nodes a fold over them keeps.
     """
 
-    token: Int[Array, "b tiles size"]
     positions: Int[Array, "b tiles size"]
-    first: Int[Array, "b tiles"]
-    base: Int[Array, " b"]
-    place: Int[Array, "b S"]
-    sound: Bool[Array, " b"]
+    numbers: Int[Array, "b tiles"]
+    tiles: int
+    depth: int
 
-    def numbers(self, each: int = 1) -> tuple[Int[Array, " b"], int]:
-        """The number of the first of `each` items a tile in the tree over all items, and the levels of this tree.
+    @abc.abstractmethod
+    def tokens(self, batch: Array, tile: Array) -> Int[Array, " size"]:
+        """The index of the token in each slot of a tile; of some token for an empty one."""
 
-        From a node on that may hold all items: above the smallest such level the tree but joins two nodes.
-        """
-        levels = (self.token.shape[1] * each - 1).bit_length()
-        return (self.base * each) & ((1 << levels) - 1), levels + 1
+    @abc.abstractmethod
+    def laid(self, ids: Int[Array, "b length"]) -> Int[Array, "b tiles size"]:
+        """Segment ids in slots; those of empty slots are anything."""
+
+    @abc.abstractmethod
+    def read(
+        self, arrays: Sequence[Array], row: Array, batch: Array, tile: Array, dtype: jnp.dtype
+    ) -> list[Array]:
+        """A tile `[K, size, W]` of `row` of each array `[_, S, K, W]`, with zeros in empty slots."""
+
+    @abc.abstractmethod
+    def unlaid(self, x: Array) -> Array:
+        """`[B, tiles * size, ...]` as `[B, S, ...]`: zeros for absent tokens."""
+
+    @abc.abstractmethod
+    def checked(self, x: Array) -> Array:
+        """`[B, ...]`, NaN in entries where a token has no slot of its own."""
 
 
-def slots(positions: Int[Array, "b S"], size: int) -> Slots:
-    """The slots of tokens of these positions, in any order; those of negative position have none.
+class InOrder(AbstractSlots):
+    """Of an array whose tiles are those of its positions: none lies elsewhere than its slot."""
+
+    def __init__(self, positions: Int[Array, "b length"], size: int, counted: bool):
+        """`counted`: positions are indices, so that numbers of tiles are, too."""
+        self._length, self._size = positions.shape[1], size
+        self.tiles = -(-self._length // size)
+        self.positions = self.laid(positions)
+        self.depth = _depth(self.tiles) if counted else min(self.tiles, 32)
+        number = jnp.arange(self.tiles, dtype=jnp.int32)[None]
+        highest = lax.div(self.positions.max(-1), jnp.int32(size))
+        self.numbers = number if counted else highest
+
+    def tokens(self, batch: Array, tile: Array) -> Array:
+        """A row of them."""
+        del batch
+        token = tile * self._size + jnp.arange(self._size, dtype=jnp.int32)
+        return jnp.minimum(token, self._length - 1)
+
+    def laid(self, ids: Array) -> Array:
+        """Those of absent slots are -1."""
+        ids = jnp.pad(
+            ids, ((0, 0), (0, self.tiles * self._size - self._length)), constant_values=-1
+        )
+        return ids.reshape(len(ids), self.tiles, self._size)
+
+    def read(
+        self, arrays: Sequence[Array], row: Array, batch: Array, tile: Array, dtype: jnp.dtype
+    ) -> list[Array]:
+        """A slice; the last tile may be filled up."""
+        present = entry(self.positions, batch)[tile] >= 0
+        tail = self._length % self._size
+
+        def cut(x: Array, first: Array, size: int) -> Array:
+            zero = jnp.zeros_like(tile)
+            x = slice_at(x, (row, first, zero, zero), (1, size, *x.shape[2:]))[0]
+            pads = (0, self._size - size), (0, 0), (0, 0)
+            return as_read(jnp.pad(x, pads) if size < self._size else x, present, dtype)
+
+        def last() -> list[Array]:
+            return [cut(x, jnp.full_like(tile, self._length - tail), tail) for x in arrays]
+
+        def whole() -> list[Array]:
+            return [cut(x, tile * self._size, self._size) for x in arrays]
+
+        if tail == 0:
+            return whole()
+        return last() if self.tiles == 1 else lax.cond(tile == self.tiles - 1, last, whole)
+
+    def unlaid(self, x: Array) -> Array:
+        """The first of them."""
+        present = self.positions.reshape(len(self.positions), -1)[:, : self._length] >= 0
+        return jnp.where(_like(present, x), x[:, : self._length], 0.0)
+
+    def checked(self, x: Array) -> Array:
+        """As it is."""
+        return x
+
+
+class Scattered(AbstractSlots):
+    """Of tokens in any order; those of negative position have no slot.
 
     A tile more than the tokens would fill: they may begin in the middle of one.
     """
-    batch, length = positions.shape
-    tiles = -(-length // size) + 1
-    present = positions >= 0
-    base = lax.div(interval(positions).low, jnp.int32(size))[:, None]
-    place = positions - base * size
-    inside = present & (place < tiles * size)
-    place = jnp.where(inside, place, tiles * size)
-    tokens = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), positions.shape)
-    entries = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], positions.shape)
-    token = jnp.full((batch, tiles * size), -1, jnp.int32)
-    token = token.at[entries, place].set(tokens, mode="drop")
-    found = jnp.take_along_axis(token, jnp.minimum(place, tiles * size - 1), 1)
-    sound = (~present | (inside & (found == tokens))).all(1)
-    token = token.reshape(batch, tiles, size)
-    number = base + jnp.arange(tiles, dtype=jnp.int32)[None]
-    offset = jnp.arange(size, dtype=jnp.int32)[None, None]
-    in_slots = jnp.where(token >= 0, number[:, :, None] * size + offset, -1)
-    return Slots(token, in_slots, _first(token, length), base[:, 0], place, sound)
+
+    def __init__(self, positions: Int[Array, "b length"], size: int):
+        batch, length = positions.shape
+        self.tiles = -(-length // size) + 1
+        self.depth = _depth(self.tiles)
+        self._length = length
+        slots = self.tiles * size
+        present = positions >= 0
+        base = lax.div(interval(positions).low, jnp.int32(size))[:, None]
+        place = positions - base * size
+        inside = present & (place < slots)
+        self._place = jnp.where(inside, place, slots)
+        tokens = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), positions.shape)
+        entries = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], positions.shape)
+        token = jnp.full((batch, slots), -1, jnp.int32)
+        token = token.at[entries, self._place].set(tokens, mode="drop")
+        found = jnp.take_along_axis(token, jnp.minimum(self._place, slots - 1), 1)
+        self._sound = (~present | (inside & (found == tokens))).all(1)
+        token = token.reshape(batch, self.tiles, size)
+        self._token = jnp.maximum(token, 0)
+        self.numbers = base + jnp.arange(self.tiles, dtype=jnp.int32)[None]
+        offset = jnp.arange(size, dtype=jnp.int32)[None, None]
+        self.positions = jnp.where(token >= 0, self.numbers[:, :, None] * size + offset, -1)
+        self._first = _first(token, length)
+
+    def tokens(self, batch: Array, tile: Array) -> Array:
+        """The first one for an empty slot."""
+        return entry(self._token, batch)[tile]
+
+    def laid(self, ids: Array) -> Array:
+        """That of the first token for an empty slot."""
+        token = self._token
+        batch, tiles = max(len(ids), len(token)), token.shape[1:]
+        token = jnp.broadcast_to(token, (batch, *tiles)).reshape(batch, -1)
+        ids = jnp.broadcast_to(ids, (batch, ids.shape[1]))
+        return jnp.take_along_axis(ids, token, 1).reshape(batch, *tiles)
+
+    def read(
+        self, arrays: Sequence[Array], row: Array, batch: Array, tile: Array, dtype: jnp.dtype
+    ) -> list[Array]:
+        """A slice where its tokens lie in a row, else one by one."""
+        token, first = self.tokens(batch, tile), entry(self._first, batch)[tile]
+        present, zero = entry(self.positions, batch)[tile] >= 0, jnp.zeros_like(first)
+
+        def in_a_row() -> list[Array]:
+            corner = row, jnp.maximum(first, 0), zero, zero
+            sizes = [(1, len(token), *x.shape[2:]) for x in arrays]
+            cut = (slice_at(x, corner, size)[0] for x, size in zip(arrays, sizes, strict=True))
+            return [as_read(x, present, dtype) for x in cut]
+
+        def one_by_one() -> list[Array]:
+            return [as_read(x[row, token], present, dtype) for x in arrays]
+
+        if self._length < len(token):
+            return one_by_one()
+        return lax.cond(first >= 0, in_a_row, one_by_one)
+
+    def unlaid(self, x: Array) -> Array:
+        """Each from its slot."""
+        place = jnp.broadcast_to(self._place, (len(x), self._length))
+        there = _like(place < x.shape[1], x)
+        x = jnp.take_along_axis(x, _like(jnp.minimum(place, x.shape[1] - 1), x), 1)
+        return jnp.where(there, x, 0.0)
+
+    def checked(self, x: Array) -> Array:
+        """Two tokens of one position, or tokens in too many tiles."""
+        return jnp.where(self._sound.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
 
 
-def as_they_lie(positions: Int[Array, "b S"], size: int) -> Slots:
-    """Tiles of successive tokens of the array, for what does not depend on the tile that a token is in."""
-    batch, length = positions.shape
-    tiles = -(-length // size)
-    place = jnp.arange(length, dtype=jnp.int32)[None]
-    token = jnp.pad(place, ((0, 0), (0, tiles * size - length)), constant_values=-1)
-    token = token.reshape(1, tiles, size)
-    padded = jnp.pad(positions, ((0, 0), (0, tiles * size - length)), constant_values=-1)
-    zero, sound = jnp.zeros_like(positions[:, 0]), jnp.ones((batch,), bool)
-    in_tiles = padded.reshape(batch, tiles, size)
-    return Slots(token, in_tiles, _first(token, length), zero, place, sound)
+def as_read(x: Array, present: Array, dtype: jnp.dtype) -> Array:
+    """`[size, K, W]` as `[K, size, W]`; in the branches that slice it, where XLA fuses this with the slice."""
+    return jnp.where(present[:, None, None], x.astype(dtype), 0).transpose(1, 0, 2)
+
+
+def entry(x: Array, batch: Array) -> Array:
+    """The entry of the batch of an array whose first axis is that, or 1."""
+    return lax.dynamic_index_in_dim(x, batch if x.shape[0] > 1 else 0, 0, keepdims=False)
+
+
+def _depth(count: int) -> int:
+    """The nodes that a fold over so many items in a row keeps: those below the smallest that may hold all, and one."""
+    return (count - 1).bit_length() + 1
+
+
+def _like(x: Array, like: Array) -> Array:
+    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
 
 
 def _first(token: Array, length: int) -> Array:
@@ -86,35 +210,3 @@ def _first(token: Array, length: int) -> Array:
     low = jnp.where(token >= 0, shift, length).min(-1)
     high = jnp.where(token >= 0, shift, -size).max(-1)
     return jnp.where((low == high) & (low >= 0) & (low <= length - size), low, -1)
-
-
-def entry(x: Array, batch: Array) -> Array:
-    """The entry of the batch of an array whose first axis is that, or 1."""
-    return lax.dynamic_index_in_dim(x, batch if x.shape[0] > 1 else 0, 0, keepdims=False)
-
-
-def read(
-    arrays: Sequence[Array], held: Slots, batch: Array, tile: Array, dtype: jnp.dtype
-) -> list[Array]:
-    """A tile `[K, size, W]` of each array `[B, S, K, W]`, with zeros in empty slots.
-
-    Of several arrays of `B` tokens in one, `batch` counts entries of all.
-    """
-    group = len(arrays[0]) // len(held.token) if len(held.token) > 1 else 1
-    at = lax.div(batch, jnp.int32(group))
-    token, first = entry(held.token, at)[tile], entry(held.first, at)[tile]
-    zero = jnp.zeros_like(first)
-
-    def laid(x: Array) -> Array:  # in the branches, where XLA fuses it with the slice
-        return jnp.where(token[:, None, None] >= 0, x.astype(dtype), 0).transpose(1, 0, 2)
-
-    def in_a_row() -> list[Array]:
-        corner = batch, jnp.maximum(first, 0), zero, zero
-        return [laid(slice_at(x, corner, (1, len(token), *x.shape[2:]))[0]) for x in arrays]
-
-    def one_by_one() -> list[Array]:
-        return [laid(x[batch, jnp.maximum(token, 0)]) for x in arrays]
-
-    if arrays[0].shape[1] < len(token):
-        return one_by_one()
-    return lax.cond(first >= 0, in_a_row, one_by_one)

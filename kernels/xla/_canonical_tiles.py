@@ -3,16 +3,19 @@
 No product meets a sum in them before it is rounded: XLA:CPU fuses such pairs in some surroundings, not in others.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from ..call._state import holds_keys, precision, safe_shift, unfused
 from ._products import row_maximum, row_sum
 from ._softmax import normalised
+
+DEPTH = 256  # products that are summed in one sweep
 
 
 class Part(NamedTuple):
@@ -33,57 +36,56 @@ class Rows(NamedTuple):
 
 
 def product(a: Array, b: Array, over: tuple[int, int]) -> Array:
-    """The matrix products that contract these axes, of matrices that XLA fuses nothing with."""
-    a, b = lax.optimization_barrier((a, b))
-    axes = ((over[0],), (over[1],)), ((0,), (0,))
-    return lax.dot_general(a, b, axes, precision(a.dtype))
+    """The matrix products that contract these axes, of matrices that XLA fuses nothing with.
 
-
-def scores(
-    query: Float[Array, "K rows H"],
-    key: Float[Array, "K keys H"],
-    scale: float,
-    seen: Bool[Array, "some keys"],
-) -> Float[Array, "K some keys"]:
-    """Of the first rows: scaled, each rounded, and minus infinity where a key is hidden.
-
-    The product is of all rows, as one of fewer rows may be another program.
+    XLA:CPU cuts sums of more than `DEPTH` products in pieces, in some calls, so they are cut here.
     """
-    raw = product(query, key, (2, 2))[:, : len(seen)]
-    return lax.optimization_barrier(jnp.where(seen[None], unfused(raw * scale), -jnp.inf))
+    x, y = over
+    depth = a.shape[x]
+    cuts = [slice(first, first + DEPTH) for first in range(0, depth, DEPTH)] or [slice(0)]
+    axes = ((x,), (y,)), ((0,), (0,))
+
+    def piece(cut: slice) -> Array:
+        sides = (m[(*[slice(None)] * axis, cut)] for m, axis in ((a, x), (b, y)))
+        a_cut, b_cut = lax.optimization_barrier(tuple(sides))
+        return lax.dot_general(a_cut, b_cut, axes, precision(a.dtype))
+
+    return functools.reduce(lambda x, y: lax.optimization_barrier(x) + y, map(piece, cuts))
 
 
-def weighed_sum(
-    weights: Float[Array, "K some keys"], value: Float[Array, "K keys W"], rows: int
-) -> Array:
-    """The weighed sums of values `[K, rows, W]`, zero in rows that have no weights."""
-    return product(_all_rows(weights, rows, 0.0), value, (2, 1))
+def raw_scores(
+    query: Float[Array, "K rows H"], key: Float[Array, "K keys H"], scale: float
+) -> Float[Array, "K rows keys"]:
+    """The scaled products, each rounded."""
+    return lax.optimization_barrier(unfused(product(query, key, (2, 2)) * scale))
 
 
-def sums(x: Float[Array, "K some keys"], rows: int) -> Float[Array, "K rows"]:
-    """The sum over keys, zero in rows that have none."""
-    return _all_rows(_of_rows(row_sum, x), rows, 0.0)
+def weighed_sum(weights: Float[Array, "K rows keys"], value: Float[Array, "K keys W"]) -> Array:
+    """The weighed sums of values `[K, rows, W]`.
+
+    Of whole vectors, 256 features at a time: else the program of a few rows rounds otherwise than that of more.
+    """
+    width = value.shape[-1]
+    value = jnp.pad(value, ((0, 0), (0, 0), (0, -width % 8)))
+    pieces = (value[..., first : first + 256] for first in range(0, value.shape[-1], 256))
+    found = [product(weights, x, (2, 1)) for x in pieces]
+    return jnp.concatenate(found, -1)[..., :width] if found else weights[..., :0]
 
 
-def part(scores: Float[Array, "K some keys"], value: Float[Array, "K keys W"], rows: int) -> Part:
-    """The softmax over a leaf, of no keys in rows that have no scores."""
+def sums(x: Float[Array, "K rows keys"]) -> Float[Array, "K rows"]:
+    """The sum over keys."""
+    return _of_rows(row_sum, x)
+
+
+def part(scores: Float[Array, "K rows keys"], value: Float[Array, "K keys W"]) -> Part:
+    """The softmax over a leaf."""
     maximum = _of_rows(row_maximum, scores)
     weights = lax.optimization_barrier(jnp.exp(scores - safe_shift(maximum)[..., None]))
-    maximum = _all_rows(maximum, rows, -jnp.inf)
-    return Part(maximum, sums(weights, rows), weighed_sum(weights, value, rows))
+    return Part(maximum, sums(weights), weighed_sum(weights, value))
 
 
 def _of_rows(f: Callable[[Array], Array], x: Array) -> Array:
     return f(x.reshape(-1, x.shape[-1])).reshape(x.shape[:-1])
-
-
-def _all_rows(x: Array, rows: int, fill: float) -> Array:
-    """`x` with more rows, to `rows`. XLA:CPU takes another exponential for a few odd numbers of entries."""
-    if x.shape[1] == rows:
-        return x
-    pads = [(0, 0)] * x.ndim
-    pads[1] = (0, rows - x.shape[1])
-    return jnp.pad(x, pads, constant_values=fill)
 
 
 def join_parts(a: Part, b: Part) -> Part:
@@ -96,10 +98,15 @@ def join_parts(a: Part, b: Part) -> Part:
     return Part(maximum, total, weighed)
 
 
-def finished(whole: Part) -> tuple[Array, Array]:
-    """`out` and `lse`."""
-    total, lse, _ = normalised(whole.total, whole.maximum)
-    return whole.weighed / total[..., None], lse
+def of_sink(sink: Float[Array, "K rows"], like: Part) -> Part:
+    """The softmax over one more outcome alone, whose value is zero."""
+    return Part(sink, jnp.ones_like(sink), jnp.zeros_like(like.weighed))
+
+
+def finished(whole: Part) -> tuple[Array, Array, Array]:
+    """`out`, `lse`, and what rounding took from it."""
+    total, lse, rest = normalised(whole.total, whole.maximum)
+    return whole.weighed / total[..., None], lse, rest
 
 
 def without_signs(x: Array) -> Array:
@@ -117,10 +124,9 @@ def backward_rows(query: Array, d_out: Array, out: Array, lse: Array, d_lse: Arr
 
 
 def d_scores(
-    rows: Rows, scores: Float[Array, "K some keys"], value: Float[Array, "K keys W"]
+    rows: Rows, scores: Float[Array, "K rows keys"], value: Float[Array, "K keys W"]
 ) -> tuple[Array, Array]:
     r"""The weights $P$ of a tile and $\dot s = P (\dot{out} \cdot v - \delta)$."""
-    lse, delta = (x[:, : scores.shape[1], None] for x in (rows.lse, rows.delta))
-    weights = lax.optimization_barrier(jnp.exp(scores - lse))
-    along = product(rows.d_out, value, (2, 2))[:, : scores.shape[1]]
-    return weights, lax.optimization_barrier(weights * (along - delta))
+    weights = lax.optimization_barrier(jnp.exp(scores - rows.lse[..., None]))
+    along = product(rows.d_out, value, (2, 2))
+    return weights, lax.optimization_barrier(weights * (along - rows.delta[..., None]))

@@ -18,7 +18,7 @@ class Fold(NamedTuple):
     of their numbers, so that the nodes that wait for their right neighbour are at most one a level.
 
     Attributes:
-        waiting: the nodes that wait, `[levels, ...]` each.
+        waiting: the nodes that wait, those of higher levels first, `[depth, ...]` each.
         held: the levels at which one waits, as bits.
         node: that of the last item, at level 0.
         last: its number.
@@ -30,20 +30,19 @@ class Fold(NamedTuple):
     last: Int[Array, ""]
 
 
-def start(identity: Any, levels: int, first: Int[Array, ""]) -> Fold:
-    """The fold of nothing, before an item of number `first` or none. Numbers have `levels` bits."""
-    waiting = jax.tree.map(lambda x: jnp.broadcast_to(x, (levels, *x.shape)), identity)
+def start(identity: Any, depth: int, first: Int[Array, ""]) -> Fold:
+    """The fold of nothing, before an item of number `first` or none; at most `depth` nodes will wait."""
+    waiting = jax.tree.map(lambda x: jnp.broadcast_to(x, (depth, *x.shape)), identity)
     return Fold(waiting, jnp.zeros_like(first), identity, first)
 
 
 def insert(fold: Fold, number: Int[Array, ""], item: Any, join: Join) -> Fold:
     """The fold with one more item, of a larger number; the first of all has that given to `start`."""
-    level = 31 - lax.clz(
-        number ^ fold.last
-    )  # where the paths to both items part; -1 for the first item
-    place = jnp.maximum(level, 0)
-    bit = jnp.left_shift(jnp.ones_like(level), place)
+    # where the paths to both items part; -1 for the first item
+    level = 31 - lax.clz(number ^ fold.last)
+    bit = jnp.left_shift(jnp.ones_like(level), jnp.maximum(level, 0))
     node, held = _raised(fold, bit - 1, join)
+    place = lax.population_count(held)
     waiting = jax.tree.map(
         lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, place, 0), fold.waiting, node
     )
@@ -60,11 +59,10 @@ def _raised(fold: Fold, levels: Array, join: Join) -> tuple[Any, Array]:
 
     def climb(carry: tuple[Any, Array]) -> tuple[Any, Array]:
         node, held = carry
-        lowest = held & -held
-        level = 31 - lax.clz(lowest)
+        place = lax.population_count(held) - 1
         left = jax.tree.map(
-            lambda xs: lax.dynamic_index_in_dim(xs, level, 0, keepdims=False), fold.waiting
+            lambda xs: lax.dynamic_index_in_dim(xs, place, 0, keepdims=False), fold.waiting
         )
-        return join(left, node), held ^ lowest
+        return join(left, node), held & (held - 1)
 
     return lax.while_loop(lambda carry: (carry[1] & levels) != 0, climb, (fold.node, fold.held))

@@ -41,7 +41,7 @@ class AbstractDecode(AbstractKernel):
         operands, settings, _ = call
         no_values = operands._replace(value=operands.value[..., :0])
         (_, lse), rounding = _blockwise.forward(no_values, settings)
-        state, cotangent = state._replace(lse=lse), divided(cotangent, rounding)
+        state, cotangent = state._replace(lse=lse), divided(cotangent, jnp.exp(-rounding))
         return _blockwise.backward(operands, settings, state, cotangent)
 
 

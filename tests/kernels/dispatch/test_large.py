@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from energy_attn.kernels import AttentionState, local_attention, scores
+from energy_attn.kernels.xla._canonical import Canonical
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.problems import Problem, cast, cotangents, tangents
@@ -19,6 +20,7 @@ from tests.support.traits import RUNNABLE, SMALL
 
 # From 5e9 on a float32 exponential can not take the difference of two numbers next to each other.
 SIZES = (1.0, 1e6, 1e11, 1e30)
+CANONICAL = pytest.param(Canonical(), id="canonical")
 SCALE = float(np.float32(0.7310234))
 
 
@@ -45,7 +47,7 @@ def state(out, lse):
 
 
 @pytest.mark.parametrize("how", ["scale", "negative", "score", "bfloat16"])
-@pytest.mark.parametrize("name", [x for x in RUNNABLE if x != "mosaic_gpu"])
+@pytest.mark.parametrize("name", [*(x for x in RUNNABLE if x != "mosaic_gpu"), CANONICAL])
 def test_states(name, how):
     """A visible key that counts as none, or NaN: a fused product less a maximum of rounded ones."""
     scale = -SCALE if how == "negative" else SCALE
@@ -63,7 +65,7 @@ def test_states(name, how):
             close(x, y, f"{size}", tolerance=tolerance[of])
 
 
-@pytest.mark.parametrize("name", [x for x in RUNNABLE if x != "mosaic_gpu"])
+@pytest.mark.parametrize("name", [*(x for x in RUNNABLE if x != "mosaic_gpu"), CANONICAL])
 def test_overflow(name):
     """A product that is finite and whose score is not: an energy of infinity beside an output that looks right."""
     shapes = (2, 4, 8, 8), (2, 9, 4, 8), (2, 9, 4, 6)
@@ -73,7 +75,7 @@ def test_overflow(name):
 
 
 @pytest.mark.parametrize("lengths", [None, (7, 0)], ids=["whole", "ragged"])
-@pytest.mark.parametrize("name", ["blockwise", "decode", "decode_cpu", "reference"])
+@pytest.mark.parametrize("name", ["blockwise", "decode", "decode_cpu", "reference", CANONICAL])
 def test_derivatives(name, lengths):
     """Weights that do not sum to 1 as the logarithm of their sum is rounded; or those of another product's scores."""
 

@@ -2,7 +2,8 @@
 
 import functools
 import hashlib
-from typing import Any, NamedTuple
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,115 +11,41 @@ import numpy as np
 import pytest
 from jax import lax
 
-from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels import AttentionState
 from energy_attn.kernels.xla._canonical import Canonical
-from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.problems import Problem, cotangents
+from tests.support.prompts import (
+    DTYPES,
+    HEADS,
+    LENGTH,
+    OPTIONS,
+    SHORT,
+    VALUE_WIDTH,
+    Tokens,
+    at,
+    attend,
+    cache_of,
+    gradients,
+    in_batch,
+    junk_like,
+    prompt,
+    same_bytes,
+    tangent,
+    whole,
+)
 from tests.support.reference import dense, dense_jvp, dense_vjp
-from tests.support.selection import few
+from tests.support.selection import few, few_rows
 from tests.support.spawn import spawn
 
-LENGTH, HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH = 2100, 4, 2, 16, 24  # nine leaves, the last in part
-SHORT = 1100  # for derivatives: five leaves, many tiles of queries
-DTYPES = "float32", "bfloat16", "float16", "float64"
-OPTIONS: dict[str, Any] = {
-    "causal": {"is_causal": True},
-    "window": {"local_window_size": (1300, 0)},
-    "segments": {"is_causal": True},
-    "full": {},
-}
+
+def rows(*first: tuple[str, str], options: Any = OPTIONS):
+    """Dtypes and options, of which `make test` runs the first."""
+    rest = [x for x in itertools.product(DTYPES, options) if x not in first]
+    return pytest.mark.parametrize(("dtype", "option"), few_rows([*first, *rest], len(first)))
 
 
-class Tokens(NamedTuple):
-    """Of one prompt: arrays of NumPy or, traced, of JAX."""
-
-    query: Any
-    key: Any
-    value: Any
-    positions: Any
-    segments: Any
-
-    def at(self, index) -> "Tokens":
-        """Some of them."""
-        return Tokens._make(x[index] for x in self)
-
-
-@functools.cache
-def prompt(dtype: str, seed: int = 0) -> Tokens:
-    """A random one, whose scores are large enough for exponentials of all sizes."""
-    rng = np.random.default_rng(seed)
-    sizes = (HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, VALUE_WIDTH)
-    arrays = (np.asarray(array(2 * rng.standard_normal((LENGTH, *x)), dtype)) for x in sizes)
-    segments = np.cumsum(rng.random(LENGTH) < 0.002).astype(np.int32)
-    return Tokens._make((*arrays, np.arange(LENGTH, dtype=np.int32), segments))
-
-
-def attend(option: str, rows: Tokens, keys: Tokens):
-    """The state of rows over keys, both `[T, ...]` or `[B, T, ...]`."""
-    rows, keys = (Tokens._make(map(jnp.asarray, x)) for x in (rows, keys))
-    segments: dict[str, Any] = {}
-    if option == "segments":
-        segments = {"query_segment_ids": rows.segments, "key_segment_ids": keys.segments}
-    return local_attention(
-        *(rows.query, keys.key, keys.value),
-        query_positions=rows.positions,
-        key_positions=keys.positions,
-        implementation=Canonical(),
-        **OPTIONS[option],
-        **segments,
-    )
-
-
-@functools.cache
-def whole(dtype: str, option: str):
-    """The state of a prompt, computed at once."""
-    return jax.jit(functools.partial(attend, option))(prompt(dtype), prompt(dtype))
-
-
-def junk_like(x: np.ndarray, capacity: int, rng: np.random.Generator) -> np.ndarray:
-    """What slots hold that have no token: some numbers, or none."""
-    junk = 50 * rng.standard_normal((capacity, *x.shape[1:]))
-    if x.dtype != np.int32:
-        junk[rng.random(capacity) < 0.3] = np.nan
-    return junk.astype(x.dtype)
-
-
-def cache_of(tokens: Tokens, capacity: int, rng: np.random.Generator, first: int = 0) -> Tokens:
-    """The tokens in a cache from slot `first` on, with junk in the others."""
-    slots = np.arange(first, first + len(tokens.positions))
-    filled = []
-    for x in tokens:
-        junk = junk_like(x, capacity, rng)
-        junk[slots] = x
-        filled.append(junk)
-    positions = np.full(capacity, -1, np.int32)
-    positions[slots] = tokens.positions
-    return Tokens._make(filled)._replace(positions=positions)
-
-
-def same_bytes(found, wanted):
-    """Each array has the bytes of the other, signs of zeros included; none is NaN."""
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        assert not np.isnan(y.astype(np.float64)).any()
-        different = x.view(np.uint8).reshape(*x.shape, -1) != y.view(np.uint8).reshape(*x.shape, -1)
-        assert not different.any(), f"{different.any(-1).mean():.1%} of the entries differ"
-
-
-def at(state, index):
-    """Some rows of a state."""
-    return jax.tree.map(lambda x: x[index], state)
-
-
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_option = pytest.mark.parametrize("option", OPTIONS)
-
-
-@pytest.mark.product
-@every_dtype
-@every_option
+@rows(("float32", "causal"), ("bfloat16", "segments"))
 def test_chunks(dtype, option):
     """A tile whose size follows the call; a fold over the slots of a cache instead of positions; junk that counts."""
     rng, tokens = np.random.default_rng(1), prompt(dtype)
@@ -135,11 +62,12 @@ def test_chunks(dtype, option):
         begin = end
 
 
-@pytest.mark.product
-@every_dtype
-@pytest.mark.parametrize("option", ["causal", "window"])
+@rows(("float32", "causal"), options=("causal", "window"))
 def test_steps_of_a_scan(dtype, option):
-    """A step's tile that is fused with what surrounds it, or of another height; a head that depends on others."""
+    """A step's tile that is fused with what surrounds it, or of another height; a head that depends on others.
+
+    Keys that are read where they lie and are in another place of the tree, or of a leaf, than they would be elsewhere.
+    """
     tokens, first, steps = prompt(dtype), 2030, 40
     tokens = tokens._replace(query=tokens.query[:, ::2])  # a row a key head
     cache = cache_of(tokens.at(slice(first)), 2560, np.random.default_rng(2))
@@ -149,21 +77,16 @@ def test_steps_of_a_scan(dtype, option):
         keys = jax.tree.map(
             lambda xs, x: lax.dynamic_update_slice_in_dim(xs, x, index, 0), keys, new
         )
-        return keys, attend(option, new, keys)
+        return keys, [attend(option, new, keys, Canonical(x)) for x in (False, True)]
 
     index = jnp.arange(first, first + steps, dtype=jnp.int32)
     cache = jax.tree.map(jnp.asarray, cache)
     found = jax.jit(lambda cache, index: lax.scan(step, cache, index)[1])(cache, index)
     wanted = at(whole(dtype, option), (slice(first, first + steps), slice(None, None, 2)))
-    same_bytes(jax.tree.map(lambda x: x[:, 0], found), wanted)
+    same_bytes(jax.tree.map(lambda x: x[:, 0], found), [wanted, wanted])
 
 
-def in_batch(tokens: Tokens, others: list[Tokens]) -> Tokens:
-    """Caches of one capacity in a batch."""
-    return Tokens._make(np.stack(x) for x in zip(tokens, *others, strict=True))
-
-
-@every_option
+@pytest.mark.parametrize("option", few(list(OPTIONS), "segments"))
 def test_place_in_a_batch(option):
     """A leaf that begins with the first key of another row; products of a batch that round otherwise."""
     dtype, rng = DTYPES[list(OPTIONS).index(option)], np.random.default_rng(3)
@@ -183,7 +106,7 @@ def test_place_in_a_batch(option):
     same_bytes(at(found, 1), whole(dtype, option))
 
 
-@every_dtype
+@pytest.mark.parametrize("dtype", few(DTYPES, "float32"))
 def test_order_of_keys(dtype):
     """A fold in the order of arrival; keys that no row sees and that count."""
     rng, tokens = np.random.default_rng(4), prompt(dtype)
@@ -195,32 +118,7 @@ def test_order_of_keys(dtype):
     same_bytes(found, at(whole(dtype, "window"), slice(2049, None)))
 
 
-def gradients(option, rows, keys, weights):
-    """Those of query, key and value, from cotangents of both results."""
-
-    def loss(query, key, value):
-        state = attend(option, rows._replace(query=query), keys._replace(key=key, value=value))
-        wide = state.lse.dtype
-        return sum(
-            jnp.vdot(x.astype(wide), y.astype(wide)) for x, y in zip(weights, state, strict=True)
-        )
-
-    return jax.grad(loss, (0, 1, 2))(rows.query, keys.key, keys.value)
-
-
-def tangent(option, rows, keys, seed):
-    """The derivative of the state in a direction of all three."""
-    primals = rows.query, keys.key, keys.value
-
-    def state(query, key, value):
-        return attend(option, rows._replace(query=query), keys._replace(key=key, value=value))
-
-    return jax.jvp(state, primals, seed)[1]
-
-
-@pytest.mark.product
-@every_dtype
-@every_option
+@rows(("float32", "window"))
 def test_gradients_and_tangents(dtype, option):
     """Sums over rows or leaves in an order that follows the call: its padding, batch, cache, transformations."""
     rng = np.random.default_rng(5)
@@ -261,9 +159,8 @@ def test_gradients_and_tangents(dtype, option):
     same_bytes(jax.tree.map(lambda x: x[1, here], found), wanted_tangent)
 
 
-@pytest.mark.product
-@every_option
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 1e-5)])
+@pytest.mark.parametrize("option", few(list(OPTIONS), "window"))
+@pytest.mark.parametrize(("dtype", "tolerance"), few_rows([("float64", 1e-11), ("float32", 1e-5)]))
 def test_values(dtype, tolerance, option):
     """A leaf left out or counted twice; a derivative's term or scale that is missing."""
     tokens, rng = prompt(dtype).at(slice(SHORT)), np.random.default_rng(6)
@@ -307,14 +204,6 @@ def test_two_keys_of_one_position():
     assert np.isnan(attend("causal", tokens, twice).out).all()
     far = tokens._replace(positions=np.array([0, 1, 2, 3, 4, 5, 6, 5000], np.int32))
     assert np.isnan(attend("causal", tokens, far).out).all()
-
-
-def test_a_bias_is_declined():
-    """A bias that is left out without a word."""
-    tokens = prompt("float32").at(slice(8))
-    with pytest.raises(NotImplementedError, match="bias"):
-        bias = array(np.ones((1, 1, 8, 8)), "float32")
-        local_attention(*map(jnp.asarray, tokens[:3]), bias=bias, implementation=Canonical())
 
 
 def with_gradients(rows, keys, weights):

@@ -1,0 +1,257 @@
+"""The calls that `Canonical` takes, and those that it declines: values, and bytes of a row in calls of other shapes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.kernels import AttentionState, local_attention, scores
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.dispatch._registry import attend as attend_operands
+from energy_attn.kernels.xla._canonical import Canonical
+from tests.support.arrays import array
+from tests.support.compare import close
+from tests.support.problems import PROBLEMS, cast, cotangents, tangents
+from tests.support.prompts import (
+    HEADS,
+    SHORT,
+    Tokens,
+    at,
+    attend,
+    cache_of,
+    gradients,
+    prompt,
+    same_bytes,
+)
+from tests.support.reference import dense, dense_jvp, dense_vjp
+from tests.support.selection import few, few_rows
+from tests.support.sinks import sink_of, with_key
+
+QUICK = "everything", "no_keys", "predicates", "scale_zero_source", "bias_infinite", "mask_heads"
+
+
+@pytest.mark.parametrize("problem", few(list(PROBLEMS.values()), *QUICK))
+def test_values(problem):
+    """A bias, mask, score, source or empty axis that is left out, or read in the place of another head, row or key."""
+    arrays, problem = cast(problem, np.float64)
+    bias = arrays.pop("bias", None)
+
+    @jax.jit
+    def run(arrays, bias, cotangent, directions):
+        def state(arrays, bias):
+            return local_attention(
+                **arrays, bias=bias, **problem.options, implementation=Canonical()
+            )
+
+        found, pull = jax.vjp(lambda arrays: state(arrays, bias), arrays)
+        moved = directions if bias is None else {x: directions[x] for x in arrays}
+        d_bias = None if bias is None else directions["bias"]
+        moved = jax.jvp(state, (arrays, bias), (moved, d_bias))[1]
+        return found, pull(AttentionState(*cotangent))[0], moved
+
+    cotangent, directions = cotangents(problem, np.float64), tangents(problem)
+    found, gradients, moved = run(arrays, bias, cotangent, directions)
+    close(tuple(found), dense(problem), "state", 1e-11)
+    wanted = dense_vjp(problem, *cotangent)
+    close(gradients, {name: wanted[name] for name in gradients}, "gradients", 1e-10)
+    close(tuple(moved), dense_jvp(problem, directions), "tangent", 1e-10)
+
+
+def in_blocks(x, chosen):
+    """Blocks of 256 of an array, of which some are chosen."""
+    return np.concatenate([x[256 * i : 256 * (i + 1)] for i in chosen])
+
+
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16", "float64"], "float32"))
+def test_keys_in_order(dtype):
+    """A leaf that is read in another place than it is, past the end of the array, or numbered by its place in it."""
+    rng, tokens, in_order = (
+        np.random.default_rng(1),
+        prompt(dtype).at(slice(SHORT)),
+        Canonical(True),
+    )
+    cache = cache_of(tokens, 1300, rng)
+    order = rng.permutation(1300)
+    weights = (
+        array(rng.standard_normal((SHORT, HEADS, 24)), dtype),
+        1.0 * jnp.zeros((SHORT, HEADS), "float64" if dtype == "float64" else "float32"),
+    )
+
+    def both(kernel, keys):
+        found = attend("causal", tokens, keys, kernel)
+        return found, gradients("causal", tokens, keys, weights, kernel=kernel)
+
+    state, (d_query, *d_keys) = jax.jit(functools.partial(both, in_order))(cache)
+    found, (found_query, *found_keys) = jax.jit(functools.partial(both, Canonical()))(
+        cache.at(order)
+    )
+    same_bytes((state, d_query, [x[order] for x in d_keys]), (found, found_query, found_keys))
+    same_bytes([x[SHORT:] for x in d_keys], [0 * x[SHORT:] for x in d_keys])
+    # the same without positions, which then count
+    options = {"is_causal": True, "implementation": Canonical()}
+    counted = local_attention(*map(jnp.asarray, tokens[:3]), **options)
+    same_bytes(counted, state)
+    counted = local_attention(
+        *map(jnp.asarray, (tokens.query, *cache[1:3])),
+        key_value_seq_lengths=jnp.int32(SHORT),
+        **options,
+    )
+    same_bytes(counted, state)
+    # one device's blocks of a block-cyclic cache
+    cyclic = cache._replace(
+        positions=np.where(np.arange(1300) // 256 % 3 == 1, cache.positions, -1)
+    )
+    some = Tokens._make(in_blocks(x, [1, 4]) for x in cyclic)
+    same_bytes(attend("causal", tokens, some, in_order), attend("causal", tokens, cyclic, in_order))
+
+
+def wave(score, at, period):
+    """A function whose products meet sums."""
+    return score * 0.3 + jnp.cos(score * period[at.head]) * (at.query - at.key).astype(score.dtype)
+
+
+@pytest.mark.parametrize("dtype", few(["float32", "float64"], "float32"))
+def test_terms_of_scores(dtype):
+    """A term whose product is fused with a sum in calls of one shape alone; a bias by slot, not by token."""
+    rng, (length, keys) = np.random.default_rng(2), (70, 600)
+    tokens = prompt(dtype)
+    late = tokens.at(slice(keys - length, keys))
+    tokens = tokens.at(slice(keys))
+    bias = array(rng.standard_normal((1, HEADS, length, keys)), dtype)
+    mask = array(rng.random((1, 1, length, keys)) < 0.7)
+    of_keys = array(rng.standard_normal((1, HEADS, 1, keys)), dtype)
+    score = scores.Compose(
+        scores.ALiBi(array(np.linspace(0.01, 0.3, HEADS), dtype)),
+        scores.SoftCap(7.3),
+        scores.RelativeBias(array(rng.standard_normal((HEADS, 32)), dtype), scores.t5_buckets()),
+        scores.Function(wave, array(np.linspace(0.2, 1.7, HEADS), dtype)),
+    )
+    d_out = array(rng.standard_normal((length, HEADS, 24)), dtype)
+
+    def run(rows, keys, d_out, bias, mask):
+        def state(query, key, value):
+            return attend(
+                "causal",
+                rows._replace(query=query),
+                keys._replace(key=key, value=value),
+                score=score,
+                bias=bias,
+                mask=mask,
+            )
+
+        primals = rows.query, keys.key, keys.value
+        found, pull = jax.vjp(state, *primals)
+        return (
+            found,
+            jax.jvp(state, primals, primals)[1],
+            *pull(AttentionState(d_out, 0 * found.lse)),
+        )
+
+    run = jax.jit(run)
+    state, moved, d_query, *d_keys = run(late, tokens, d_out, bias, mask)
+    order = rng.permutation(keys)
+    found = run(late, tokens.at(order), d_out, bias[..., order], mask[..., order])
+    same_bytes(found, (state, moved, d_query, *(x[order] for x in d_keys)))
+    for row in (slice(31, 32), slice(5, 8)):
+        found = run(late.at(row), tokens, d_out[row], bias[:, :, row], mask[:, :, row])
+        same_bytes(found[:3], at((state, moved, d_query), row))
+    a, b = (
+        attend("causal", late, tokens, bias=x)
+        for x in (of_keys, jnp.broadcast_to(of_keys, bias.shape))
+    )
+    same_bytes(a, b)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width", "value_width", "dtype"),
+    few_rows(
+        [
+            (3, 1, 5, 3, "float64"),
+            (8, 8, 16, 257, "float32"),
+            (1, 1, 1, 1, "float32"),
+            (6, 3, 7, 2, "float64"),
+        ],
+        2,
+    ),
+)
+def test_odd_sizes(heads, key_heads, width, value_width, dtype):
+    """A product of few features, or an exponential of few numbers, whose program depends on how many rows there are."""
+    rng, length, few_rows = np.random.default_rng(3), 40, slice(17, 20)
+    shapes = (heads, width), (key_heads, width), (key_heads, value_width), (heads, value_width)
+    query, key, value, source = (array(rng.standard_normal((length, *x)), dtype) for x in shapes)
+    d_out = array(rng.standard_normal(source.shape), dtype)
+    d_lse = array(rng.standard_normal((length, heads)), dtype)
+    mask = array(np.tri(length, dtype=bool)[None, None])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(size, query, source, mask, d_out, d_lse):
+        def state(query, source):
+            options = {"source": source, "mask": mask, "implementation": Canonical()}
+            return local_attention(size * query, key, value, **options)
+
+        found, pull = jax.vjp(state, query, source)
+        return found, pull(AttentionState(d_out, d_lse))
+
+    for size in (1.0, 3e5):  # where energies are rounded to a sixteenth
+        wanted = run(size, query, source, mask, d_out, d_lse)
+        for some in (few_rows, slice(30, 31)):
+            rows = (x[some] for x in (query, source))
+            found = run(size, *rows, mask[:, :, some], d_out[some], d_lse[some])
+            same_bytes(found, at(wanted, some))
+
+
+@pytest.mark.parametrize("batched", few([True, False], True))
+def test_sink(batched):
+    """A sink that is left out of a row or of its derivatives, or joined in an order that depends on the call."""
+    problem = dataclasses.replace(PROBLEMS["positions_causal"], source=None)
+    sink = array(sink_of(problem, batched))
+    arrays, problem = cast(problem, np.float64)
+    call = check_call(
+        *(arrays[x] for x in ("query", "key", "value")), None, None, None, **problem.options
+    )
+
+    def state(arrays, sink):
+        operands = call.operands._replace(**arrays, sink=sink)
+        return attend_operands((Canonical(),), call.settings, operands)
+
+    cotangent, directions = cotangents(problem, np.float64), tangents(problem)
+    found, pull = jax.vjp(jax.jit(lambda x: state(x, sink)), arrays)
+    wanted = with_key(problem, np.asarray(sink))
+    close(tuple(found), dense(wanted), "state", 1e-11)
+    of_keys = slice(problem.key.shape[1])
+    exact = {
+        name: x if name == "query" else x[:, of_keys]
+        for name, x in dense_vjp(wanted, *cotangent).items()
+        if name in arrays
+    }
+    close(pull(AttentionState(*cotangent))[0], exact, "gradients", 1e-10)
+    moved = jax.jvp(jax.jit(lambda x: state(x, sink)), (arrays,), (directions,))[1]
+    along = {name: np.zeros_like(x) for name, x in wanted.arrays.items()}
+    for name, x in directions.items():
+        along[name][:, : x.shape[1]] = x
+    close(tuple(moved), dense_jvp(wanted, along), "tangent", 1e-10)
+    with pytest.raises(NotImplementedError, match="sink"):
+        jax.grad(lambda sink: state(arrays, sink).lse.sum())(sink)
+
+
+def test_what_is_declined():
+    """A gradient in the order of the call's sums, or that of another kernel's, without a word."""
+    tokens = prompt("float32").at(slice(8))
+    query, key, value = map(jnp.asarray, tokens[:3])
+    bias = array(np.ones((1, 1, 8, 8)), "float32")
+    score = scores.ALiBi(array(np.ones(HEADS), "float32"))
+
+    def energy(query, bias, score):
+        options = {"bias": bias, "score": score, "implementation": Canonical()}
+        return local_attention(query, key, value, **options).lse.sum()
+
+    with pytest.raises(NotImplementedError, match="bias"):
+        jax.grad(energy, 1)(query, bias, None)
+    with pytest.raises(NotImplementedError, match="score"):
+        jax.grad(energy, 2)(query, None, score)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.hessian(energy)(query, None, None)
+    assert jnp.isfinite(jax.grad(energy)(query, bias, score)).all()
