@@ -42,6 +42,7 @@ if _typing.TYPE_CHECKING:
     from .cache._arguments import check_counts as check_counts
     from .cache._arguments import check_reach as check_reach
     from .cache._arguments import check_stored as check_stored
+    from .cache._queries import canonical_of as canonical_of
     from .cache._tokens import AbstractTokens as AbstractTokens
     from .cache._write import positions_from as positions_from
     from .runtime import _files, _safetensors

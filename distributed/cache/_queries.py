@@ -8,12 +8,15 @@ from jaxtyping import Array, Float, Int
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
+    LEAF,
     Candidate,
+    Canonical,
     ScoreOptions,
     candidates,
     check_call,
     check_options,
     check_shape,
+    is_reproducible,
     received,
     with_unrounded_out,
 )
@@ -113,6 +116,13 @@ def check_queries(
     return positions
 
 
+def canonical_of(cache: AbstractTokens) -> Canonical:
+    """The canonical kernel, which knows where the keys of a cache are."""
+    if cache.window is not None:  # a slot may have a token of the next lap
+        return Canonical()
+    return Canonical(cache.slots.block if cache.slots.devices > 1 else LEAF)
+
+
 def state_of(
     cache: AbstractTokens,
     query: Array,
@@ -133,5 +143,7 @@ def state_of(
     stored, scales = (cache.key, cache.value), (cache.key_scale, cache.value_scale)
     call = check_call(query, *stored, source, None, mask, scales, sink=sink, **scored)
     plan = sharding_plan(cache.parallel, *call.operands[:3])
+    if is_reproducible(names):
+        names = (canonical_of(cache),)
     settings = with_unrounded_out(call.settings) if unrounded else call.settings
     return attend_sharded(plan, names, settings, call.operands)

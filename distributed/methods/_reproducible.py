@@ -12,11 +12,14 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
+    LEAF,
     Attention,
     Candidate,
     Canonical,
+    CanonicalCall,
     KernelCall,
     Operands,
+    Part,
     check_call_of,
     function_call,
     is_reproducible,
@@ -26,7 +29,7 @@ from energy_attn.kernels.internal import (
     varying_axes,
 )
 
-from ..merge._packing import as_invariant, joined
+from ..merge._packing import as_invariant, joined, moved
 from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
 
@@ -40,7 +43,9 @@ LEAST = 8 << 20
 class Reproducible(AbstractMethod):
     """All keys are gathered for a device's queries, and all queries for the gradients of its keys.
 
-    So each device folds whole trees: no sum is split over devices, and a row has the bits that it has on one.
+    So each device folds whole trees: no sum is split over devices, and a row has the bits that it has on one. If all
+    devices have the same queries, and each has keys of whole leaves, each folds the trees over its own, and these
+    are gathered and folded: numbers of rows, whatever the number of keys.
     """
 
     name = "reproducible"
@@ -54,9 +59,10 @@ class Reproducible(AbstractMethod):
 
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `check_call_of` does."""
-        _, settings, operands, axes, queries_sharded = call
+        (kernel, *_), settings, operands, axes, queries_sharded = call
+        run = kernel.run if isinstance(kernel, Canonical) else None
         operands = positioned(operands)
-        kernel = _Across(axes=axes, queries_sharded=queries_sharded)
+        kernel = _Across(run, axes, queries_sharded)
         check_call_of(kernel, KernelCall(operands, settings))
         # The derivative of a cast is a sum over devices, so that those of `axes` are left to the kernel.
         others = frozenset().union(*map(varying_axes, jax.tree.leaves(operands))) - set(axes)
@@ -91,6 +97,16 @@ def _by_heads(
     return jax.tree.map(lambda x: lax.collapse(jnp.moveaxis(x, 0, 2), 2, 4), found)
 
 
+def located(
+    names: tuple[Candidate, ...], operands: Operands, devices: int
+) -> tuple[tuple[Candidate, ...], Operands]:
+    """The kernel of a reproducible call, and operands, that know where the keys are of which a device gets a part."""
+    kernel = names[0]
+    if operands.key_positions is None and isinstance(kernel, Canonical):
+        kernel = dataclasses.replace(kernel, run=-(-operands.key.shape[1] // devices))
+    return (kernel,), positioned(operands)
+
+
 def method_for(names: Sequence[Candidate], method: AbstractMethod) -> AbstractMethod:
     """The method by which a call is sharded: all have the same bits where they are to be reproducible."""
     return Reproducible() if is_reproducible(names) else method
@@ -102,6 +118,16 @@ class _Across(Canonical):
 
     axes: Axes = ()
     queries_sharded: bool = False
+
+    @property
+    def in_order(self) -> bool:
+        """Those of all devices are in no order."""
+        return self.folds_own and super().in_order
+
+    @property
+    def folds_own(self) -> bool:
+        """Whether each device folds the trees over its own keys."""
+        return not self.queries_sharded and super().in_order
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for a bias and a mask of numbers, of which a device has a part."""
@@ -120,10 +146,10 @@ class _Across(Canonical):
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
         state, directions = vary_together((state, directions), self.axes)
-        moved = directions._replace(
-            key=self._all(directions.key), value=self._all(directions.value)
-        )
-        return self._of_rows(super().tangent(self._with_all_keys(call), state, moved))
+        if not self.folds_own:
+            key, value = self._all((directions.key, directions.value))
+            directions = directions._replace(key=key, value=value)
+        return self._of_rows(super().tangent(self._with_all_keys(call), state, directions))
 
     def query_cotangent(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -144,8 +170,19 @@ class _Across(Canonical):
             state, cotangent = self._all((state, cotangent))
         return super().key_cotangents(call._replace(operands=operands), state, cotangent)
 
+    def _of(self, call: KernelCall) -> CanonicalCall:
+        leaves = self.run // LEAF if self.folds_own and self.run is not None else 0
+        # of a number of leaves that is no power of two, each run has several nodes of the tree
+        part = Part(leaves & -leaves, lambda x: jax.tree.map(self._stacked, x)) if leaves else None
+        return CanonicalCall(call.operands, call.settings, self.in_order, part)
+
+    def _stacked(self, x: Array) -> Array:
+        return moved(lambda x: lax.all_gather(x, self.axes), x)
+
     def _with_all_keys(self, call: KernelCall) -> KernelCall:
         operands = vary_together(call.operands, self.axes)
+        if self.folds_own:
+            return call._replace(operands=operands)
         names = "key", "value", "key_positions", "key_segments"
         every = {name: self._all(getattr(operands, name)) for name in names}
         return call._replace(operands=operands._replace(**every))

@@ -47,8 +47,6 @@ class AbstractKernel(abc.ABC):
         scores: whether it computes scores of `energy_attn.scores`; if not, it gets no call with one.
         differentiated_by_jax: whether all derivatives are JAX's own of `forward`, those of any order and that in
             the source too. Otherwise those of second order are of the blockwise kernel, which computes the same.
-        reproducible: whether the bits of a row depend on it and on the keys that it sees alone; derivatives of second
-            order then raise `NotImplementedError`.
 
     Examples:
         >>> from energy_attn.kernels import AbstractKernel
@@ -71,7 +69,6 @@ class AbstractKernel(abc.ABC):
     masks: ClassVar[tuple[type[AbstractMask], ...]]
     scores: ClassVar[bool] = False
     differentiated_by_jax: ClassVar[bool] = False
-    reproducible: ClassVar[bool] = False
 
     @abc.abstractmethod
     def check(self, call: KernelCall) -> None:

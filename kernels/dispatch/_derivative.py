@@ -22,6 +22,7 @@ from ..call._operands import (
 )
 from ..call._state import AttentionState, divided, exp_of_each
 from ..xla._blockwise import Blockwise, empty_like
+from ..xla._canonical import Canonical
 from ..xla._tangent import tangent
 from ._lowering import run_when_lowered
 
@@ -206,7 +207,7 @@ class _OfKernels(AbstractDerivative):
     def plain(self) -> AbstractDerivative:
         # All kernels compute the same function, so the derivative of any tangent or backward is that
         # of the blockwise one, which is written in JAX.
-        if any(kernel.reproducible for kernel in self.kernels):
+        if isinstance(self.kernels[0], Canonical):
             raise NotImplementedError(
                 "reproducible: wanted False for second derivatives, whose sums would be in another order, got True"
             )
@@ -244,7 +245,7 @@ def _backward(
     cotangent: AttentionState,
 ) -> Operands:
     if knows_rest(kernel):
-        exp = exp_of_each if kernel.reproducible else jnp.exp
+        exp = exp_of_each if isinstance(kernel, Canonical) else jnp.exp
         cotangent = divided(cotangent, exp(-rest))
     return kernel.backward(call, state, cotangent)
 

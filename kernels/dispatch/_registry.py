@@ -103,8 +103,8 @@ def differentiated_by_jax(names: Sequence[Candidate]) -> bool:
 
 
 def is_reproducible(names: Sequence[Candidate]) -> bool:
-    """Whether whatever computes a call gives a row the same bits in every call."""
-    return all(_kernel_of(name).reproducible for name in names)
+    """Whether what computes a call gives a row the same bits in every call."""
+    return isinstance(names[0], Canonical)
 
 
 def _kernel_of(name: Candidate) -> AbstractKernel:

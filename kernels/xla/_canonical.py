@@ -20,7 +20,7 @@ from ..call._state import AttentionState, holds_keys, unfused
 from ..masks._abstract import AbstractMask
 from ..masks._lengths import Lengths
 from ._blockwise import cast_like, empty_like
-from ._canonical_call import LEAF, Call, Tile, check_not_learnt
+from ._canonical_call import LEAF, CanonicalCall, Tile, check_not_learnt
 from ._canonical_passes import over_keys, over_queries
 from ._canonical_tiles import (
     Part,
@@ -51,12 +51,13 @@ class Canonical(AbstractKernel):
     bias, of a score's parameters and of a sink, and derivatives of second order, raise `NotImplementedError`.
 
     Attributes:
-        in_order: whether key `i` of each `LEAF` of the array has a position equal to `i` modulo `LEAF`, or is absent,
-            all of one leaf, and leaves come in the order of their positions: as in an array by position, and in
-            blocks of a cache. Then they are read where they lie. Not checked. Always so where no positions are given.
+        run: of how many keys each run of the array is, whose positions follow each other from a multiple of that number
+            on, but for absent ones, and later runs have larger positions: as in an array by position, and in blocks of
+            a cache. Whole leaves are then read where they lie, as they are where no positions are given. Not checked.
+            None: there are none.
     """
 
-    in_order: bool = False
+    run: int | None = None
 
     name = "canonical"
     platforms = ()
@@ -64,7 +65,6 @@ class Canonical(AbstractKernel):
     exported = True
     masks = (AbstractMask, Lengths)
     scores = True
-    reproducible = True
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for a part of the keys of a row, and for a score with a source."""
@@ -159,7 +159,7 @@ class Canonical(AbstractKernel):
         check_not_learnt(call.operands, call.settings)
         query, key, value = call.operands[:3]
         # the sums of a key are over queries alone, so that keys may be read as they lie
-        of, heads = Call(call.operands, call.settings, in_order=True), key.shape[2]
+        of, heads = CanonicalCall(call.operands, call.settings, in_order=True), key.shape[2]
         if _is_empty(call.operands):
             return of.empty(*key.shape), of.empty(*value.shape)
 
@@ -236,8 +236,13 @@ class Canonical(AbstractKernel):
         )
         return AttentionState(without_signs(out.astype(state.out.dtype)), without_signs(lse))
 
-    def _of(self, call: KernelCall) -> Call:
-        return Call(call.operands, call.settings, self.in_order)
+    def _of(self, call: KernelCall) -> CanonicalCall:
+        return CanonicalCall(call.operands, call.settings, self.in_order)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether runs are of whole leaves."""
+        return self.run is not None and self.run % LEAF == 0
 
 
 def _is_empty(operands: Operands) -> bool:

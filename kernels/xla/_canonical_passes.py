@@ -9,13 +9,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from . import _canonical_tree as tree
-from ._canonical_call import QUERIES, Call, Side, Tile, in_slots
-from ._canonical_slots import InOrder, Scattered, entry
+from ._canonical_call import QUERIES, CanonicalCall, Side, Tile, in_slots
+from ._canonical_slots import AbstractSlots, InOrder, Scattered, entry
 from ._each import each
 
 
 def over_keys(
-    call: Call,
+    call: CanonicalCall,
     rows: Any,
     keys: Sequence[Array],
     identity: Any,
@@ -38,9 +38,13 @@ def over_keys(
     following, held = _following(call.met(side)), call.held
     first_heads = jnp.arange(call.key_heads, dtype=jnp.int32)[:, None] * call.group
 
-    def one_tile(n: Array) -> Any:
+    def row_of(n: Array) -> Any:
         batch, index = _digits(n, count)
-        row = jax.tree.map(lambda x: x[batch, index].astype(call.dtype), rows)
+        return jax.tree.map(lambda x: x[batch, index].astype(call.dtype), rows)
+
+    def over_leaves(n: Array, first: Array, stop: Array) -> Any:
+        batch, index = _digits(n, count)
+        row = row_of(n)
         at, live, numbers = (
             side.at(batch, index),
             entry(following, batch)[index],
@@ -58,16 +62,47 @@ def over_keys(
             item = term(row, tile, *held.read(keys, batch, batch, leaf, call.dtype))
             return live[leaf + 1], tree.insert(fold, numbers[leaf], item, join)
 
-        begin = live[0], tree.start(identity, held.depth, numbers[live[0]])
-        _, fold = lax.while_loop(lambda carry: carry[0] < held.tiles, one_leaf, begin)
-        return finish(row, tree.result(fold, join))
+        begin = live[first], tree.start(identity, held.depth, numbers[live[first]])
+        _, fold = lax.while_loop(lambda carry: carry[0] < stop, one_leaf, begin)
+        return tree.result(fold, join)
 
-    found = each(one_tile, call.batch * count, call.operands.query)
+    tiles = call.batch * count
+    if call.part is None:
+
+        def whole(n: Array) -> Any:
+            return over_leaves(n, jnp.zeros_like(n), jnp.full_like(n, held.tiles))
+    else:
+        size, gather = call.part
+        units = -(-held.tiles // size)
+
+        def one_unit(n: Array) -> Any:
+            tile, unit = _digits(n, units)
+            first = unit * size
+            return over_leaves(tile, first, jnp.minimum(first + size, held.tiles))
+
+        nodes = each(one_unit, tiles * units, call.operands.query)
+        nodes = jax.tree.map(lambda x: x.reshape(tiles, units, *x.shape[1:]), nodes)
+        nodes, numbers = gather((nodes, _unit_numbers(held, size)))
+
+        def whole(n: Array) -> Any:
+            batch, _ = _digits(n, count)
+            items = jax.tree.map(lambda x: lax.collapse(x[:, n], 0, 2), nodes)
+            numbered = lax.collapse(entry(numbers.swapaxes(0, 1), batch), 0, 2)
+            return tree.folded(numbered, items, identity, join)
+
+    found = each(lambda n: finish(row_of(n), whole(n)), tiles, call.operands.query)
     return jax.tree.map(lambda x: held.checked(_from_tiles(x, call)), found)
 
 
+def _unit_numbers(held: AbstractSlots, size: int) -> Int[Array, "b units"]:
+    """The number of some leaf of each `size` leaves, -1 where there is no key."""
+    numbers = jnp.where((held.positions >= 0).any(-1), held.numbers, -1)
+    numbers = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)), constant_values=-1)
+    return numbers.reshape(len(numbers), -1, size).max(-1)
+
+
 def over_queries(
-    call: Call,
+    call: CanonicalCall,
     rows: Any,
     keys: Sequence[Array],
     identity: Any,
@@ -133,7 +168,7 @@ def _following(met: Bool[Array, "b x y"]) -> Int[Array, "b x z"]:
     return lax.cummin(numbers, axis=2, reverse=True)
 
 
-def _rows_of(x: Array | None, call: Call) -> Array | None:
+def _rows_of(x: Array | None, call: CanonicalCall) -> Array | None:
     """Positions or segments `[#B, T]` of rows in tiles, as `_in_tiles` of `[B, T, N]` does it."""
     if x is None:
         return None
@@ -142,7 +177,7 @@ def _rows_of(x: Array | None, call: Call) -> Array | None:
     return x.reshape(len(x), -1, call.rows)
 
 
-def _in_tiles(x: Array, call: Call) -> Array:
+def _in_tiles(x: Array, call: CanonicalCall) -> Array:
     """`[B, T, N, ...]` as `[B, tiles, K, rows, ...]`."""
     rest = x.shape[3:]
     x = x.reshape(call.batch, call.queries, call.key_heads, call.group, *rest)
@@ -151,7 +186,7 @@ def _in_tiles(x: Array, call: Call) -> Array:
     return jnp.moveaxis(x.reshape(call.batch, -1, call.rows, call.key_heads, *rest), 2, 3)
 
 
-def _from_tiles(x: Array, call: Call) -> Array:
+def _from_tiles(x: Array, call: CanonicalCall) -> Array:
     """`[B * tiles, K, rows, ...]` as `[B, T, N, ...]`."""
     rest = x.shape[3:]
     x = jnp.moveaxis(x, 1, 2).reshape(call.batch, -1, call.key_heads, *rest)
@@ -160,13 +195,13 @@ def _from_tiles(x: Array, call: Call) -> Array:
     return jnp.moveaxis(x, 2, 3).reshape(call.batch, call.queries, -1, *rest)
 
 
-def _by_member(x: Array, call: Call) -> Array:
+def _by_member(x: Array, call: CanonicalCall) -> Array:
     """`[B, T, N, W]` as `[B * G, T, K, W]`."""
     x = x.reshape(call.batch, call.queries, call.key_heads, call.group, x.shape[-1])
     return jnp.moveaxis(x, 3, 1).reshape(-1, call.queries, call.key_heads, x.shape[-1])
 
 
-def _to_keys(x: Array, call: Call) -> Array:
+def _to_keys(x: Array, call: CanonicalCall) -> Array:
     """`[B * leaves, K, LEAF, W]` as `[B, S, K, W]`."""
     x = x.swapaxes(1, 2).reshape(call.batch, -1, call.key_heads, x.shape[-1])
     return call.held.unlaid(x)

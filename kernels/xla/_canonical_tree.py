@@ -54,6 +54,20 @@ def result(fold: Fold, join: Join) -> Any:
     return _raised(fold, jnp.full_like(fold.held, -1), join)[0]
 
 
+def folded(numbers: Int[Array, " items"], items: Any, identity: Any, join: Join) -> Any:
+    """The fold of items in any order; those of negative number are not there."""
+    order = jnp.argsort(numbers)
+    absent = (numbers < 0).sum(dtype=jnp.int32)
+    first = numbers[order[jnp.minimum(absent, len(numbers) - 1)]]
+
+    def add(i: Array, fold: Fold) -> Fold:
+        item = jax.tree.map(lambda x: x[order[i]], items)
+        return insert(fold, numbers[order[i]], item, join)
+
+    begin = start(identity, min(len(numbers), 32), first)
+    return result(lax.fori_loop(absent, jnp.full_like(absent, len(numbers)), add, begin), join)
+
+
 def _raised(fold: Fold, levels: Array, join: Join) -> tuple[Any, Array]:
     """The last node joined with those that wait at some levels, lower ones first, and what waits then."""
 

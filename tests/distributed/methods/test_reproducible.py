@@ -16,6 +16,7 @@ import energy_attn as ea
 from energy_attn.distributed import (
     KVCache,
     SequenceParallel,
+    collectives,
     make_mesh,
     shard_sequence,
     sharded_attention,
@@ -226,8 +227,44 @@ def test_inside_shard_map(queries):
     same(tuple(found[4][0]), alone(CAUSAL)[0])
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_caches(devices):
+def over_own_keys(devices: int, q, k, v, d_out, d_energy):
+    """The state of a few queries, which all devices have, its gradients and a tangent."""
+    parallel = SequenceParallel("s", "tree", queries_sharded=False) if devices > 1 else None
+    lengths = jnp.array([2900, 700])
+
+    def state(q, k, v):
+        return ea.attention(
+            q,
+            k,
+            v,
+            return_energy=True,
+            reproducible=True,
+            parallel=parallel,
+            key_value_seq_lengths=lengths,
+        )
+
+    found, pull = jax.vjp(state, q, k, v)
+    return found, pull((d_out, d_energy)), jax.jvp(state, (q, k, v), (d_out, 2 * k, 3 * v))[1]
+
+
+def test_own_keys():
+    """Trees of devices' own keys that are joined in the order of the devices; a gradient that each has a part of."""
+    rng = np.random.default_rng(1)
+    q, d_out = (array(rng.standard_normal((2, 3, 4, WIDTH)), "float32") for _ in range(2))
+    k, v = (array(rng.standard_normal((2, 6144, 2, WIDTH)), "float32") for _ in range(2))
+    given = q, k, v, d_out, array(rng.standard_normal((2, 3, 4)), "float32")
+    wanted = jax.jit(functools.partial(over_own_keys, 1))(*given)
+    for devices in (4, 8):  # runs of six leaves, of which the tree has two nodes, and of three
+        mesh = make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
+        with jax.set_mesh(mesh):
+            run = jax.jit(functools.partial(over_own_keys, devices)).lower(*given).compile()
+            same(jax.device_get(run(*given)), wanted)
+        sent = [x.bytes for x in collectives(run)]
+        assert max(sent) < k.nbytes / devices / 4
+
+
+@pytest.mark.parametrize(("devices", "block"), few_rows([(4, 256), (4, 32), (1, 32)], 2))
+def test_caches(devices, block):
     """A step over a cache of another capacity, in blocks on several devices, beside a longer row."""
     q, k, v, *_ = WINDOW.arrays()
     wanted = ea.FreeEnergy(is_causal=True, reproducible=True).attention(q, k, v, return_energy=True)
@@ -235,7 +272,9 @@ def test_caches(devices):
     counts = jnp.array([LENGTH - 40, LENGTH - 9])  # of the two rows, before the last step
     mesh = make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
     with jax.set_mesh(mesh):
-        cache = KVCache.empty(BATCH, 900, 2, WIDTH, dtype=k.dtype, parallel=parallel, block_size=32)
+        cache = KVCache.empty(
+            BATCH, 900, 2, WIDTH, dtype=k.dtype, parallel=parallel, block_size=block
+        )
         cache = cache.append(k, v, lengths=counts)
         at = counts[:, None, None, None]
         new = (jnp.take_along_axis(x, at, 1) for x in (k, v))

@@ -71,7 +71,7 @@ def test_keys_in_order(dtype):
     rng, tokens, in_order = (
         np.random.default_rng(1),
         prompt(dtype).at(slice(SHORT)),
-        Canonical(True),
+        Canonical(run=256),
     )
     cache = cache_of(tokens, 1300, rng)
     order = rng.permutation(1300)
