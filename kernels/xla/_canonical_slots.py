@@ -57,7 +57,7 @@ class InOrder(AbstractSlots):
         self._length, self._size = positions.shape[1], size
         self.tiles = -(-self._length // size)
         self.positions = self.laid(positions)
-        self.depth = _depth(self.tiles) if counted else min(self.tiles, 32)
+        self.depth = depth_of(self.tiles) if counted else min(self.tiles, 32)
         number = jnp.arange(self.tiles, dtype=jnp.int32)[None]
         highest = lax.div(self.positions.max(-1), jnp.int32(size))
         self.numbers = number if counted else highest
@@ -117,7 +117,7 @@ class Scattered(AbstractSlots):
     def __init__(self, positions: Int[Array, "b length"], size: int):
         batch, length = positions.shape
         self.tiles = -(-length // size) + 1
-        self.depth = _depth(self.tiles)
+        self.depth = depth_of(self.tiles)
         self._length = length
         slots = self.tiles * size
         present = positions >= 0
@@ -192,7 +192,7 @@ def entry(x: Array, batch: Array) -> Array:
     return lax.dynamic_index_in_dim(x, batch if x.shape[0] > 1 else 0, 0, keepdims=False)
 
 
-def _depth(count: int) -> int:
+def depth_of(count: int) -> int:
     """The nodes that a fold over so many items in a row keeps: those below the smallest that may hold all, and one."""
     return (count - 1).bit_length() + 1
 
