@@ -122,6 +122,9 @@ from .xla._blockwise import cast_like as cast_like
 from .xla._blockwise import empty_like as empty_like
 from .xla._blockwise import row_cotangents as row_cotangents
 from .xla._by_head import backward_by_head as backward_by_head
+from .xla._canonical import Canonical as Canonical
+from .xla._each import each as each
+from .xla._products import row_sum as row_sum
 from .xla._softmax import softmax as softmax
 from .xla._tangent import TangentSums as TangentSums
 from .xla._tangent import tangent_of as tangent_of
