@@ -130,6 +130,8 @@ from .xla._canonical import Canonical as Canonical
 from .xla._canonical_call import LEAF as LEAF
 from .xla._canonical_call import CanonicalCall as CanonicalCall
 from .xla._canonical_call import Part as Part
+from .xla._each import each as each
+from .xla._products import row_sum as row_sum
 from .xla._softmax import softmax as softmax
 from .xla._tangent import TangentSums as TangentSums
 from .xla._tangent import tangent_of as tangent_of

@@ -1,12 +1,13 @@
 """Small Llamas, and a NumPy Llama that judges them."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from energy_attn.models import Llama, LlamaConfig
+from energy_attn.models import ExpertsConfig, LatentConfig, Llama, LlamaConfig, YarnRope
 from tests.support.weights import drawn
 
 CONFIG = LlamaConfig(
@@ -18,6 +19,41 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     head_dim=8,
     rope_theta=100.0,
+)
+
+SIGMOID = ExpertsConfig(
+    num_experts=8,
+    num_experts_per_tok=3,
+    intermediate_size=20,
+    scoring="sigmoid",
+    routed_scaling_factor=1.7,
+    n_group=4,
+    topk_group=2,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+)
+LATENT = LatentConfig(
+    kv_lora_rank=10, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=5, q_lora_rank=7
+)
+DEEPSEEK = replace(
+    CONFIG,
+    model_type="deepseek_v3",
+    num_key_value_heads=4,
+    head_dim=10,
+    latent=LATENT,
+    experts=SIGMOID,
+    rope_scaling=YarnRope(4.0, 8, mscale=1.0, mscale_all_dim=0.6),
+)
+CUT = ExpertsConfig(4, 2, 36, bias=True, swiglu_limit=0.6)
+GPT_OSS = replace(
+    CONFIG,
+    model_type="gpt_oss",
+    attention_bias=True,
+    attention_sinks=True,
+    wide_norms=True,
+    sliding_window=5,
+    layer_types=("sliding_attention", "full_attention"),
+    experts=CUT,
 )
 
 

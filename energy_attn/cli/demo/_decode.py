@@ -17,6 +17,7 @@ from ... import attention
 from ...models import DecoderCache, Llama
 from ...models.decoder._output import Trace
 from ...models.decoder._read import read_on
+from ...models.decoder._see import How
 from ._kernels import kernels
 
 _CHUNK = 512  # bytes of the prompt read at a time
@@ -122,7 +123,7 @@ def _loop(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
 
         def step(carry: tuple[Array, DecoderCache], _: None) -> tuple[Any, tuple[Array, Trace]]:
             token, cache = carry
-            x, new_cache, trace = read_on(model, token, cache, one, attend)
+            x, new_cache, trace = read_on(model, token, cache, one, How(attend))
             return (_drawn(model.logits(x), new_cache), new_cache), (token[0, 0], trace)
 
         (_, cache), (tokens, traces) = lax.scan(step, (first, cache), None, length=count)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.distributed.internal import check_mesh
-from energy_attn.kernels.internal import check_integer, received
+from energy_attn.kernels.internal import check_flag, check_integer, received
 
 from ...functional._attention import attention
 from ...prefix_tree import PrefixTree
@@ -19,6 +19,7 @@ from ._cache import DecoderCache, TreeOutput, check_cache
 from ._config import AbstractModelConfig
 from ._output import DecoderOutput
 from ._read import check_tokens, fitting, read_alone, read_chunks, read_on, read_tree
+from ._see import How
 
 
 class AbstractModel(eqx.Module):
@@ -39,7 +40,8 @@ class AbstractDecoder(AbstractModel):
     - `layers`: each called as `layer(x, rope, see)`, where `see(query, key, value, **options)` computes
       attention, with options of [`attention`][energy_attn.attention] such as a `local_window_size` of the layer's
       own, and returns its output and an extra result, which the layer returns after its own output; `see.parallel`
-      are the mesh axes that its tokens are sharded over, or None;
+      are the mesh axes that its tokens are sharded over, or None; all that is no attention is computed as
+      `see.rows(f, *arrays)`, with functions of arrays `[#batch, time, ...]` that map each row by itself;
     - `norm`: of the final hidden states;
     - `rope(positions, length)`: the rotary embedding that layers apply to queries and keys;
     - `logits(x)`: the output projection of normed hidden states.
@@ -80,6 +82,7 @@ class AbstractDecoder(AbstractModel):
         lengths: Int[Array, " batch"] | None = None,
         parallel: SequenceParallel | None = None,
         return_energies: bool = False,
+        reproducible: bool = False,
         attend: Callable[..., Any] = attention,
     ) -> DecoderOutput:
         """Logits for the token after each of `tokens`.
@@ -98,11 +101,16 @@ class AbstractDecoder(AbstractModel):
                 sharded over. A cache has its own.
             return_energies: whether to return the free energies of all layers, or the second result of
                 `attend`.
+            reproducible: whether the bits of a token's logits depend on the tokens that it sees alone: not
+                on how many are read at once, the batch, padding, or the capacity of the cache. On CPUs, with
+                the same weights, dtypes and version.
             attend: the function that computes attention, called as
                 [`attention`][energy_attn.attention] is; a `functools.partial` of it chooses an
                 implementation or a window. Its second result becomes `energies`.
 
         Raises:
+            NotImplementedError: `reproducible` under a `jax.vmap` over weights, or beside options of
+                attention that cannot be so.
             TypeError: `tokens`, `positions` or `lengths` is not an integer array, or `cache` not a
                 `DecoderCache`.
             ValueError: shapes do not fit, or there are both a cache and `positions`, or another
@@ -111,10 +119,11 @@ class AbstractDecoder(AbstractModel):
                 few slots left. On GPUs and TPUs, and with `EQX_ON_ERROR=off`, the logits of such rows are
                 NaN, then and later.
         """
+        how = How(attend, check_flag("reproducible", reproducible))
         if cache is None:
             if lengths is not None:
                 raise ValueError(f"lengths: wanted None without a cache, got {received(lengths)}")
-            x, trace = read_alone(self, tokens, positions, parallel, attend)
+            x, trace = read_alone(self, tokens, positions, parallel, how)
         else:
             if positions is not None:
                 raise ValueError(
@@ -122,9 +131,10 @@ class AbstractDecoder(AbstractModel):
                 )
             check_tokens("tokens", tokens)
             counts, wrong = fitting(self, tokens, cache, lengths, parallel=parallel)
-            x, cache, trace = read_on(self, tokens, cache, counts, attend)
+            x, cache, trace = read_on(self, tokens, cache, counts, how)
             x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
-        return DecoderOutput(self.logits(x), cache, trace.energy if return_energies else None)
+        logits = how.rows(self.logits, x)
+        return DecoderOutput(logits, cache, trace.energy if return_energies else None)
 
     def prefill(
         self,
@@ -133,6 +143,7 @@ class AbstractDecoder(AbstractModel):
         *,
         lengths: Int[Array, " batch"] | None = None,
         chunk_size: int = 1024,
+        reproducible: bool = False,
         attend: Callable[..., Any] = attention,
     ) -> DecoderOutput:
         """Reads a prompt into the cache, chunk by chunk; returns the logits of the last token only.
@@ -143,6 +154,7 @@ class AbstractDecoder(AbstractModel):
             lengths: `[batch]`, the number of tokens that each row really has, in front, at least
                 one; None means all. The logits are those of each row's own last token.
             chunk_size: tokens read at a time, which bounds the memory of activations.
+            reproducible: as in a call.
             attend: as in a call.
 
         Raises:
@@ -152,14 +164,17 @@ class AbstractDecoder(AbstractModel):
         """
         time = check_tokens("tokens", tokens).shape[1]
         check_integer("chunk_size", chunk_size, 1)
+        how = How(attend, check_flag("reproducible", reproducible))
         if time < 1:
             raise ValueError(f"tokens: wanted at least one token, got {received(tokens)}")
         counts, wrong = fitting(self, tokens, cache, lengths, chunk_size=chunk_size)
-        x, cache = read_chunks(self, tokens, cache, counts, chunk_size, attend)
+        x, cache = read_chunks(self, tokens, cache, counts, chunk_size, how)
         x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
-        return DecoderOutput(self.logits(x), cache, None)
+        return DecoderOutput(how.rows(self.logits, x), cache, None)
 
-    def read_tree(self, tree: PrefixTree, cache: DecoderCache) -> TreeOutput:
+    def read_tree(
+        self, tree: PrefixTree, cache: DecoderCache, *, reproducible: bool = False
+    ) -> TreeOutput:
         """Logits for the token after each node of a prefix tree that continues the cache.
 
         Each node is read once, and sees the whole context and its ancestors. The cache stays as it
@@ -168,8 +183,10 @@ class AbstractDecoder(AbstractModel):
         Args:
             tree: of tokens that follow those of the cache.
             cache: from `empty_cache` or an earlier call.
+            reproducible: as in a call; then each path is read by itself.
 
         Raises:
+            NotImplementedError: `reproducible` with a cache that is sharded over a mesh.
             TypeError: `tree` is not a `PrefixTree`, or `cache` not a `DecoderCache`.
             ValueError: they do not fit each other, or the model.
 
@@ -188,7 +205,9 @@ class AbstractDecoder(AbstractModel):
         """
         check_tree("tree", tree)
         check_cache(cache, self.config, len(tree.tokens))
-        return read_tree(self, tree, cache)
+        return read_tree(
+            self, tree, cache, How(reproducible=check_flag("reproducible", reproducible))
+        )
 
     def empty_cache(
         self,

@@ -30,7 +30,8 @@ from ...functional._tag import placed, recorders
 from ...prefix_tree import PrefixTree, tree_decode
 from ._cache import DecoderCache, TreeOutput, check_cache, growing
 from ._output import Trace, joined
-from ._see import See
+from ._paths import attend_paths
+from ._see import PLAIN, How, See
 
 # `model` is an `AbstractDecoder` throughout, whose module imports this one.
 
@@ -40,7 +41,7 @@ def read_alone(
     tokens: Array,
     positions: Array | None,
     parallel: SequenceParallel | None,
-    attend: Callable[..., Any],
+    how: How,
 ) -> tuple[Array, Trace]:
     """Final hidden states of tokens that see each other causally, and a trace of attention."""
     batch, time = check_tokens("tokens", tokens).shape
@@ -48,10 +49,10 @@ def read_alone(
     if positions is not None:
         token_positions = positions = as_int32(check_tokens("positions", positions))
         check_broadcastable("positions", token_positions, (batch, time))
-    rope = model.rope(token_positions, time)
+    rope = how.rows(lambda x: model.rope(x, time), token_positions)
 
     def see(query: Array, key: Array, value: Array, **options: Any) -> tuple[Array, Trace]:
-        out, energy = attend(
+        out, energy = how.attend(
             query,
             key,
             value,
@@ -64,12 +65,12 @@ def read_alone(
         )
         return out, Trace(query, out, energy)
 
-    x, traces = model.embed_tokens(tokens), []
+    x, traces = how.rows(model.embed_tokens, tokens), []
     for i, layer in enumerate(model.layers):
         with placed(f"layers[{i}]"):
-            x, trace = layer(x, rope, See(see, parallel))
+            x, trace = layer(x, rope, See(see, parallel, how.rows))
         traces.append(trace)
-    return model.norm(x), joined(traces)
+    return how.rows(model.norm, x), joined(traces)
 
 
 def read_on(
@@ -77,7 +78,7 @@ def read_on(
     tokens: Array,
     cache: DecoderCache,
     counts: Array,
-    attend: Callable[..., Any] = attention,
+    how: How = PLAIN,
     *,
     split: bool = False,
 ) -> tuple[Array, DecoderCache, Trace]:
@@ -88,11 +89,11 @@ def read_on(
     """
     parallel = cache.parallel
     positions = positions_from(cache.lengths, counts, tokens.shape[1])
-    x = model.embed_tokens(tokens)
+    x = how.rows(model.embed_tokens, tokens)
     if split and parallel is not None:
         parallel = dataclasses.replace(parallel, queries_sharded=True)
         x, positions = (split_along(array, 1, parallel) for array in (x, positions))
-    rope = model.rope(positions, cache.length)
+    rope = how.rows(lambda x: model.rope(x, cache.length), positions)
     layers, traces = [], []
     for i, (layer, stored) in enumerate(zip(model.layers, cache.layers, strict=True)):
 
@@ -105,11 +106,11 @@ def read_on(
         ) -> tuple:
             stored = stored._written(key, value, counts)
             if isinstance(stored, ForkedCache):
-                options |= _options_of(attend)
+                options |= _options_of(how.attend)
                 out, energy = stored.attend(query, query_positions=positions, **options)
                 return out, (stored, Trace(query, out, energy))
             reach = check_reach(options.pop("local_window_size", None), stored.window)
-            out, energy = attend(
+            out, energy = how.attend_to(stored)(
                 query,
                 stored.keys(),
                 stored.values(),
@@ -124,10 +125,10 @@ def read_on(
             return out, (stored, Trace(query, out, energy))
 
         with placed(f"layers[{i}]"):
-            x, (stored, trace) = layer(x, rope, See(see, parallel if split else None))
+            x, (stored, trace) = layer(x, rope, See(see, parallel if split else None, how.rows))
         layers.append(stored)
         traces.append(trace)
-    return model.norm(x), cache.with_layers(layers), joined(traces)
+    return how.rows(model.norm, x), cache.with_layers(layers), joined(traces)
 
 
 def _options_of(attend: Callable[..., Any]) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def read_chunks(
     cache: DecoderCache,
     counts: Array,
     chunk_size: int,
-    attend: Callable[..., Any] = attention,
+    how: How = PLAIN,
     tell: Callable[[Array | int], None] = lambda number: None,
     is_ragged: bool = False,
 ) -> tuple[Array, DecoderCache]:
@@ -179,7 +180,7 @@ def read_chunks(
         count = jnp.clip(remaining, -1, length)
         positions = positions_from(cache.lengths, count, chunk.shape[1])
         last_position = jnp.maximum(cache.lengths + count - 1, 0)[:, None]
-        x, cache, _ = read_on(model, chunk, cache, count, attend, split=split)
+        x, cache, _ = read_on(model, chunk, cache, count, how, split=split)
         if split and parallel is not None:
             positions = split_along(positions, 1, parallel)
         # a sum over devices, as indexing would gather all tokens
@@ -205,23 +206,29 @@ def read_chunks(
     return x, cache
 
 
-def read_tree(model: Any, tree: PrefixTree, cache: DecoderCache) -> TreeOutput:
+def read_tree(model: Any, tree: PrefixTree, cache: DecoderCache, how: How = PLAIN) -> TreeOutput:
     """Logits after each node of a tree that follows the cache, and the keys and values of the nodes."""
-    x = model.embed_tokens(tree.tokens)
-    rope = model.rope(cache.lengths[:, None] + tree.depth, cache.length)
+    x = how.rows(model.embed_tokens, tree.tokens)
+    positions = cache.lengths[:, None] + tree.depth
+    rope = how.rows(lambda x: model.rope(x, cache.length), positions)
     keys, values = [], []
     for layer, stored in zip(model.layers, cache.unforked("read_tree"), strict=True):
 
         def see(
             query: Array, key: Array, value: Array, stored: KVCache = stored, **options: Any
         ) -> tuple:
-            state = tree_decode(query, key, value, tree=tree, cache=stored, **options)
-            return state.out, (key, value)
+            nodes = query, key, value
+            if how.reproducible:
+                out = attend_paths(how.attend, tree, stored, nodes, **options)
+            else:
+                out = tree_decode(*nodes, tree=tree, cache=stored, **options).out
+            return out, (key, value)
 
-        x, (key, value) = layer(x, rope, See(see))
+        x, (key, value) = layer(x, rope, See(see, rows=how.rows))
         keys.append(key)
         values.append(value)
-    return TreeOutput(model.logits(model.norm(x)), tuple(keys), tuple(values))
+    logits = how.rows(model.logits, how.rows(model.norm, x))
+    return TreeOutput(logits, tuple(keys), tuple(values))
 
 
 def fitting(

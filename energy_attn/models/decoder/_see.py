@@ -1,5 +1,6 @@
-"""The attention that a layer is called with."""
+"""The functions that a decoder computes by: attention, and what computes everything else."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,45 @@ from typing import Any
 from jaxtyping import Array
 
 from energy_attn.distributed import SequenceParallel
+from energy_attn.distributed.internal import AbstractTokens, canonical_of
+from energy_attn.kernels.internal import Canonical
+
+from ...functional._attention import attention
+from ._by_rows import by_rows, together
+
+
+@dataclass(frozen=True)
+class How:
+    """How a decoder computes; static.
+
+    Attributes:
+        function: computes attention, called as `attention` is.
+        reproducible: whether the bits of a row depend on its tokens alone.
+    """
+
+    function: Callable[..., Any] = attention
+    reproducible: bool = False
+
+    @property
+    def attend(self) -> Callable[..., Any]:
+        """The function of attention, with the option."""
+        if not self.reproducible:
+            return self.function
+        return functools.partial(self.function, implementation=Canonical())
+
+    def attend_to(self, cache: AbstractTokens) -> Callable[..., Any]:
+        """The same, for the keys and values of a cache."""
+        if not self.reproducible:
+            return self.function
+        return functools.partial(self.function, implementation=canonical_of(cache))
+
+    @property
+    def rows(self) -> Callable[..., Any]:
+        """Called as `rows(f, *arrays)`, with a function of arrays `[#batch, time, ...]`, for all but attention."""
+        return by_rows if self.reproducible else together
+
+
+PLAIN = How()
 
 
 @dataclass(frozen=True)
@@ -16,10 +56,12 @@ class See:
     Attributes:
         attend: returns the output of attention and an extra result.
         parallel: the mesh axes that the tokens of the layer are sharded over; None: none.
+        rows: computes the rest of the layer, as `How.rows`.
     """
 
     attend: Callable[..., tuple[Array, Any]]
     parallel: SequenceParallel | None = None
+    rows: Callable[..., Any] = together
 
     def __call__(self, query: Array, key: Array, value: Array, **options: Any) -> tuple[Array, Any]:
         """Returns the output of attention and an extra result."""

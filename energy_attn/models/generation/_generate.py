@@ -26,6 +26,7 @@ from ...functional._progress import Progress
 from ...prefix_tree._tree import is_concrete
 from ..decoder._config import AbstractDecoderConfig
 from ..decoder._decoder import AbstractDecoder
+from ..decoder._see import How
 from ..text._text_stream import TextStream
 from ..text._tokenizer import Tokenizer, special_ids
 from ._drafters import AbstractDrafter
@@ -94,6 +95,7 @@ def generate(
     stop: str | Sequence[str] | None = None,
     drafter: AbstractDrafter | None = None,
     return_logprobs: bool = False,
+    reproducible: bool = False,
     stream: Callable[[Any], Any] | None = None,
     progress: bool | Progress | None = False,
     chunk_size: int = 1024,
@@ -134,6 +136,7 @@ def generate(
         drafter: guesses ahead: [`PromptLookup`][energy_attn.models.PromptLookup],
             [`ModelDrafter`][energy_attn.models.ModelDrafter], or your own; None: a token at a time.
         return_logprobs: whether to return `logprobs`.
+        reproducible: as in a call of the model; then the text is the same, not up to rounding.
         stream: called with the next tokens, an int32 array `[B, n]` with a row for each prompt, as soon
             as they are known, in order; -1 where a prompt has none or has ended. With a queue, also
             where a prompt waits, and the first token of a prompt comes in a message of its own. With a
@@ -193,6 +196,7 @@ def generate(
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_integer("chunk_size", chunk_size, 1)
     _check_rows_of(parallel)
+    how = How(reproducible=check_flag("reproducible", reproducible))
     stops = _check_text(tokenizer, stop)
     check_padding(tokens, lengths, tokenizer)
     given_lengths = lengths
@@ -214,7 +218,7 @@ def generate(
         texts = _text_streams(tokenizer, tokens, lengths, stops)
     total = int(lengths.sum()) if is_queue else tokens.shape[1]
     with listening(Receivers(stream, progress, texts), total, len(tokens)) as watch:
-        by = Decoding(model, drafter, chosen, ends, watch)
+        by = Decoding(model, drafter, chosen, ends, watch, how)
         if is_queue:
             found = serve(by, tokens, lengths, rows, parallel, max_new_tokens, chunk_size)
         else:

@@ -3,6 +3,7 @@
 import functools
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,13 +17,14 @@ from ...prefix_tree._tree import check_tree, gather_slots
 from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks, read_on
+from ..decoder._see import PLAIN, How
 from ._drafters import AbstractDrafter, last_of
 from ._next_token import Seen, choose, log_probabilities, seen_in, with_new
 from ._options import Sampling
 from ._stream import tell_read, tell_wrote
 
 
-class Decoding(NamedTuple):
+class Decoding(eqx.Module):
     """What every pass takes, beside the state of the loop.
 
     Attributes:
@@ -31,6 +33,7 @@ class Decoding(NamedTuple):
         sampling: of tokens.
         stop: `[number]`, the tokens that end a row.
         watch: the number of a listener, or None.
+        how: the model computes.
     """
 
     model: AbstractDecoder
@@ -38,6 +41,7 @@ class Decoding(NamedTuple):
     sampling: Sampling
     stop: Array
     watch: Array | None
+    how: How = eqx.field(static=True, default=PLAIN)
 
 
 class Loop(NamedTuple):
@@ -91,11 +95,11 @@ def begin(
     tell = functools.partial(tell_read, by.watch)
     is_ragged = numbers is not None
     x, cache = read_chunks(
-        by.model, tokens, cache, lengths, chunk_size, tell=tell, is_ragged=is_ragged
+        by.model, tokens, cache, lengths, chunk_size, by.how, tell=tell, is_ragged=is_ragged
     )
     seen = seen_in(by.sampling, tokens, exists & ~out_of_vocabulary, by.model.config.vocab_size)
-    logits = by.model.logits(x)
-    first = choose(by.sampling, logits, seen, numbers, lengths - 1, None)
+    logits = by.how.rows(by.model.logits, x)
+    first = choose(by.sampling, by.how.rows, logits, seen, numbers, lengths - 1, None)
     text = jnp.pad(tokens, ((0, 0), (0, most)))
     state = (
         None
@@ -106,7 +110,7 @@ def begin(
     left = jnp.where(invalid, 0, left)
     logprobs = jnp.zeros(text.shape, jnp.float32) if by.sampling.is_scored else None
     loop = Loop(text, lengths, lengths, left, cache, state, counts, numbers, seen, logprobs)
-    return _extended(loop, first, logits, *_ended(by, loop, first, jnp.minimum(loop.left, 1)))
+    return _extended(by, loop, first, logits, *_ended(by, loop, first, jnp.minimum(loop.left, 1)))
 
 
 @functools.partial(jax.jit, donate_argnums=1)
@@ -124,12 +128,12 @@ def read_or_verify(by: Decoding, loop: Loop) -> Loop:
 def _read(by: Decoding, loop: Loop) -> Loop:
     """Adds one token to each row that is not complete."""
     number = jnp.minimum(loop.left, 1)
-    x, cache, _ = read_on(by.model, last_of(loop.text, loop.lengths), loop.cache, number)
-    logits = by.model.logits(x)
-    new = choose(by.sampling, logits, loop.seen, loop.numbers, loop.lengths - 1, None)
+    x, cache, _ = read_on(by.model, last_of(loop.text, loop.lengths), loop.cache, number, by.how)
+    logits = by.how.rows(by.model.logits, x)
+    new = choose(by.sampling, by.how.rows, logits, loop.seen, loop.numbers, loop.lengths - 1, None)
     zeros = jnp.zeros_like(number)
     loop = loop._replace(cache=cache, counts=loop.counts + jnp.stack([number, zeros, zeros]))
-    return _extended(loop, new, logits, *_ended(by, loop, new, number))
+    return _extended(by, loop, new, logits, *_ended(by, loop, new, number))
 
 
 def _verify(by: Decoding, drafter: AbstractDrafter, loop: Loop) -> Loop:
@@ -145,9 +149,9 @@ def _verify(by: Decoding, drafter: AbstractDrafter, loop: Loop) -> Loop:
     levels = tree.unpacker.shape[2]
     # Tokens outside the vocabulary are never accepted, but their NaN would spread to all nodes.
     clipped = tree._replace(tokens=jnp.clip(tokens, 0, by.model.config.vocab_size - 1))
-    read = by.model.read_tree(clipped, loop.cache)
+    read = by.model.read_tree(clipped, loop.cache, reproducible=by.how.reproducible)
     first = loop.lengths - 1
-    choice = choose(by.sampling, read.logits, loop.seen, loop.numbers, first, clipped)
+    choice = choose(by.sampling, by.how.rows, read.logits, loop.seen, loop.numbers, first, clipped)
     accepted = longest_chosen_path(tree, choice, root)
     level = jnp.arange(levels, dtype=jnp.int32)[None]
     behind_root = jnp.roll(gather_slots(tree.tokens, accepted.path), -1, 1)
@@ -161,7 +165,7 @@ def _verify(by: Decoding, drafter: AbstractDrafter, loop: Loop) -> Loop:
     cache = loop.cache.append_path(accepted.path, read, number)
     loop = loop._replace(cache=cache, state=state, counts=counts)
     logits = None if loop.logprobs is None else gather_slots(read.logits, accepted.path)
-    return _extended(loop, new, logits, number, stopped)
+    return _extended(by, loop, new, logits, number, stopped)
 
 
 def _ended(by: Decoding, loop: Loop, new: Array, number: Array) -> tuple[Array, Array]:
@@ -180,7 +184,9 @@ def _ended(by: Decoding, loop: Loop, new: Array, number: Array) -> tuple[Array, 
     return number, stopped | ended
 
 
-def _extended(loop: Loop, new: Array, logits: Array | None, number: Array, stopped: Array) -> Loop:
+def _extended(
+    by: Decoding, loop: Loop, new: Array, logits: Array | None, number: Array, stopped: Array
+) -> Loop:
     """Appends the first `number` of `new` tokens, chosen from `logits`, to the text."""
     slots = positions_from(loop.lengths, number, new.shape[1])
     outside = jnp.int32(loop.text.shape[1])
@@ -189,7 +195,8 @@ def _extended(loop: Loop, new: Array, logits: Array | None, number: Array, stopp
     text = loop.text.at[place].set(new, mode="drop")
     logprobs = loop.logprobs
     if logprobs is not None and logits is not None:
-        logprobs = logprobs.at[place].set(log_probabilities(logits, new), mode="drop")
+        found = by.how.rows(log_probabilities, logits, new)
+        logprobs = logprobs.at[place].set(found, mode="drop")
     return loop._replace(
         text=text,
         lengths=loop.lengths + number,

@@ -1,6 +1,7 @@
 """The choice of the next token: logits with bias and penalties, the largest or a draw."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,7 @@ def _marked(seen: Array, tokens: Array, exists: Array) -> Array:
 
 def choose(
     sampling: Sampling,
+    rows: Callable[..., Any],
     logits: Array,
     seen: Seen,
     numbers: Array | None,
@@ -62,21 +64,22 @@ def choose(
     logits = _penalized(sampling, logits, seen, tree)
     if sampling.key is None:
         return lax.argmax(logits, 2, jnp.int32)
-    processed = process_logits(
-        logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-    )
 
-    def row(number: Array, first: Array) -> Array:
-        key = jax.random.fold_in(sampling.key, number)
-        positions = first + jnp.arange(levels, dtype=jnp.int32)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
-        shape, dtype = processed.shape[2:], processed.dtype
-        return jax.vmap(lambda key: jax.random.gumbel(key, shape, dtype))(keys)
+    def process(logits: Array) -> Array:
+        temperature, top_k = sampling.temperature, sampling.top_k
+        return process_logits(logits, temperature, top_k, sampling.top_p, sampling.min_p)
 
+    def draw(number: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(sampling.key, number), position)
+        return jax.random.gumbel(key, processed.shape[2:], processed.dtype)
+
+    processed = rows(process, logits)
     if numbers is None:
         numbers = jnp.arange(len(logits), dtype=jnp.int32)
     levels = 1 if tree is None else tree.unpacker.shape[2]
-    noise = jax.vmap(row)(numbers, first)
+    positions = first[:, None] + jnp.arange(levels, dtype=jnp.int32)[None]
+    numbers = jnp.broadcast_to(numbers[:, None], positions.shape)
+    noise = rows(jax.vmap(jax.vmap(draw)), numbers, positions)
     noise = noise if tree is None else gather_slots(noise, tree.depth)
     return lax.argmax(processed + noise, 2, jnp.int32)
 

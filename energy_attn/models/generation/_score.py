@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.internal import as_int32, check_integer, check_shape, received
+from energy_attn.kernels.internal import as_int32, check_flag, check_integer, check_shape, received
 
 from ...prefix_tree import pack, unpack
 from ...prefix_tree._pack import check_beam
@@ -17,6 +17,7 @@ from ...prefix_tree._tree import gather_slots
 from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks
+from ..decoder._see import How
 from ._prompts import check_vocabulary, prompts
 
 
@@ -29,6 +30,7 @@ def score_continuations(
     lengths: Int[Array, "B M"] | None = None,
     parallel: SequenceParallel | None = None,
     chunk_size: int = 1024,
+    reproducible: bool = False,
 ) -> Float[Array, "B M C"]:
     r"""$\log P$ of each token of `M` continuations of each prompt, in nats.
 
@@ -46,6 +48,7 @@ def score_continuations(
         lengths: `[B, M]`, the number of tokens of each continuation, in front; None means `C`.
         parallel: the axes of the mesh in force to shard the cache of the context over.
         chunk_size: tokens of the prompts read at a time.
+        reproducible: as in a call of the model.
 
     Returns:
         `[B, M, C]`, float32, or float64 where the weights are; 0 behind the end of a continuation, so
@@ -79,10 +82,11 @@ def score_continuations(
     check_shape("continuations", beam, (len(tokens), "M", "C"))
     check_vocabulary("continuations", continuations, counts, vocab)
     cache = model.empty_cache(len(tokens), tokens.shape[1], parallel=parallel)
-    return _score(model, tokens, context_lengths, as_int32(beam), counts, cache, chunk_size)
+    how = How(reproducible=check_flag("reproducible", reproducible))
+    return _score(model, tokens, context_lengths, as_int32(beam), counts, cache, chunk_size, how)
 
 
-@functools.partial(jax.jit, static_argnums=6)
+@functools.partial(jax.jit, static_argnums=(6, 7))
 def _score(
     model: AbstractDecoder,
     tokens: Array,
@@ -91,16 +95,18 @@ def _score(
     counts: Array,
     cache: DecoderCache,
     chunk_size: int,
+    how: How,
 ) -> Array:
     # the last token of the prompt is the root: its logits are for the first tokens
-    _, cache = read_chunks(model, tokens, cache, context_lengths - 1, chunk_size)
+    _, cache = read_chunks(model, tokens, cache, context_lengths - 1, chunk_size, how)
     root = jnp.take_along_axis(tokens, context_lengths[:, None] - 1, axis=1)[:, :, None]
     root = jnp.broadcast_to(root, (*beam.shape[:2], 1))
     tree = pack(jnp.concatenate([root, beam], 2), lengths=counts + 1)
     # a token outside the vocabulary is read as NaN, which other branches would see
     clipped = jnp.clip(tree.tokens, 0, model.config.vocab_size - 1)
-    logits: Any = model.read_tree(tree._replace(tokens=clipped), cache).logits
-    log_p = gather_slots(jax.nn.log_softmax(logits), tree.parent)
+    tree_of_vocabulary = tree._replace(tokens=clipped)
+    read: Any = model.read_tree(tree_of_vocabulary, cache, reproducible=how.reproducible)
+    log_p = gather_slots(how.rows(jax.nn.log_softmax, read.logits), tree.parent)
     token_log_p = jnp.take_along_axis(log_p, clipped[:, :, None], axis=2)[:, :, 0]
     invalid = (tree.mask & (clipped != tree.tokens)[:, None]).any(-1)
     invalid |= ((context_lengths < 1) | (context_lengths > tokens.shape[1]))[:, None]

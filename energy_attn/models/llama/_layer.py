@@ -9,6 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.scores import SoftCap
 
 from ..decoder._see import See
@@ -67,19 +68,26 @@ class LlamaLayer(eqx.Module):
     ) -> tuple[Float[Array, "batch time width"], Any]:
         """The stream after the layer, and the second result of `see(query, key, value, **options)`."""
         rope = None if self.rope is None else ropes[self.rope]
-        heads = self.self_attn.project(_of(self.input_layernorm, x), rope)
+        heads = see.rows(self._heads, x, rope)
         options = dict(self.options)
         if self.self_attn.sinks is not None:
             options["sink"] = self.self_attn.sinks
         out, extra = see(*heads, **options)
+        return see.rows(partial(self._after, parallel=see.parallel), x, out), extra
+
+    def _heads(self, x: Array, rope: tuple[Array, Array] | None) -> tuple:
+        return self.self_attn.project(_of(self.input_layernorm, x), rope)
+
+    def _after(self, x: Array, out: Array, parallel: SequenceParallel | None) -> Array:
+        """The stream after attention with this output, and after the MLP."""
         out = self.self_attn.o_proj(lax.collapse(out, 2))
         before, after = self.post_attention_layernorm, self.post_feedforward_layernorm
         if after is not None:
             out, before = self.post_attention_layernorm(out), self.pre_feedforward_layernorm
         x = x + out
         routed = isinstance(self.mlp, RoutedMLP)
-        mlp = partial(self.mlp, parallel=see.parallel) if routed else self.mlp
-        return x + _of(after, mlp(_of(before, x))), extra
+        mlp = partial(self.mlp, parallel=parallel) if routed else self.mlp
+        return x + _of(after, mlp(_of(before, x)))
 
 
 def _of(norm: RMSNorm | None, x: Array) -> Array:

@@ -15,10 +15,8 @@ from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.models import (
     DynamicRope,
     ExpertsConfig,
-    LatentConfig,
     LongRope,
     PromptLookup,
-    YarnRope,
     generate,
     load,
     shard,
@@ -27,42 +25,7 @@ from energy_attn.models.llama._grouped import grouped_dot
 from energy_attn.prefix_tree import pack
 from tests.support.arrays import array
 from tests.support.compare import close
-from tests.support.llama import CONFIG, build
-
-SIGMOID = ExpertsConfig(
-    num_experts=8,
-    num_experts_per_tok=3,
-    intermediate_size=20,
-    scoring="sigmoid",
-    routed_scaling_factor=1.7,
-    n_group=4,
-    topk_group=2,
-    n_shared_experts=1,
-    first_k_dense_replace=1,
-)
-LATENT = LatentConfig(
-    kv_lora_rank=10, qk_rope_head_dim=4, qk_nope_head_dim=6, v_head_dim=5, q_lora_rank=7
-)
-DEEPSEEK = replace(
-    CONFIG,
-    model_type="deepseek_v3",
-    num_key_value_heads=4,
-    head_dim=10,
-    latent=LATENT,
-    experts=SIGMOID,
-    rope_scaling=YarnRope(4.0, 8, mscale=1.0, mscale_all_dim=0.6),
-)
-CUT = ExpertsConfig(4, 2, 36, bias=True, swiglu_limit=0.6)
-GPT_OSS = replace(
-    CONFIG,
-    model_type="gpt_oss",
-    attention_bias=True,
-    attention_sinks=True,
-    wide_norms=True,
-    sliding_window=5,
-    layer_types=("sliding_attention", "full_attention"),
-    experts=CUT,
-)
+from tests.support.llama import CONFIG, CUT, DEEPSEEK, GPT_OSS, build
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 4, 2], [0, 0, 9, 0], [5, 4, 1, 30]])

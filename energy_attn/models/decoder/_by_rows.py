@@ -1,0 +1,77 @@
+"""Functions of rows, a row being what a token has: computed together, or in tiles, which no bit of a row depends on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, PyTree
+
+from energy_attn.kernels.internal import each
+
+from ._tile_program import evaluated
+
+# Rows of a tile: as few as hold all rows, within these bounds, as a row has the same bits in tiles of all these sizes.
+_LEAST, _MOST = 8, 128
+
+
+def together(f: Callable[..., Any], *rows: PyTree) -> Any:
+    """`f(*rows)`: the bits of a row may depend on the others."""
+    return f(*rows)
+
+
+def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
+    """`f(*rows)`, where `f` maps arrays `[#batch, time, ...]` to such arrays row by row: in tiles `[1, size, ...]`."""
+    leaves, form = jax.tree.flatten(rows)
+    batch, time = np.broadcast_shapes(*(x.shape[:2] for x in leaves))
+    size = min(_MOST, max(_LEAST, 1 << (batch * time - 1).bit_length()))
+    tiles = [_in_tiles(jnp.broadcast_to(x, (batch, *x.shape[1:])), size) for x in leaves]
+    struct = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in tiles]
+    program, out = jax.make_jaxpr(
+        lambda *tile: f(*jax.tree.unflatten(form, tile)), return_shape=True
+    )(*struct)
+
+    @custom_vmap
+    def run(consts: list[Array], tiles: list[Array]) -> list[Array]:
+        def tile(n: Array) -> list[Array]:
+            given = lax.optimization_barrier((consts, [x[n] for x in tiles]))
+            return lax.optimization_barrier(evaluated(program.jaxpr, *given))
+
+        return each(tile, len(tiles[0]), tiles[0])
+
+    run.def_vmap(_vmap_rule(run))
+    found = [_from_tiles(x, batch, time) for x in run(program.consts, tiles)]
+    return jax.tree.unflatten(jax.tree.structure(out), found)
+
+
+def _vmap_rule(run: Callable[..., list[Array]]) -> Callable[..., tuple[list[Array], list[bool]]]:
+    """More tiles for the same loop."""
+
+    def rule(size: int, mapped: list, consts: list, tiles: list) -> tuple[list[Array], list[bool]]:
+        if any(mapped[0]):
+            raise NotImplementedError(
+                "reproducible: wanted False where jax.vmap maps over weights, got True"
+            )
+        tiles = [
+            x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+            for x, is_mapped in zip(tiles, mapped[1], strict=True)
+        ]
+        found = run(consts, [lax.collapse(x, 0, 2) for x in tiles])
+        return [x.reshape(size, -1, *x.shape[1:]) for x in found], [True] * len(found)
+
+    return rule
+
+
+def _in_tiles(x: Array, size: int) -> Array:
+    """`[B, T, ...]` as `[tiles, 1, size, ...]`, with zeros behind the last row."""
+    x = lax.collapse(x, 0, 2)
+    x = jnp.pad(x, ((0, -len(x) % size), *[(0, 0)] * (x.ndim - 1)))
+    return x.reshape(-1, 1, size, *x.shape[1:])
+
+
+def _from_tiles(x: Array, batch: int, time: int) -> Array:
+    x = lax.collapse(x, 0, 3)[: batch * time]
+    return x.reshape(batch, time, *x.shape[1:])

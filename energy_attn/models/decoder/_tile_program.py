@@ -1,0 +1,87 @@
+"""The program of a tile of rows, which gives a row the same bits in tiles of all sizes.
+
+A function is traced, and evaluated primitive by primitive, so that layers are written as they are elsewhere.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jaxtyping import Array
+
+from energy_attn.kernels.internal import row_sum, unfused
+
+# calls of a function, by name, and where they have its jaxpr
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",  # the name before JAX 0.7
+    "closed_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+# XLA:CPU computes these otherwise in scalar than in vector instructions, which loops that it fuses them into decide.
+_APPROXIMATED = {
+    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh"),
+    *("erf", "erfc", "erf_inv", "sin", "cos", "rsqrt", "cbrt"),
+}
+_PRODUCTS = "mul", "integer_pow", "square"
+
+
+def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr, with the programs below for its matrix products and sums."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True))
+
+    def read(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else values[x]
+
+    for eqn in jaxpr.eqns:
+        found = _results(eqn, [read(x) for x in eqn.invars])
+        values.update(zip(eqn.outvars, found, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
+    name = eqn.primitive.name
+    if name in _CALLS:
+        inner = eqn.params[_CALLS[name]]
+        if isinstance(inner, ClosedJaxpr):
+            return evaluated(inner.jaxpr, inner.consts, given)
+        return evaluated(inner, (), given)
+    if name == "dot_general":
+        return [_product(*given, **eqn.params)]
+    if name == "reduce_sum" and jnp.issubdtype(given[0].dtype, jnp.floating):
+        return [_sum(given[0], eqn.params["axes"])]
+    if name in _APPROXIMATED:
+        return [_alone(lambda x: eqn.primitive.bind(x, **eqn.params), given[0])]
+    found = eqn.primitive.bind(*given, **eqn.params)
+    if name in _PRODUCTS and jnp.issubdtype(found.dtype, jnp.floating):
+        return [unfused(found)]
+    return found if eqn.primitive.multiple_results else [found]
+
+
+def _alone(f: Callable[[Array], Array], x: Array) -> Array:
+    """`f(x)` in a branch, of which XLA fuses nothing with what is outside. It does not know which branch is taken."""
+    return lax.cond(lax.optimization_barrier(True), f, jnp.zeros_like, x)
+
+
+def _product(x: Array, weight: Array, **params: Any) -> Array:
+    """Of two matrices, if it is a linear map: XLA transposes the one of other products, here and there."""
+    (over, of_weight), (batch, _) = params["dimension_numbers"]
+    if x.ndim > 2 and weight.ndim == 2 and not batch and tuple(over) == (x.ndim - 1,):
+        params["dimension_numbers"] = ((1,), of_weight), ((), ())
+        found = _product(lax.collapse(x, 0, x.ndim - 1), weight, **params)
+        return found.reshape(*x.shape[:-1], -1)
+    x, weight = lax.optimization_barrier((x, weight))
+    return lax.dot_general_p.bind(x, weight, **params)
+
+
+def _sum(x: Array, axes: Sequence[int]) -> Array:
+    """In an order of this library, whatever the number of rows."""
+    kept = [i for i in range(x.ndim) if i not in axes]
+    shape = [x.shape[i] for i in kept]
+    rows = x.transpose(*kept, *axes).reshape(math.prod(shape), -1)
+    return row_sum(rows).reshape(shape)

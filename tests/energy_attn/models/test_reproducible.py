@@ -1,0 +1,207 @@
+"""One set of bits: a token's log-probabilities have the same bytes however its text is read, and those of the model."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.models import (
+    LlamaConfig,
+    ModelDrafter,
+    PromptLookup,
+    generate,
+    score_continuations,
+)
+from energy_attn.models.decoder._by_rows import by_rows
+from energy_attn.prefix_tree import pack
+from tests.support.arrays import array
+from tests.support.compare import close, same
+from tests.support.llama import DEEPSEEK, GPT_OSS, build
+
+SMALL = LlamaConfig(
+    40, 48, 72, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+)
+LENGTH = 300  # of a text: three tiles, two leaves of keys
+MODELS = {
+    "float32": (SMALL, "float32"),
+    "bfloat16": (SMALL, "bfloat16"),
+    "deep": (replace(SMALL, hidden_size=640, intermediate_size=1100, vocab_size=517), "float32"),
+    "gemma": (
+        replace(
+            SMALL,
+            hidden_act="gelu_pytorch_tanh",
+            qk_norm=True,
+            post_norms=True,
+            unit_offset=True,
+            final_logit_softcapping=7.0,
+        ),
+        "float32",
+    ),
+    "routed": (replace(GPT_OSS, sliding_window=70, attention_sinks=False), "float32"),
+    "latent": (replace(DEEPSEEK, rope_scaling=None), "float32"),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    config, dtype = MODELS[request.param]
+    return build(config, jnp.dtype(dtype), scale=config.hidden_size**-0.5)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return build(SMALL, jnp.float32, scale=0.3)
+
+
+@functools.cache
+def texts(vocab: int = 40):
+    return np.random.default_rng(1).integers(0, vocab, (5, LENGTH)).astype(np.int32)
+
+
+@jax.jit
+def plain(model, tokens):
+    return model(tokens).logits
+
+
+@jax.jit
+def whole(model, tokens):
+    return model(tokens, reproducible=True).logits
+
+
+@jax.jit
+def step(model, tokens, cache, lengths=None):
+    out = model(tokens, cache=cache, lengths=lengths, reproducible=True)
+    return out.logits, out.cache
+
+
+def in_chunks(model, tokens, sizes, slots):
+    cache, found, first = model.empty_cache(len(tokens), slots), [], 0
+    for size in sizes:
+        logits, cache = step(model, tokens[:, first : first + size], cache)
+        found.append(np.asarray(logits))
+        first += size
+    return np.concatenate(found, 1)
+
+
+@jax.jit
+def in_scan(model, tokens, cache):
+    def one(cache, token):
+        logits, cache = step(model, token[:, None], cache)
+        return cache, logits[:, 0]
+
+    return jax.lax.scan(one, cache, tokens.T)[1].swapaxes(0, 1)
+
+
+def test_one_text(model):
+    """A tile whose size is that of the call, one row beside none, a loop of known length: in all ways of reading."""
+    tokens = texts(model.config.vocab_size)
+    wanted = np.asarray(whole(model, tokens))
+    tolerance = 0.1 if model.norm.weight.dtype == jnp.bfloat16 else 1e-4
+    close(wanted, np.asarray(plain(model, tokens)), tolerance=tolerance)
+    same(whole(model, tokens[2:3]), wanted[2:3])
+    same(jax.jit(lambda x: whole(model, x))(tokens[2:3]), wanted[2:3])  # weights are constants
+    same(jax.vmap(whole, (None, 0))(model, tokens[:2, None])[:, 0], wanted[:2])
+    same(in_chunks(model, tokens[:1], (LENGTH,), LENGTH), wanted[:1])
+    same(in_chunks(model, tokens[:1], (1, 1, 7, 90, 201), 777), wanted[:1])
+    cache = model.empty_cache(3, 512)
+    same(in_scan(model, tokens[:3, :40], cache), wanted[:3, :40])
+
+
+def test_ragged_prompts(small):
+    """Padding behind a row's tokens, or the chunks of a prompt: other logits of its last token."""
+    tokens, lengths = texts(), jnp.asarray([300, 7, 131, 64, 1])
+    wanted = np.asarray(whole(small, tokens))[np.arange(5), lengths - 1]
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def prefill(model, tokens, chunk_size, cache):
+        read = model.prefill(
+            tokens, cache, lengths=lengths, chunk_size=chunk_size, reproducible=True
+        )
+        return read.logits[:, 0]
+
+    for chunk_size, slots in (1024, 300), (70, 1000):
+        same(prefill(small, tokens, chunk_size, small.empty_cache(5, slots)), wanted)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_drafted_text(small, drawn):
+    """A draft, a queue or another prompt beside: another text, or other bits of its log-probabilities."""
+    prompts = [[1, 2, 3, 4, 1, 2], [5, 6, 7, 8, 9, 5, 6, 7], [12], [7, 7, 7]]
+    sampling = {"temperature": 0.8, "top_p": 0.9, "key": jax.random.key(3)} if drawn else {}
+    write = functools.partial(
+        generate, small, max_new_tokens=20, return_logprobs=True, reproducible=True, **sampling
+    )
+    wanted = write(prompts)
+    alone = write(prompts[:1])
+    same(alone.logprobs, wanted.logprobs[:1])
+    drafters = PromptLookup(length=3), ModelDrafter(build(SMALL, jnp.float32, seed=2), 2, nodes=5)
+    for options in *({"drafter": x} for x in drafters), {"batch_size": 2, "chunk_size": 3}:
+        found = write(prompts, **options)
+        same(found.tokens, wanted.tokens)
+        same(found.logprobs, wanted.logprobs)
+    tokens = np.concatenate([np.asarray(prompts[0]), np.asarray(wanted.tokens[0])])[None]
+    logits = whole(small, jnp.asarray(tokens, jnp.int32))
+    log_p = np.asarray(jax.nn.log_softmax(logits))[0, np.arange(5, 25), tokens[0, 6:]]
+    close(wanted.logprobs[0], log_p, tolerance=1e-5)
+
+
+def test_scored_continuations(small):
+    """Branches of a tree that share a position: other bits than each continuation alone has."""
+    prompt, beam = [[3, 1, 4, 1, 5]], jnp.asarray([[[9, 2, 6], [9, 2, 7], [8, 2, 6]]])
+    score = functools.partial(score_continuations, small, prompt, reproducible=True)
+    found = score(beam)
+    for i in range(3):
+        same(score(beam[:, i : i + 1]), found[:, i : i + 1])
+    close(found, score_continuations(small, prompt, beam), tolerance=1e-5)
+
+
+def test_tree(small):
+    """A node that sees its sibling, or whose position is its slot: not the logits of the text that ends there."""
+    tokens = jnp.asarray(texts()[:1, :9])
+    branches = jnp.asarray([[[5, 7, 7], [5, 7, 8], [5, 2, 0], [4, 0, 0]]], jnp.int32)
+    lengths = jnp.asarray([[3, 3, 2, 1]])
+    tree = pack(branches, lengths=lengths)
+
+    @jax.jit
+    def read(model, tokens, tree, cache):
+        _, cache = step(model, tokens, cache)
+        return model.read_tree(tree, cache, reproducible=True).logits
+
+    found = np.asarray(read(small, tokens, tree, small.empty_cache(1, 9)))
+    for branch in range(4):
+        text = jnp.concatenate([tokens, branches[:, branch]], 1)
+        logits = np.asarray(whole(small, text))[0]
+        for level in range(lengths[0, branch]):
+            same(found[0, tree.unpacker[0, branch, level]], logits[9 + level])
+
+
+def test_declined(small):
+    """Bits that differ in silence: weights under `jax.vmap`, a tree over a mesh."""
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), small)
+    with pytest.raises(NotImplementedError, match="reproducible: wanted False where jax.vmap maps"):
+        jax.vmap(whole, (0, None))(many, array(texts()[:1, :4]))
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 37, 96, 256])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "gelu", "silu", "norm", "map"])
+def test_sizes_of_tiles(name, width):
+    """A function of a tile whose instructions follow the number of its rows."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(3 * rng.standard_normal((1, 128, width)), jnp.float32)
+    weight = jnp.asarray(rng.standard_normal((50, width)), jnp.float32)
+    f = {
+        "softmax": jax.nn.softmax,
+        "log_softmax": jax.nn.log_softmax,
+        "gelu": jax.nn.gelu,
+        "silu": jax.nn.silu,
+        "norm": lambda x: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) + x,
+        "map": lambda x: x @ weight.T,
+    }[name]
+    run = jax.jit(functools.partial(by_rows, f))
+    wanted = np.asarray(run(x))
+    close(wanted, np.asarray(f(x)), tolerance=1e-5)
+    for count in 1, 9, 17, 33, 64:
+        same(run(x[:, :count]), wanted[:, :count])
