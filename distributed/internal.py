@@ -62,6 +62,7 @@ else:
             "check_counts": ".cache._arguments",
             "check_reach": ".cache._arguments",
             "check_stored": ".cache._arguments",
+            "canonical_of": ".cache._queries",
             "AbstractTokens": ".cache._tokens",
             "positions_from": ".cache._write",
             "IDENTITY": ".runtime._files",
