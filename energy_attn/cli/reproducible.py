@@ -28,6 +28,8 @@ from energy_attn.distributed import (
 )
 
 from .. import __version__, attention
+from ..models import DecoderCache
+from ._byte_llama import byte_llama, held_out_text
 
 LENGTH, STEPS, HEADS, KEY_HEADS, WIDTH = 1024, 64, 8, 2, 64
 _ROUNDS = 5
@@ -123,12 +125,11 @@ def _gradients(call: Call, reproducible: bool, **options: Any) -> Any:
 
 def _lines(call: Call) -> list[Line]:
     """Each other way to compute the prompt, or its gradients, beside one call of one device."""
-    ways = {**_of_rows(call), **_over_devices(call)}
+    ways = {**_of_rows(call), **_over_devices(call), **_of_model()}
     found: dict[str, list[float]] = {}
     for reproducible in (True, False):
-        whole = {
-            f: jax.jit(partial(f, reproducible=reproducible))(call) for f in (_attend, _gradients)
-        }
+        computed = {of for of, _ in ways.values()}
+        whole = {f: jax.jit(partial(f, reproducible=reproducible))(call) for f in computed}
         for name, (of, way) in ways.items():
             got, first = way(reproducible)
             wanted = jax.tree.map(lambda x, i=first: x[:, i:], whole[of])
@@ -246,6 +247,37 @@ def _over_devices(call: Call) -> dict[str, Way]:
     }
     ways["gradients over the devices"] = _gradients, partial(over, _gradients, "ring", "zigzag")
     return ways
+
+
+def _of_model() -> dict[str, Way]:
+    """The log-probabilities of the byte-level Llama that comes with the library."""
+    model, text = byte_llama(), jnp.asarray(held_out_text()[None, :LENGTH], jnp.int32)
+    first = LENGTH - STEPS
+
+    def read(call: Call, reproducible: bool) -> Array:
+        del call
+        return model(text, reproducible=reproducible).logits
+
+    @partial(jax.jit, static_argnums=0)
+    def steps(reproducible: bool) -> Array:
+        out = model.prefill(
+            text[:, :first], model.empty_cache(1, 2 * LENGTH), reproducible=reproducible
+        )
+
+        def step(cache: DecoderCache, token: Array) -> tuple[DecoderCache, Array]:
+            out = model(token[None, None], cache=cache, reproducible=reproducible)
+            return out.cache, out.logits[0, 0]
+
+        return lax.scan(step, out.cache, text[0, first:])[1][None]
+
+    def batch(reproducible: bool) -> tuple[Any, int]:
+        others = jnp.concatenate([text[:, ::-1], text])
+        return jax.jit(partial(model, reproducible=reproducible))(others).logits[1:], 0
+
+    return {
+        "a decoder's logits, step by step": (read, lambda x: (steps(x), first)),
+        "a decoder's logits in a batch": (read, batch),
+    }
 
 
 def _one_core(call: Call, dtype: str) -> Line:
