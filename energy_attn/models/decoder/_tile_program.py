@@ -52,7 +52,7 @@ def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
             return evaluated(inner.jaxpr, inner.consts, given)
         return evaluated(inner, (), given)
     if name == "dot_general":
-        return [_product(*given, **eqn.params)]
+        given = list(lax.optimization_barrier(given))  # of matrices as they lie in memory
     if name == "reduce_sum" and jnp.issubdtype(given[0].dtype, jnp.floating):
         return [_sum(given[0], eqn.params["axes"])]
     if name in _APPROXIMATED:
@@ -66,17 +66,6 @@ def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
 def _alone(f: Callable[[Array], Array], x: Array) -> Array:
     """`f(x)` in a branch, of which XLA fuses nothing with what is outside. It does not know which branch is taken."""
     return lax.cond(lax.optimization_barrier(True), f, jnp.zeros_like, x)
-
-
-def _product(x: Array, weight: Array, **params: Any) -> Array:
-    """Of two matrices, if it is a linear map: XLA transposes the one of other products, here and there."""
-    (over, of_weight), (batch, _) = params["dimension_numbers"]
-    if x.ndim > 2 and weight.ndim == 2 and not batch and tuple(over) == (x.ndim - 1,):
-        params["dimension_numbers"] = ((1,), of_weight), ((), ())
-        found = _product(lax.collapse(x, 0, x.ndim - 1), weight, **params)
-        return found.reshape(*x.shape[:-1], -1)
-    x, weight = lax.optimization_barrier((x, weight))
-    return lax.dot_general_p.bind(x, weight, **params)
 
 
 def _sum(x: Array, axes: Sequence[int]) -> Array:

@@ -14,6 +14,7 @@ from jax import lax
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.xla._canonical import Canonical
 from tests.support.compare import close
+from tests.support.flags import LEVEL, flags
 from tests.support.problems import Problem, cotangents
 from tests.support.prompts import (
     DTYPES,
@@ -254,3 +255,11 @@ def test_number_of_threads():
     """A product whose sum is cut by the number of threads, which XLA:CPU takes from NPROC."""
     program = "from tests.kernels.xla.test_canonical import digest; print(digest())"
     assert len({spawn("-c", program, NPROC=str(threads)) for threads in (1, 2, 16)}) == 1
+
+
+@pytest.mark.full
+def test_as_users_compile():
+    """Programs that LLVM makes vectors of, and that XLA fuses, which the suite's are not."""
+    files = "tests/kernels/xla/test_canonical.py", "tests/kernels/xla/test_canonical_calls.py"
+    some = "chunks or steps or in_order or terms or odd or exponentials"
+    spawn("-m", "pytest", "-x", *files, "-k", some, XLA_FLAGS=flags(given=f"{LEVEL}=3"))
