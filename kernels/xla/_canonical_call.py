@@ -21,7 +21,7 @@ from ._rounded import rounded_products
 # The format: whoever changes one of these, or a program of `_canonical_tiles`, counts the version up.
 VERSION = 1
 LEAF = 256  # keys of a leaf
-ROWS = 32  # rows of a tile, of a fold over keys
+ROWS = 128  # rows of a tile, of a fold over keys
 QUERIES = 64  # queries of a tile of one head, of a fold over queries
 
 

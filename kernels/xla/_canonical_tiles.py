@@ -63,11 +63,11 @@ def raw_scores(
 def weighed_sum(weights: Float[Array, "K rows keys"], value: Float[Array, "K keys W"]) -> Array:
     """The weighed sums of values `[K, rows, W]`.
 
-    Of whole vectors, 256 features at a time: else the program of a few rows rounds otherwise than that of more.
+    Of 64 or 128 features at a time: of other widths the program of a few rows rounds otherwise than that of many.
     """
     width = value.shape[-1]
-    value = jnp.pad(value, ((0, 0), (0, 0), (0, -width % 8)))
-    pieces = (value[..., first : first + 256] for first in range(0, value.shape[-1], 256))
+    value = jnp.pad(value, ((0, 0), (0, 0), (0, -width % 64)))
+    pieces = (value[..., first : first + 128] for first in range(0, value.shape[-1], 128))
     found = [product(weights, x, (2, 1)) for x in pieces]
     return jnp.concatenate(found, -1)[..., :width] if found else weights[..., :0]
 
