@@ -123,6 +123,10 @@ from .xla._blockwise import empty_like as empty_like
 from .xla._blockwise import row_cotangents as row_cotangents
 from .xla._by_head import backward_by_head as backward_by_head
 from .xla._canonical import Canonical as Canonical
+from .xla._canonical_tree import Fold as Fold
+from .xla._canonical_tree import insert as insert
+from .xla._canonical_tree import result as result
+from .xla._canonical_tree import start as start
 from .xla._each import each as each
 from .xla._products import row_sum as row_sum
 from .xla._softmax import softmax as softmax
