@@ -130,6 +130,10 @@ from .xla._canonical import Canonical as Canonical
 from .xla._canonical_call import LEAF as LEAF
 from .xla._canonical_call import CanonicalCall as CanonicalCall
 from .xla._canonical_call import Part as Part
+from .xla._canonical_tree import Fold as Fold
+from .xla._canonical_tree import insert as insert
+from .xla._canonical_tree import result as result
+from .xla._canonical_tree import start as start
 from .xla._each import each as each
 from .xla._products import row_sum as row_sum
 from .xla._softmax import softmax as softmax

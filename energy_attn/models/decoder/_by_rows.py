@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, PyTree
 
 from energy_attn.kernels.internal import each
 
+from ._tile_gradients import TOKENS, gradients
 from ._tile_program import evaluated
 
 # Rows of a tile: as few as hold all rows, within these bounds, as a row has the same bits in tiles of all these sizes.
@@ -24,15 +26,41 @@ def together(f: Callable[..., Any], *rows: PyTree) -> Any:
 
 
 def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
-    """`f(*rows)`, where `f` maps arrays `[#batch, time, ...]` to such arrays row by row: in tiles `[1, size, ...]`."""
+    """`f(*rows)`, where `f` maps arrays `[#batch, time, ...]` to such arrays row by row: in tiles `[1, size, ...]`.
+
+    Gradients of what `f` closes over are sums over tiles of tokens, folded by one tree.
+    """
     leaves, form = jax.tree.flatten(rows)
     batch, time = np.broadcast_shapes(*(x.shape[:2] for x in leaves))
+    leaves = [jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in leaves]
     size = min(_MOST, max(_LEAST, 1 << (batch * time - 1).bit_length()))
-    tiles = [_in_tiles(jnp.broadcast_to(x, (batch, *x.shape[1:])), size) for x in leaves]
-    struct = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in tiles]
-    program, out = jax.make_jaxpr(
-        lambda *tile: f(*jax.tree.unflatten(form, tile)), return_shape=True
-    )(*struct)
+
+    def traced(size: int) -> tuple[ClosedJaxpr, Any]:
+        tile = [jax.ShapeDtypeStruct((1, size, *x.shape[2:]), x.dtype) for x in leaves]
+        program = jax.make_jaxpr(lambda *x: f(*jax.tree.unflatten(form, x)), return_shape=True)
+        return program(*tile)
+
+    program, out = traced(size)
+    of_tokens = program if size == TOKENS else traced(TOKENS)[0]
+
+    @jax.custom_vjp
+    def apply(consts: list[Array], rows: list[Array]) -> list[Array]:
+        tiles = [_in_tiles(x, size) for x in rows]
+        return [_from_tiles(x, batch, time) for x in _run(program)(consts, tiles)]
+
+    def forward(consts: list[Array], rows: list[Array]) -> tuple[list[Array], tuple]:
+        return apply(consts, rows), (consts, rows)
+
+    def backward(saved: tuple, cotangents: list[Array]) -> tuple[list, list]:
+        consts, rows = saved
+        return gradients(of_tokens, consts, rows, cotangents)
+
+    apply.defvjp(forward, backward)
+    return jax.tree.unflatten(jax.tree.structure(out), apply(program.consts, leaves))
+
+
+def _run(program: ClosedJaxpr) -> Callable[..., list[Array]]:
+    """The program of each tile, in a loop. `jax.vmap` gives it more tiles."""
 
     @custom_vmap
     def run(consts: list[Array], tiles: list[Array]) -> list[Array]:
@@ -42,15 +70,8 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
 
         return each(tile, len(tiles[0]), tiles[0])
 
-    run.def_vmap(_vmap_rule(run))
-    found = [_from_tiles(x, batch, time) for x in run(program.consts, tiles)]
-    return jax.tree.unflatten(jax.tree.structure(out), found)
-
-
-def _vmap_rule(run: Callable[..., list[Array]]) -> Callable[..., tuple[list[Array], list[bool]]]:
-    """More tiles for the same loop."""
-
-    def rule(size: int, mapped: list, consts: list, tiles: list) -> tuple[list[Array], list[bool]]:
+    @run.def_vmap
+    def _(size: int, mapped: list, consts: list, tiles: list) -> tuple[list[Array], list[bool]]:
         if any(mapped[0]):
             raise NotImplementedError(
                 "reproducible: wanted False where jax.vmap maps over weights, got True"
@@ -62,7 +83,7 @@ def _vmap_rule(run: Callable[..., list[Array]]) -> Callable[..., tuple[list[Arra
         found = run(consts, [lax.collapse(x, 0, 2) for x in tiles])
         return [x.reshape(size, -1, *x.shape[1:]) for x in found], [True] * len(found)
 
-    return rule
+    return run
 
 
 def _in_tiles(x: Array, size: int) -> Array:

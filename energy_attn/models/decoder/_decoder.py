@@ -103,7 +103,8 @@ class AbstractDecoder(AbstractModel):
                 `attend`.
             reproducible: whether the bits of a token's logits depend on the tokens that it sees alone: not
                 on how many are read at once, the batch, padding, or the capacity of the cache. On CPUs, with
-                the same weights, dtypes and version.
+                the same weights, dtypes and version. Gradients are sums in one order; there is no
+                derivative in forward mode.
             attend: the function that computes attention, called as
                 [`attention`][energy_attn.attention] is; a `functools.partial` of it chooses an
                 implementation or a window. Its second result becomes `energies`.

@@ -185,6 +185,30 @@ def test_declined(small):
         jax.vmap(whole, (0, None))(many, array(texts()[:1, :4]))
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def gradient(model, tokens, weights, reproducible):
+    def loss(model):
+        log_p = jax.nn.log_softmax(model(tokens, reproducible=reproducible).logits)[:, :-1]
+        chosen = jnp.take_along_axis(log_p, tokens[:, 1:, None], 2)[:, :, 0]
+        return (weights[:, 1:] * chosen).sum()
+
+    return jax.grad(loss)(model)
+
+
+def test_gradients(small):
+    """Sums over tokens that follow the shape of a batch: the halves of one do not add up to it, or padding counts."""
+    tokens = jnp.asarray(texts()[:4])
+    weights = jnp.asarray(np.random.default_rng(2).standard_normal((4, LENGTH)), jnp.float32)
+    found = gradient(small, tokens, weights, True)
+    wanted = jax.tree.map(np.asarray, gradient(small, tokens, weights, False))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        close(np.asarray(x) / np.abs(y).max(), y / np.abs(y).max(), tolerance=1e-5)
+    halves = (gradient(small, tokens[i : i + 2], weights[i : i + 2], True) for i in (0, 2))
+    same(jax.tree.map(jnp.add, *halves), found)
+    pads = (0, 0), (0, 250)
+    same(gradient(small, jnp.pad(tokens, pads), jnp.pad(weights, pads), True), found)
+
+
 @pytest.mark.parametrize("width", [1, 3, 8, 37, 96, 256])
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "gelu", "silu", "norm", "map"])
 def test_sizes_of_tiles(name, width):
