@@ -11,7 +11,7 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels.internal import each
+from energy_attn.kernels.internal import each, vary_together
 
 from ._tile_gradients import TOKENS, gradients
 from ._tile_program import evaluated
@@ -32,11 +32,11 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
     """
     leaves, form = jax.tree.flatten(rows)
     batch, time = np.broadcast_shapes(*(x.shape[:2] for x in leaves))
-    leaves = [jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in leaves]
+    leaves = vary_together([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in leaves])
     size = min(_MOST, max(_LEAST, 1 << (batch * time - 1).bit_length()))
 
     def traced(size: int) -> tuple[ClosedJaxpr, Any]:
-        tile = [jax.ShapeDtypeStruct((1, size, *x.shape[2:]), x.dtype) for x in leaves]
+        tile = [_in_tiles(x, size)[0] for x in leaves]
         program = jax.make_jaxpr(lambda *x: f(*jax.tree.unflatten(form, x)), return_shape=True)
         return program(*tile)
 
@@ -56,7 +56,8 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
         return gradients(of_tokens, consts, rows, cotangents)
 
     apply.defvjp(forward, backward)
-    return jax.tree.unflatten(jax.tree.structure(out), apply(program.consts, leaves))
+    found = apply(program.consts, leaves)
+    return jax.tree.unflatten(jax.tree.structure(out), found)
 
 
 def _run(program: ClosedJaxpr) -> Callable[..., list[Array]]:
@@ -65,8 +66,10 @@ def _run(program: ClosedJaxpr) -> Callable[..., list[Array]]:
     @custom_vmap
     def run(consts: list[Array], tiles: list[Array]) -> list[Array]:
         def tile(n: Array) -> list[Array]:
-            given = lax.optimization_barrier((consts, [x[n] for x in tiles]))
-            return lax.optimization_barrier(evaluated(program.jaxpr, *given))
+            # apart, as weights do not vary over the mesh axes of `jax.shard_map` that rows do
+            weights = lax.optimization_barrier(consts)
+            given = lax.optimization_barrier([x[n] for x in tiles])
+            return lax.optimization_barrier(evaluated(program.jaxpr, weights, given))
 
         return each(tile, len(tiles[0]), tiles[0])
 

@@ -6,7 +6,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import Fold, insert, lse_dtype, result, start
+from energy_attn.kernels.internal import Fold, insert, lse_dtype, result, start, varying_axes
 
 from ._tile_program import evaluated
 
@@ -20,6 +20,12 @@ def gradients(
 
     Tiles of a sequence are a whole subtree, so that the halves of a batch have the sums of which that of all is one.
     """
+    axes = sorted(frozenset().union(*map(varying_axes, rows)))
+    if axes:
+        raise NotImplementedError(
+            "reproducible: wanted False for gradients inside jax.shard_map, whose sums over devices have "
+            f"an order of their own, got True and tokens that vary over {axes}"
+        )
     batch, time = rows[0].shape[:2]
     count = -(-time // TOKENS)
     bits = (count - 1).bit_length()
@@ -45,8 +51,9 @@ def gradients(
 
     def one(n: Array, carry: tuple[list[Array], Fold]) -> tuple[list[Array], Fold]:
         found, fold = carry
-        at = lax.optimization_barrier((consts, [x[n] for x in (*given, *changes)]))
-        results = evaluated(backward.jaxpr, backward.consts, [*at[0], *at[1]])
+        at = lax.optimization_barrier([x[n] for x in (*given, *changes)])
+        inputs = [*lax.optimization_barrier(consts), *at]
+        results = evaluated(backward.jaxpr, backward.consts, inputs)
         results = lax.optimization_barrier(results)
         found = [
             lax.dynamic_update_index_in_dim(xs, x, n, 0)

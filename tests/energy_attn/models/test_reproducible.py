@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from energy_attn.models import (
     LlamaConfig,
@@ -20,6 +21,7 @@ from energy_attn.prefix_tree import pack
 from tests.support.arrays import array
 from tests.support.compare import close, same
 from tests.support.llama import DEEPSEEK, GPT_OSS, build
+from tests.support.meshes import mesh_of
 
 SMALL = LlamaConfig(
     40, 48, 72, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
@@ -176,6 +178,19 @@ def test_tree(small):
         logits = np.asarray(whole(small, text))[0]
         for level in range(lengths[0, branch]):
             same(found[0, tree.unpacker[0, branch, level]], logits[9 + level])
+
+
+def test_over_devices(small):
+    """Rows that XLA splits otherwise over devices, and weights that do not vary beside tokens that do."""
+    tokens = jnp.asarray(np.concatenate([texts(), texts()[:3]])[:, :40])
+    wanted = np.asarray(whole(small, tokens))
+    with jax.set_mesh(mesh_of("8")):
+        for spec in P("device"), P(None, "device"):
+            same(whole(small, jax.device_put(tokens, spec)), wanted)
+        each = jax.shard_map(whole, in_specs=(P(), P("device")), out_specs=P("device"))
+        same(jax.jit(each)(small, tokens), wanted)
+        with pytest.raises(NotImplementedError, match="reproducible: wanted False for gradients"):
+            jax.grad(lambda model: each(model, tokens).sum())(small)
 
 
 def test_declined(small):
