@@ -28,7 +28,6 @@ from energy_attn.distributed import (
 )
 
 from .. import __version__, attention
-from ..models import DecoderCache
 from ._byte_llama import byte_llama, held_out_text
 
 LENGTH, STEPS, HEADS, KEY_HEADS, WIDTH = 1024, 64, 8, 2, 64
@@ -260,15 +259,14 @@ def _of_model() -> dict[str, Way]:
 
     @partial(jax.jit, static_argnums=0)
     def steps(reproducible: bool) -> Array:
-        out = model.prefill(
-            text[:, :first], model.empty_cache(1, 2 * LENGTH), reproducible=reproducible
-        )
+        cache: Any = model.empty_cache(1, 2 * LENGTH)
+        cache = model.prefill(text[:, :first], cache, reproducible=reproducible).cache
 
-        def step(cache: DecoderCache, token: Array) -> tuple[DecoderCache, Array]:
+        def step(cache: Any, token: Array) -> tuple[Any, Array]:
             out = model(token[None, None], cache=cache, reproducible=reproducible)
             return out.cache, out.logits[0, 0]
 
-        return lax.scan(step, out.cache, text[0, first:])[1][None]
+        return lax.scan(step, cache, text[0, first:])[1][None]
 
     def batch(reproducible: bool) -> tuple[Any, int]:
         others = jnp.concatenate([text[:, ::-1], text])
