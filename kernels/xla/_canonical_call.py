@@ -16,7 +16,7 @@ from ..scores._abstract import At
 from ..scores._structure import floating
 from ._canonical_slots import AbstractSlots, InOrder, Scattered, entry
 from ._canonical_tiles import raw_scores
-from ._rounded import rounded_products
+from ._tile_program import computed
 
 # The format: whoever changes one of these, or a program of `_canonical_tiles`, counts the version up.
 VERSION = 1
@@ -126,7 +126,7 @@ class CanonicalCall:
         """The scores of a tile, minus infinity where a key is hidden."""
         raw, score = raw_scores(query, key, self.scale), self.score
         if score is not None:
-            raw = rounded_products(score, raw, self._at(tile))
+            raw = computed(score, raw, self._at(tile))
         return self._masked(raw, tile)
 
     def scores_and_pullback(self, query: Array, key: Array, tile: Tile) -> tuple[Array, Any]:
@@ -154,7 +154,7 @@ class CanonicalCall:
         if score is None:
             return self._masked(raw, tile), change
         change = None if change is None else jnp.broadcast_to(change, raw.shape).astype(raw.dtype)
-        found = rounded_products(score.jvp, raw, self._at(tile), change, arrays)
+        found = computed(score.jvp, raw, self._at(tile), change, arrays)
         scores, change = lax.optimization_barrier(found)
         return self._masked(scores, tile), change
 

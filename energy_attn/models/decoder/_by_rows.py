@@ -11,10 +11,9 @@ from jax.custom_batching import custom_vmap
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels.internal import each, vary_together
+from energy_attn.kernels.internal import each, evaluated, vary_together
 
 from ._tile_gradients import TOKENS, gradients
-from ._tile_program import evaluated
 
 # Rows of a tile: as few as hold all rows, within these bounds, as a row has the same bits in tiles of all these sizes.
 _LEAST, _MOST = 8, 128

@@ -6,9 +6,15 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import Fold, insert, lse_dtype, result, start, varying_axes
-
-from ._tile_program import evaluated
+from energy_attn.kernels.internal import (
+    Fold,
+    evaluated,
+    insert,
+    lse_dtype,
+    result,
+    start,
+    varying_axes,
+)
 
 TOKENS = 128  # of a tile: of one sequence, from a multiple of it on
 

@@ -1,18 +1,21 @@
 """The program of a tile of rows, which gives a row the same bits in tiles of all sizes.
 
-A function is traced, and evaluated primitive by primitive, so that layers are written as they are elsewhere.
+A function is traced, and evaluated primitive by primitive, so that scores and layers are written as they are
+elsewhere. The insides of its loops and branches are left as they are.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import row_sum, unfused
+from ..call._state import unfused
+from ._products import row_sum
 
 # calls of a function, by name, and where they have its jaxpr
 _CALLS = {
@@ -28,7 +31,15 @@ _APPROXIMATED = {
     *("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh"),
     *("erf", "erfc", "erf_inv", "sin", "cos", "rsqrt", "cbrt"),
 }
-_PRODUCTS = "mul", "integer_pow", "square"
+# XLA fuses these with sums in some programs only, and divides by a constant as it multiplies.
+_PRODUCTS = "mul", "div", "integer_pow", "square"
+
+
+def computed(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` of arrays, by the programs below."""
+    program, struct = jax.make_jaxpr(function, return_shape=True)(*args)
+    found = evaluated(program.jaxpr, program.consts, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(struct), found)
 
 
 def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
