@@ -56,19 +56,21 @@ def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list
 
 
 def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
-    name = eqn.primitive.name
+    name, params = eqn.primitive.name, eqn.params
+    if params.get("sharding") is not None:  # of the mesh that the function was traced for
+        params = params | {"sharding": None}
     if name in _CALLS:
-        inner = eqn.params[_CALLS[name]]
+        inner = params[_CALLS[name]]
         if isinstance(inner, ClosedJaxpr):
             return evaluated(inner.jaxpr, inner.consts, given)
         return evaluated(inner, (), given)
     if name == "dot_general":
         given = list(lax.optimization_barrier(given))  # of matrices as they lie in memory
     if name == "reduce_sum" and jnp.issubdtype(given[0].dtype, jnp.floating):
-        return [_sum(given[0], eqn.params["axes"])]
+        return [_sum(given[0], params["axes"])]
     if name in _APPROXIMATED:
-        return [_alone(lambda x: eqn.primitive.bind(x, **eqn.params), given[0])]
-    found = eqn.primitive.bind(*given, **eqn.params)
+        return [_alone(lambda x: eqn.primitive.bind(x, **params), given[0])]
+    found = eqn.primitive.bind(*given, **params)
     if name in _PRODUCTS and jnp.issubdtype(found.dtype, jnp.floating):
         return [unfused(found)]
     return found if eqn.primitive.multiple_results else [found]

@@ -13,6 +13,7 @@ from jaxtyping import Array, PyTree
 
 from energy_attn.kernels.internal import each, evaluated, vary_together
 
+from ._over_devices import device_count, mesh_axes, over_devices, padded
 from ._tile_gradients import TOKENS, gradients
 
 # Rows of a tile: as few as hold all rows, within these bounds, as a row has the same bits in tiles of all these sizes.
@@ -27,7 +28,8 @@ def together(f: Callable[..., Any], *rows: PyTree) -> Any:
 def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
     """`f(*rows)`, where `f` maps arrays `[#batch, time, ...]` to such arrays row by row: in tiles `[1, size, ...]`.
 
-    Gradients of what `f` closes over are sums over tiles of tokens, folded by one tree.
+    Gradients of what `f` closes over are sums over tiles of tokens, folded by one tree. The devices of the mesh in
+    force share the tiles, and have weights whole.
     """
     leaves, form = jax.tree.flatten(rows)
     batch, time = np.broadcast_shapes(*(x.shape[:2] for x in leaves))
@@ -41,18 +43,23 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
 
     program, out = traced(size)
     of_tokens = program if size == TOKENS else traced(TOKENS)[0]
+    axes = mesh_axes()
 
     @jax.custom_vjp
     def apply(consts: list[Array], rows: list[Array]) -> list[Array]:
-        tiles = [_in_tiles(x, size) for x in rows]
-        return [_from_tiles(x, batch, time) for x in _run(program)(consts, tiles)]
+        tiles, run = [_in_tiles(x, size) for x in rows], _run(program)
+        if axes and len(tiles[0]) > 1:  # one tile is computed by all devices
+            tiles = [padded(x, device_count(axes)) for x in tiles]
+            run = over_devices(run, axes, jax.P(axes))
+        elif axes:
+            run = over_devices(run, (), jax.P())
+        return [_from_tiles(x, batch, time) for x in run(consts, tiles)]
 
     def forward(consts: list[Array], rows: list[Array]) -> tuple[list[Array], tuple]:
         return apply(consts, rows), (consts, rows)
 
     def backward(saved: tuple, cotangents: list[Array]) -> tuple[list, list]:
-        consts, rows = saved
-        return gradients(of_tokens, consts, rows, cotangents)
+        return gradients(of_tokens, *saved, cotangents, axes)
 
     apply.defvjp(forward, backward)
     found = apply(program.consts, leaves)
