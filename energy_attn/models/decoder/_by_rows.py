@@ -59,7 +59,8 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
         return apply(consts, rows), (consts, rows)
 
     def backward(saved: tuple, cotangents: list[Array]) -> tuple[list, list]:
-        return gradients(of_tokens, *saved, cotangents, axes)
+        consts, rows = saved
+        return gradients(of_tokens, consts, rows, cotangents, axes)
 
     apply.defvjp(forward, backward)
     found = apply(program.consts, leaves)

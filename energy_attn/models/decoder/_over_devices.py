@@ -9,7 +9,6 @@ from jax import lax
 from jax.sharding import AxisType
 from jaxtyping import Array
 
-from energy_attn.distributed.internal import as_invariant
 from energy_attn.kernels.internal import folded
 
 Axes = tuple[str, ...]
@@ -38,7 +37,7 @@ def device_count(axes: Axes) -> int:
 
 
 def over_devices(
-    run: Callable[[list[Array], list[Array]], Any], axes: Axes, out_specs: Any
+    run: Callable[[list[Array], Any], Any], axes: Axes, out_specs: Any
 ) -> Callable[..., Any]:
     """`run(weights, tiles)` on each device, with the weights whole and its part of the tiles, or all of them."""
     # a traced program says nothing of what varies over devices
@@ -51,10 +50,8 @@ def padded(x: Array, multiple: int) -> Array:
     return jnp.pad(x, ((0, -len(x) % multiple), *[(0, 0)] * (x.ndim - 1)))
 
 
-def folded_across(
-    nodes: list[Array], numbers: Array, axes: Axes, plus: Callable[[Any, Any], Any]
-) -> list[Array]:
-    """The fold of the nodes `[units, ...]` of all devices, in the order of their numbers; negative ones are absent.
+def folded_across(nodes: list[Array], numbers: Array, axes: Axes) -> list[Array]:
+    """The sums by one tree of nodes `[units, ...]` of all devices; those of negative numbers are absent.
 
     Each device folds a part of every weight: as much is sent and held as by an all-reduce.
     """
@@ -68,8 +65,8 @@ def folded_across(
         flat = jnp.pad(flat, ((0, 0), (0, -size % devices))).reshape(units, devices, -1)
         mine = lax.all_to_all(flat, axes, 1, 0, tiled=False)  # [devices, units, part]
         items = mine.reshape(devices * units, -1)
-        total = folded(everyone, items, jnp.zeros_like(items[0]), plus)
+        total = folded(everyone, items, jnp.zeros_like(items[0]), jnp.add)
         whole = lax.all_gather(total, axes, tiled=True)
-        return as_invariant(whole[:size].reshape(shape), axes)
+        return whole[:size].reshape(shape)
 
     return [of_part(x) for x in nodes]
