@@ -17,7 +17,7 @@ from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
 from ._cache import DecoderCache, TreeOutput, check_cache
 from ._config import AbstractModelConfig
-from ._output import DecoderOutput
+from ._output import DecoderOutput, log_probabilities
 from ._read import check_tokens, fitting, read_alone, read_chunks, read_on, read_tree
 from ._see import How
 
@@ -136,6 +136,52 @@ class AbstractDecoder(AbstractModel):
             x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
         logits = how.rows(self.logits, x)
         return DecoderOutput(logits, cache, trace.energy if return_energies else None)
+
+    def log_probs(
+        self,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "#batch time"] | None = None,
+        *,
+        parallel: SequenceParallel | None = None,
+        reproducible: bool = False,
+        attend: Callable[..., Any] = attention,
+    ) -> Float[Array, "batch time-1"]:
+        r"""$\log P(x_{t+1} \mid x_0 \dots x_t)$ of each token but the first, in nats.
+
+        With `reproducible` they have the bits of the log-probabilities that [`generate`][energy_attn.models.generate]
+        returns for the same text, and so have their gradients whatever the mesh: the ratio of a policy to the one that
+        was sampled is exactly 1 before the first update.
+
+        Args:
+            tokens: as in a call, as all arguments.
+            positions: likewise.
+            parallel: likewise.
+            reproducible: likewise.
+            attend: likewise.
+
+        Returns:
+            `[batch, time - 1]`, in float32.
+
+        Raises:
+            TypeError: as a call does.
+            ValueError: as a call does.
+            NotImplementedError: as a call does.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp
+            >>> from energy_attn.models import Llama, LlamaConfig, generate
+            >>> config = LlamaConfig(16, 32, 64, num_hidden_layers=1, num_attention_heads=4)
+            >>> model = Llama(config, key=jax.random.key(0))
+            >>> prompt, exact = jnp.array([[3, 1, 4]]), {"reproducible": True}
+            >>> said = generate(model, prompt, 5, return_logprobs=True, **exact)
+            >>> text = jnp.concatenate([prompt, said.tokens], 1)
+            >>> bool((model.log_probs(text, **exact)[:, 2:] == said.logprobs).all())
+            True
+        """
+        how = {"parallel": parallel, "reproducible": reproducible, "attend": attend}
+        logits = self(tokens, positions, **how).logits
+        rows = How(attend, reproducible).rows
+        return rows(log_probabilities, logits[:, :-1], tokens[:, 1:])
 
     def prefill(
         self,

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
+from energy_attn.kernels.internal import lse_dtype
+
 from ._cache import DecoderCache
 
 
@@ -45,3 +47,10 @@ class Trace(NamedTuple):
 def joined(traces: Sequence[Trace]) -> Trace:
     """The traces of single layers, stacked."""
     return jax.tree.map(lambda *each: jnp.stack(each), *traces)
+
+
+def log_probabilities(logits: Array, tokens: Array) -> Array:
+    """The log-softmax `[B, n]`, in float32, at `tokens` `[B, n]`, of logits `[B, n, V]`."""
+    log_p = jax.nn.log_softmax(logits.astype(lse_dtype(logits.dtype)))
+    found = jnp.take_along_axis(log_p, tokens[:, :, None], axis=2)[:, :, 0]
+    return found.astype(jnp.float32)

@@ -16,10 +16,11 @@ from ...prefix_tree._accept import longest_chosen_path
 from ...prefix_tree._tree import check_tree, gather_slots
 from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
+from ..decoder._output import log_probabilities
 from ..decoder._read import read_chunks, read_on
 from ..decoder._see import PLAIN, How
 from ._drafters import AbstractDrafter, last_of
-from ._next_token import Seen, choose, log_probabilities, seen_in, with_new
+from ._next_token import Seen, choose, seen_in, with_new
 from ._options import Sampling
 from ._stream import tell_read, tell_wrote
 

@@ -107,10 +107,3 @@ def _along(seen: Array, tree: PrefixTree | None) -> Array:
     nodes = jnp.repeat(seen, slots, axis=0)
     tokens = jnp.broadcast_to(tree.tokens[:, None], tree.mask.shape).reshape(-1, slots)
     return _marked(nodes, tokens, tree.mask.reshape(-1, slots)).reshape(batch, slots, -1)
-
-
-def log_probabilities(logits: Array, tokens: Array) -> Array:
-    """The log-softmax `[B, n]`, in float32, at `tokens` `[B, n]`, of logits `[B, n, V]`."""
-    log_p = jax.nn.log_softmax(logits.astype(lse_dtype(logits.dtype)))
-    found = jnp.take_along_axis(log_p, tokens[:, :, None], axis=2)[:, :, 0]
-    return found.astype(jnp.float32)
