@@ -25,6 +25,7 @@ from .core._module import FreeEnergy as FreeEnergy
 from .functional._attention import attention as attention
 from .functional._citation import citation as citation
 from .functional._free_energy import free_energy as free_energy
+from .functional._reproducible import reproducible as reproducible
 from .functional._softmax import safe_softmax as safe_softmax
 from .functional._solution import Result as Result
 from .functional._solution import Solution as Solution

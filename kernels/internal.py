@@ -141,4 +141,5 @@ from .xla._softmax import softmax as softmax
 from .xla._tangent import TangentSums as TangentSums
 from .xla._tangent import tangent_of as tangent_of
 from .xla._tangent import tangent_sums as tangent_sums
+from .xla._tile_program import computed as computed
 from .xla._tile_program import evaluated as evaluated

@@ -28,10 +28,10 @@ _CALLS = {
 }
 # XLA:CPU computes these otherwise in scalar than in vector instructions, which loops that it fuses them into decide.
 _APPROXIMATED = {
-    *("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh"),
+    *("pow", "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh"),
     *("erf", "erfc", "erf_inv", "sin", "cos", "rsqrt", "cbrt"),
 }
-# XLA fuses these with sums in some programs only, and divides by a constant as it multiplies.
+# XLA fuses these with sums in some programs only.
 _PRODUCTS = "mul", "div", "integer_pow", "square"
 
 
@@ -57,8 +57,8 @@ def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list
 
 def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if params.get("sharding") is not None:  # of the mesh that the function was traced for
-        params = params | {"sharding": None}
+    if "sharding" in params:  # of the mesh that the function was traced for
+        params = {**params, "sharding": None}
     if name in _CALLS:
         inner = params[_CALLS[name]]
         if isinstance(inner, ClosedJaxpr):
@@ -69,16 +69,23 @@ def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     if name == "reduce_sum" and jnp.issubdtype(given[0].dtype, jnp.floating):
         return [_sum(given[0], params["axes"])]
     if name in _APPROXIMATED:
-        return [_alone(lambda x: eqn.primitive.bind(x, **params), given[0])]
+        return [_alone(lambda *x: eqn.primitive.bind(*x, **params), *map(jnp.asarray, given))]
+    if name == "div":  # or XLA divides by a product with the inverse, here and there
+        given = list(lax.optimization_barrier(given))
     found = eqn.primitive.bind(*given, **params)
     if name in _PRODUCTS and jnp.issubdtype(found.dtype, jnp.floating):
         return [unfused(found)]
     return found if eqn.primitive.multiple_results else [found]
 
 
-def _alone(f: Callable[[Array], Array], x: Array) -> Array:
-    """`f(x)` in a branch, of which XLA fuses nothing with what is outside. It does not know which branch is taken."""
-    return lax.cond(lax.optimization_barrier(True), f, jnp.zeros_like, x)
+def _alone(f: Callable[..., Array], *x: Array) -> Array:
+    """`f(*x)` in a branch, of which XLA fuses nothing with what is outside. It does not know which branch is taken."""
+    kind: Any = jax.eval_shape(f, *x)
+
+    def other(*x: Array) -> Array:
+        return lax.full_like(x[-1], 0, kind.dtype, kind.shape)
+
+    return lax.cond(lax.optimization_barrier(True), f, other, *x)
 
 
 def _sum(x: Array, axes: Sequence[int]) -> Array:

@@ -63,7 +63,7 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
         return gradients(of_tokens, consts, rows, cotangents, axes)
 
     apply.defvjp(forward, backward)
-    found = apply(program.consts, leaves)
+    found = apply([jnp.asarray(x) for x in program.consts], leaves)
     return jax.tree.unflatten(jax.tree.structure(out), found)
 
 

@@ -1,0 +1,44 @@
+"""Functions of arrays by elements, in one set of bits."""
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+from energy_attn.kernels.internal import computed
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def reproducible(function: Function) -> Function:
+    """The function, with results whose bits do not depend on the program that it is part of.
+
+    XLA computes `a * b + c` with one rounding where it fuses the two, and with two elsewhere: it depends on what is
+    computed beside it, and on the number of devices. Here each product is rounded. For what is neither attention nor a
+    layer, such as the update of an optimiser, in which weights are whole on every device.
+
+    Args:
+        function: of trees of arrays, made of JAX's operations. Its own loops and branches are left as they are.
+
+    Returns:
+        The same function, which `jax.jit` takes, and which is not differentiated in forward mode.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import energy_attn as ea
+        >>> adam = optax.adam(1e-3)
+        >>> @jax.jit
+        ... @ea.reproducible
+        ... def update(gradient, weights, state):
+        ...     change, state = adam.update(gradient, state, weights)
+        ...     return optax.apply_updates(weights, change), state
+        >>> weights = {"w": jnp.ones(3)}
+        >>> weights, state = update({"w": jnp.ones(3)}, weights, adam.init(weights))
+        >>> weights["w"].shape
+        (3,)
+    """
+
+    @functools.wraps(function)
+    def run(*args: object) -> object:
+        return computed(function, *args)
+
+    return run  # pyright: ignore[reportReturnType]

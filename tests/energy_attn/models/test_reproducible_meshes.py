@@ -1,0 +1,145 @@
+"""One set of bits over meshes: of texts, of their log-probabilities, and of the weights that a training ends with."""
+
+import functools
+import hashlib
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from energy_attn import reproducible
+from energy_attn.distributed import SequenceParallel, make_mesh
+from energy_attn.models import Llama, LlamaConfig, generate
+from tests.support.compare import same
+from tests.support.llama import build
+from tests.support.spawn import spawn
+
+SMALL = LlamaConfig(
+    40, 48, 72, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+)
+LENGTH, ROWS = 160, 6  # two tiles of tokens; rows that four devices do not share evenly
+OPTIMISER = optax.adam(1e-2)
+
+
+def on(devices: int):
+    """A mesh of so many devices, and how tokens are sharded over it."""
+    sizes, names = ((2, 4), ("b", "s")) if devices == 8 else ((devices,), ("s",))
+    mesh = make_mesh(sizes, names, devices=jax.devices()[:devices])
+    batch = "b" if devices == 8 else ()
+    method = {1: "auto", 2: "ring", 3: "ring", 4: "tree", 8: "gather"}[devices]
+    return mesh, SequenceParallel("s", method, batch=batch)  # pyright: ignore[reportArgumentType]
+
+
+@functools.cache
+def texts(step: int = 0):
+    """Random ones."""
+    return np.random.default_rng(step).integers(0, 40, (ROWS, LENGTH)).astype(np.int32)
+
+
+@functools.cache
+def model(dtype: str = "float32") -> Llama:
+    """A small one."""
+    return build(SMALL, jnp.dtype(dtype), scale=0.3)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def log_probs(model, tokens, parallel=None):
+    """Of a text, as its training computes them."""
+    return model.log_probs(tokens, parallel=parallel, reproducible=True)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def gradient(model, tokens, parallel):
+    """Of a loss."""
+    return jax.grad(lambda model: -log_probs(model, tokens, parallel).sum() / tokens.size)(model)
+
+
+@jax.jit
+@reproducible
+def update(gradient, model, state):
+    """Of an optimiser, whose products and sums XLA fuses on one device otherwise than on several."""
+    with jax.numpy_dtype_promotion("standard"):  # optax's
+        change, state = OPTIMISER.update(gradient, state, model)
+    return eqx.apply_updates(model, change), state
+
+
+def trained(first: int, last: int, devices: int, model, state):
+    """Weights and the state of the optimiser after some steps on some devices."""
+    mesh, parallel = on(devices)
+    with jax.set_mesh(mesh):
+        for step in range(first, last):
+            change = gradient(model, jnp.asarray(texts(step)), parallel)
+            model, state = update(change, model, state)
+    return jax.tree.map(jnp.asarray, jax.device_get((model, state)))
+
+
+@pytest.mark.parametrize("devices", [3, 8])
+def test_training(devices):
+    """Sums over tokens in the order of devices; rows that they do not share evenly, left out or counted twice."""
+    start = model(), OPTIMISER.init(model())
+    same(trained(0, 2, devices, *start), trained(0, 2, 1, *start))
+
+
+def resume(folder: str, last: int, devices: int) -> None:
+    """Goes on from what a process left in a folder, and leaves what it has."""
+    leaves, form = jax.tree.flatten((model(), OPTIMISER.init(model())))
+    path, first = Path(folder) / "left.npz", 0
+    if path.exists():
+        with np.load(path) as left:
+            first, leaves = (
+                int(left["step"]),
+                [jnp.asarray(left[f"{i}"]) for i in range(len(leaves))],
+            )
+    found = trained(first, last, devices, *form.unflatten(leaves))
+    arrays = {f"{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(found))}
+    np.savez(path, step=last, **arrays)  # pyright: ignore[reportArgumentType]
+    print(hashlib.sha256(b"".join(x.tobytes() for x in arrays.values())).hexdigest())
+
+
+@pytest.mark.full
+def test_fifty_steps(tmp_path):
+    """Bits that a process, a checkpoint or other devices change, in a training of fifty steps."""
+    program = "import sys; from tests.energy_attn.models.test_reproducible_meshes import resume; "
+    program += "resume(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
+    ends = {}
+    for name, parts in {"1": [(50, 1)], "8": [(50, 8)], "4, then 2": [(23, 4), (50, 2)]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for last, devices in parts:
+            ends[name] = spawn("-c", program, folder, str(last), str(devices), devices=8).split()[
+                -1
+            ]
+    assert len(set(ends.values())) == 1, ends
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_rollout(tmp_path, dtype):
+    """A policy whose log-probabilities are others where its texts are sampled than where it is trained."""
+    policy, prompt = model(dtype), jnp.asarray(texts()[:, :90])
+    options = {"temperature": 1.0, "key": jax.random.key(1), "return_logprobs": True}
+    said = generate(policy, prompt, 20, reproducible=True, **options)
+    mesh, parallel = on(4)
+    with jax.set_mesh(mesh):
+        over = SequenceParallel("s")
+        found = generate(policy, prompt, 20, parallel=over, reproducible=True, **options)
+        same(
+            jax.device_get((found.tokens, found.logprobs)),
+            tuple(map(np.asarray, (said.tokens, said.logprobs))),
+        )
+    text = np.concatenate([prompt, said.tokens], 1)
+    for devices in (1, 8):
+        mesh, parallel = on(devices)
+        with jax.set_mesh(mesh):
+            same(
+                jax.device_get(log_probs(policy, jnp.asarray(text), parallel))[:, 89:],
+                said.logprobs,
+            )
+    policy.save(tmp_path)
+    with jax.set_mesh(make_mesh((2, 4), ("node", "device"))) as mesh:
+        read = Llama.load(tmp_path, mesh=mesh, progress=False)  # heads over the second axis
+        found = log_probs(read, jnp.asarray(text), None)
+        same(jax.device_get(found)[:, 89:], said.logprobs)
