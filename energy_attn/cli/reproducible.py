@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         found = {"jax": jax.__version__, "machine": machine, "dtype": args.dtype}
         found |= {
-            name: [x._asdict() for x in rows] for name, rows in (("bits", lines), ("times", costs))
+            name: [x._asdict() for x in rows] for name, rows in (("bits", lines), ("costs", costs))
         }
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     broken = [line.way for line in lines if line.reproducible < 1]

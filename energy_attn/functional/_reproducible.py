@@ -1,4 +1,4 @@
-"""Functions of arrays by elements, in one set of bits."""
+"""Functions of one's own, in one set of bits."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def reproducible(function: Function) -> Function:
         function: of trees of arrays, made of JAX's operations. Its own loops and branches are left as they are.
 
     Returns:
-        The same function, which `jax.jit` takes, and which is not differentiated in forward mode.
+        The same function. It is differentiated as any other; the bits of its derivatives are those of the program.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax

@@ -493,6 +493,11 @@ CASES = {
         lambda source, point, **x: gamma(measure(**x), source, point),
         lambda: rows() | SOURCE | {"point": POINT},
     ),
+    "reproducible": Case(
+        "reproducible",
+        lambda x, y: ea.reproducible(lambda x, y: x * y + jnp.exp(x) / (1 + y * y))(x, y),
+        lambda: drawn(27, x=(3, 5), y=(3, 5)),
+    ),
     "safe_softmax": Case(
         "safe_softmax",
         lambda scores, where: ea.safe_softmax(scores, where=where),
@@ -571,6 +576,11 @@ CASES = {
         "models.Llama models.Llama.__call__ models.Llama.logits models.DecoderOutput",
         logits,
         lambda: {"model": build(SMALL), "tokens": TOKENS} | drawn(21, x=(1, 2, 6)),
+    ),
+    "log_probs": Case(
+        "models.Llama.log_probs",
+        lambda model, tokens: model.log_probs(tokens),
+        lambda: {"model": build(SMALL), "tokens": TOKENS},
     ),
     "Llama of experts": Case(
         "models.Llama.__call__",

@@ -22,6 +22,7 @@ from tests.support.arrays import array
 from tests.support.compare import close, same
 from tests.support.llama import DEEPSEEK, GPT_OSS, build
 from tests.support.meshes import mesh_of
+from tests.support.selection import few
 
 SMALL = LlamaConfig(
     40, 48, 72, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
@@ -42,12 +43,12 @@ MODELS = {
         ),
         "float32",
     ),
-    "routed": (replace(GPT_OSS, sliding_window=70, attention_sinks=False), "float32"),
+    "routed": (replace(GPT_OSS, sliding_window=70), "float32"),
     "latent": (replace(DEEPSEEK, rope_scaling=None), "float32"),
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=few([*MODELS], "bfloat16", "routed"))
 def model(request):
     config, dtype = MODELS[request.param]
     return build(config, jnp.dtype(dtype), scale=config.hidden_size**-0.5)
@@ -128,7 +129,7 @@ def test_ragged_prompts(small):
         same(prefill(small, tokens, chunk_size, small.empty_cache(5, slots)), wanted)
 
 
-@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("drawn", few([False, True], True))
 def test_drafted_text(small, drawn):
     """A draft, a queue or another prompt beside: another text, or other bits of its log-probabilities."""
     prompts = [[1, 2, 3, 4, 1, 2], [5, 6, 7, 8, 9, 5, 6, 7], [12], [7, 7, 7]]

@@ -16,6 +16,7 @@ from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import Llama, LlamaConfig, generate
 from tests.support.compare import same
 from tests.support.llama import build
+from tests.support.selection import few
 from tests.support.spawn import spawn
 
 SMALL = LlamaConfig(
@@ -77,7 +78,7 @@ def trained(first: int, last: int, devices: int, model, state):
     return jax.tree.map(jnp.asarray, jax.device_get((model, state)))
 
 
-@pytest.mark.parametrize("devices", [3, 8])
+@pytest.mark.parametrize("devices", few([3, 8], 8))
 def test_training(devices):
     """Sums over tokens in the order of devices; rows that they do not share evenly, left out or counted twice."""
     start = model(), OPTIMISER.init(model())
