@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 import energy_attn as ea
-from energy_attn.cli._byte_llama import byte_llama, held_out_text
+from energy_attn.cli.demo import byte_llama, held_out_text
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import generate
 
