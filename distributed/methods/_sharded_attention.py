@@ -237,6 +237,7 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         kept = (part if size > 1 else None for size, part in zip(x.shape, axes, strict=True))
         return PartitionSpec(*kept)
 
+    of_sink = (heads,) if operands.sink is None or operands.sink.ndim == 1 else (batch, heads)
     return Operands(
         query=spec(operands.query, batch, queries, heads, None),
         key=spec(operands.key, batch, keys, heads, None),
@@ -255,7 +256,7 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         value_scale=spec(operands.value_scale, batch, keys, heads),
         query_lengths=spec(operands.query_lengths, batch),
         key_lengths=spec(operands.key_lengths, batch),
-        sink=spec(operands.sink),
+        sink=spec(operands.sink, *of_sink),
     )
 
 

@@ -154,6 +154,11 @@ def check_scored(
     canonical = canonical_mask(predicate, is_causal, window, tokens, batch, query_len, key_len)
 
     if isinstance(options.get("scale"), jax.Array):
+        if options.get("reproducible", False):
+            raise NotImplementedError(
+                "scale: wanted a number beside reproducible=True, as the gradient of an array is a sum over all rows, "
+                f"got {received(options.get('scale'))}"
+            )
         key, value = (
             dequantize(x, scale, query.dtype) for x, scale in zip((key, value), scales, strict=True)
         )

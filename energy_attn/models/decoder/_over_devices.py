@@ -1,5 +1,6 @@
 """Tiles over the devices of the mesh in force, of which each computes some, by the same program."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,10 +31,7 @@ def mesh_axes() -> Axes:
 def device_count(axes: Axes) -> int:
     """The number of devices along axes of the mesh in force."""
     mesh = jax.sharding.get_abstract_mesh()
-    count = 1
-    for axis in axes:
-        count *= mesh.shape[axis]
-    return count
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def over_devices(

@@ -34,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "both ways": {"local_window_size": (100, 70)},
     "full": {},
     "segments": {"is_causal": True},
+    "sinks": {"is_causal": True},
 }
 
 
@@ -65,7 +66,9 @@ def computed(problem: Problem, *arrays, **options):
     ids: Any = {}
     if problem.option == "segments":
         ids = {"query_segment_ids": segments, "key_segment_ids": segments}
-    energy = ea.FreeEnergy(reproducible=True, **OPTIONS[problem.option])
+    sink = jnp.linspace(-1, 3, BATCH * problem.heads).reshape(BATCH, -1)
+    sink = sink.astype(d_energy.dtype) if problem.option == "sinks" else None
+    energy = ea.FreeEnergy(reproducible=True, sink=sink, **OPTIONS[problem.option])
 
     def state(q, k, v):
         parallel = options.get("parallel")
@@ -141,6 +144,8 @@ WAYS = [
     (Problem("both ways", dtype="float64"), Way((3,), "gather")),
     (Problem("segments", dtype="float16"), Way((2, 2), "hybrid", heads=True)),
     (CAUSAL, Way((4,), "ulysses", explicit=True, transform="eager")),
+    (Problem("sinks"), Way((2,), "ring", batch=True)),
+    (Problem("sinks"), Way((2,), "ring", heads=True)),
     (Problem(heads=2), Way((2, 4), "tree", transform="remat")),
 ]
 
@@ -305,6 +310,8 @@ def test_refusals():
         ea.attention(q, k, v, reproducible=True, implementation="blockwise")
     with pytest.raises(TypeError, match="reproducible"):
         ea.attention(q, k, v, reproducible=1)
+    with pytest.raises(NotImplementedError, match="scale"):
+        ea.attention(q, k, v, reproducible=True, scale=jnp.float32(0.3))
     F = ea.FreeEnergy(reproducible=True).at(q, k, v)
     with pytest.raises(NotImplementedError, match="reproducible"):
         F.entropy()
