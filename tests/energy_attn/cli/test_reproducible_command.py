@@ -1,0 +1,35 @@
+"""`python -m energy_attn reproducible`: what it says of bits and costs, and that the page quotes what was measured."""
+
+import json
+
+import pytest
+
+from energy_attn.__main__ import main
+from energy_attn.cli.reproducible import Line, _table
+from tests.support.spawn import ROOT, spawn
+
+
+def test_page():
+    """Figures of the page that are not those that are committed."""
+    found = json.loads((ROOT / "docs" / "benchmarks" / "reproducible.json").read_text())
+    page = (ROOT / "docs" / "reproducible.md").read_text()
+    assert _table([Line(**x) for x in found["bits"]]) in page
+    for cost in found["costs"]:
+        times = f"{cost['reproducible'] / cost['plain']:6.2f}   ({1e3 * cost['plain']:.2f} ms)"
+        assert f"{cost['program']:<36} {times}" in page
+
+
+def test_wrong_folder(capsys):
+    """A file that cannot be written, found out when all is done."""
+    assert main(["reproducible", "--json", "/nowhere/at/all.json"]) == 2
+    assert "--json wanted a path in a folder that exists" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_all_bits(tmp_path):
+    """A way to compute rows that has other bits; a file without what was printed."""
+    path = tmp_path / "found.json"
+    said = spawn("-m", "energy_attn", "reproducible", "--json", path, devices=4)
+    found = json.loads(path.read_text())
+    assert said.count("✓ all bits") == len(found["bits"]) > 10
+    assert all(x["reproducible"] == 1 for x in found["bits"])
