@@ -117,9 +117,9 @@ def draw(found: dict, path: Path) -> None:
     figure, panel = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
     for name, label in (("plain", "without"), ("reproducible", "reproducible=True")):
         panel.plot(found[name]["log_ratio"], label=label)
-    panel.set(xlabel="step", ylabel="largest |log ratio|, nats", ylim=(-0.002, None))
+    panel.set(xlabel="step", ylabel="largest |log ratio|, nats", ylim=(-0.002, 0.07))
     panel.set_title("log-probabilities: sampled on 4 devices, trained on 2 × 4", fontsize=10)
-    panel.legend(frameon=False)
+    panel.legend(frameon=False, ncols=2, loc="upper right")
     panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
 
