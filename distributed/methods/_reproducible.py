@@ -59,15 +59,16 @@ class Reproducible(AbstractMethod):
 
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `check_call_of` does."""
-        (kernel, *_), settings, operands, axes, queries_sharded = call
-        run = kernel.run if isinstance(kernel, Canonical) else None
+        (given, *_), settings, operands, axes, queries_sharded = call
         operands = positioned(operands)
-        kernel = _Across(run, axes, queries_sharded)
+        length = given.run if isinstance(given, Canonical) else None
+        kernel = _Across(length, axes, queries_sharded)
         check_call_of(kernel, KernelCall(operands, settings))
         # The derivative of a cast is a sum over devices, so that those of `axes` are left to the kernel.
         others = frozenset().union(*map(varying_axes, jax.tree.leaves(operands))) - set(axes)
         run = functools.partial(function_call, Attention((kernel,), settings))
-        return _by_heads(run, vary_over(others, operands), lax.axis_size(axes))
+        operands = vary_over(others, operands)
+        return run(operands) if kernel.folds_own else _by_heads(run, operands, lax.axis_size(axes))
 
 
 def _by_heads(
