@@ -160,7 +160,7 @@ class AbstractDecoder(AbstractModel):
             attend: likewise.
 
         Returns:
-            `[batch, time - 1]`, in float32.
+            `[batch, time - 1]`, in float32, or float64 where the weights are.
 
         Raises:
             TypeError: as a call does.
@@ -272,7 +272,7 @@ class AbstractDecoder(AbstractModel):
             batch: number of sequences.
             slots: number of tokens that it can hold, rounded up to whole blocks on every device.
             parallel: the axes of the mesh in force to shard the slots over; None: not at all.
-            block_size: consecutive tokens that lie on one device; None: 256, or fewer where a
+            block_size: consecutive tokens that lie on one device; None: 128, or fewer where a
                 device holds fewer.
             quantize: as in [`KVCache.empty`][energy_attn.distributed.KVCache.empty].
             window: likewise.
@@ -283,7 +283,7 @@ class AbstractDecoder(AbstractModel):
         """
         if block_size is None:
             devices = 1 if parallel is None else check_mesh(parallel)
-            block_size = min(256, -(-check_integer("slots", slots, 1) // devices))
+            block_size = min(128, -(-check_integer("slots", slots, 1) // devices))
 
         def make() -> KVCache:
             return KVCache.empty(

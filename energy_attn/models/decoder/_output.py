@@ -50,7 +50,6 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
 
 def log_probabilities(logits: Array, tokens: Array) -> Array:
-    """The log-softmax `[B, n]`, in float32, at `tokens` `[B, n]`, of logits `[B, n, V]`."""
+    """The log-softmax `[B, n]`, in float32 or wider, at `tokens` `[B, n]`, of logits `[B, n, V]`."""
     log_p = jax.nn.log_softmax(logits.astype(lse_dtype(logits.dtype)))
-    found = jnp.take_along_axis(log_p, tokens[:, :, None], axis=2)[:, :, 0]
-    return found.astype(jnp.float32)
+    return jnp.take_along_axis(log_p, tokens[:, :, None], axis=2)[:, :, 0]

@@ -197,7 +197,7 @@ def _extended(
     logprobs = loop.logprobs
     if logprobs is not None and logits is not None:
         found = by.how.rows(log_probabilities, logits, new)
-        logprobs = logprobs.at[place].set(found, mode="drop")
+        logprobs = logprobs.at[place].set(found.astype(logprobs.dtype), mode="drop")
     return loop._replace(
         text=text,
         lengths=loop.lengths + number,
