@@ -59,8 +59,19 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
         return apply(consts, rows), (consts, rows)
 
     def backward(saved: tuple, cotangents: list[Array]) -> tuple[list, list]:
-        consts, rows = saved
-        return gradients(of_tokens, consts, rows, cotangents, axes)
+        @custom_vmap
+        def run(saved: tuple, cotangents: list[Array]) -> tuple[list, list]:
+            consts, rows = saved
+            return gradients(of_tokens, consts, rows, cotangents, axes)
+
+        @run.def_vmap
+        def _(*_: Any) -> Any:
+            raise NotImplementedError(
+                "reproducible: wanted False for gradients of a decoder under jax.vmap, whose sums over what is "
+                "mapped have an order of their own, got True; a batch has one"
+            )
+
+        return run(saved, cotangents)
 
     apply.defvjp(forward, backward)
     found = apply([jnp.asarray(x) for x in program.consts], leaves)

@@ -195,10 +195,13 @@ def test_over_devices(small):
 
 
 def test_declined(small):
-    """Bits that differ in silence: weights under `jax.vmap`, a tree over a mesh."""
+    """Bits that differ in silence: weights, and sums of their gradients, under `jax.vmap`."""
     many = jax.tree.map(lambda x: jnp.stack([x, x]), small)
     with pytest.raises(NotImplementedError, match="reproducible: wanted False where jax.vmap maps"):
         jax.vmap(whole, (0, None))(many, array(texts()[:1, :4]))
+    tokens = array(texts()[:2, None, :4])
+    with pytest.raises(NotImplementedError, match="reproducible: wanted False for gradients of a"):
+        jax.grad(lambda model: jax.vmap(whole, (None, 0))(model, tokens).sum())(small)
 
 
 @functools.partial(jax.jit, static_argnums=3)
