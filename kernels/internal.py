@@ -127,6 +127,7 @@ from .xla._blockwise import empty_like as empty_like
 from .xla._blockwise import row_cotangents as row_cotangents
 from .xla._by_head import backward_by_head as backward_by_head
 from .xla._canonical import Canonical as Canonical
+from .xla._canonical_call import FORMAT as FORMAT
 from .xla._canonical_call import LEAF as LEAF
 from .xla._canonical_call import CanonicalCall as CanonicalCall
 from .xla._canonical_call import Part as Part

@@ -26,6 +26,7 @@ from energy_attn.distributed import (
     shard_sequence,
     unshard_sequence,
 )
+from energy_attn.kernels.internal import FORMAT
 
 from .. import __version__, attention
 from ._byte_llama import byte_llama, held_out_text
@@ -83,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
         )
         return 2
     machine = f"{jax.default_backend()}, {os.cpu_count()} cores, {jax.device_count()} devices"
-    print(f"energy_attn {__version__}, jax {jax.__version__}, {args.dtype}, {machine}\n")
+    print(
+        f"energy_attn {__version__}, format {FORMAT}, jax {jax.__version__}, {args.dtype}, {machine}\n"
+    )
     lines = [*_lines(call), _one_core(call, args.dtype)]
     print(_table(lines), flush=True)
     costs = _costs(call)

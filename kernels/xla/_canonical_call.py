@@ -18,8 +18,8 @@ from ._canonical_slots import AbstractSlots, InOrder, Scattered, entry
 from ._canonical_tiles import raw_scores
 from ._tile_program import computed
 
-# The format: whoever changes one of these, or a program of `_canonical_tiles`, counts the version up.
-VERSION = 1
+# The format: whoever changes one of these, or a program of `_canonical_tiles`, counts it up.
+FORMAT = 1
 LEAF = 256  # keys of a leaf
 ROWS = 128  # rows of a tile, of a fold over keys
 QUERIES = 64  # queries of a tile of one head, of a fold over queries
@@ -92,7 +92,6 @@ class CanonicalCall:
         self.rows = tile_rows(self.queries * self.group, self.key_heads)
         self.mask: AbstractMask = bound(settings, operands)
         self.score = bound_score(settings, operands)
-        self._compares = settings.compares
         self.held: AbstractSlots = (
             InOrder(operands.key_positions, LEAF, self.counted)
             if self.counted or in_order

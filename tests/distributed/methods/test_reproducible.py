@@ -296,13 +296,6 @@ def test_a_head_at_a_time(monkeypatch):
     same(Way((4,), "gather").run(CAUSAL), alone(CAUSAL))
 
 
-def test_planted(monkeypatch):
-    """That these tests see a device that folds what it has, as the plain methods do."""
-    monkeypatch.setattr(_reproducible._Across, "_all", lambda self, tree: tree)
-    with pytest.raises((AssertionError, ValueError, TypeError)):
-        same(Way((4,), "gather").run(Problem(heads=8)), alone(Problem(heads=8)))
-
-
 def test_refusals():
     """An option that is ignored where the bits would not be the same."""
     q, k, v, *_ = CAUSAL.arrays()
