@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from energy_attn.distributed import (
     KVCache,
@@ -139,7 +139,7 @@ def _lines(call: Call) -> list[Line]:
     return [Line(name, *shares) for name, shares in found.items()]
 
 
-def _equal(found: Any, wanted: Any) -> float:
+def _equal(found: PyTree[Array], wanted: PyTree[Array]) -> float:
     """The share of numbers that have the same bits."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     same = [(_bits(x) == _bits(y)).reshape(-1) for x, y in pairs]
@@ -169,7 +169,7 @@ def _of_rows(call: Call) -> dict[str, Way]:
         pairs = zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
         return jnp.concatenate([_chunk(call, *x, reproducible) for x in pairs], 1), 0
 
-    def batch(reproducible: bool, f: Any = _attend) -> tuple[Any, int]:
+    def batch(reproducible: bool, f: Callable = _attend) -> tuple[Any, int]:
         found = jax.jit(partial(f, reproducible=reproducible))(others)
         return jax.tree.map(lambda x: x[1:2], found), 0
 
@@ -230,7 +230,7 @@ def _over_devices(call: Call) -> dict[str, Way]:
     if devices == 1:
         return {}
 
-    def over(f: Any, method: str, layout: str, reproducible: bool) -> tuple[Any, int]:
+    def over(f: Callable, method: str, layout: str, reproducible: bool) -> tuple[Any, int]:
         parallel = SequenceParallel("device", method, layout=layout)  # pyright: ignore[reportArgumentType]
         with jax.set_mesh(make_mesh((devices,), ("device",))):
             mine = jax.tree.map(lambda x: shard_sequence(x, parallel), call)
@@ -265,7 +265,7 @@ def _of_model() -> dict[str, Way]:
         cache: Any = model.empty_cache(1, 2 * LENGTH)
         cache = model.prefill(text[:, :first], cache, reproducible=reproducible).cache
 
-        def step(cache: Any, token: Array) -> tuple[Any, Array]:
+        def step(cache: PyTree, token: Array) -> tuple[PyTree, Array]:
             out = model(token[None, None], cache=cache, reproducible=reproducible)
             return out.cache, out.logits[0, 0]
 

@@ -65,7 +65,7 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
             return gradients(of_tokens, consts, rows, cotangents, axes)
 
         @run.def_vmap
-        def _(*_: Any) -> Any:
+        def _(*_: object) -> Any:
             raise NotImplementedError(
                 "reproducible: wanted False for gradients of a decoder under jax.vmap, whose sums over what is "
                 "mapped have an order of their own, got True; a batch has one"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from energy_attn.kernels.internal import folded
 
@@ -35,7 +35,7 @@ def device_count(axes: Axes) -> int:
 
 
 def over_devices(
-    run: Callable[[list[Array], Any], Any], axes: Axes, out_specs: Any
+    run: Callable[[list[Array], Any], Any], axes: Axes, out_specs: PyTree[jax.P]
 ) -> Callable[..., Any]:
     """`run(weights, tiles)` on each device, with the weights whole and its part of the tiles, or all of them."""
     # a traced program says nothing of what varies over devices
