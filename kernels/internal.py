@@ -95,6 +95,7 @@ from .dispatch._registry import candidates as candidates
 from .dispatch._registry import differentiated_by_jax as differentiated_by_jax
 from .dispatch._registry import explain as explain
 from .dispatch._registry import is_reproducible as is_reproducible
+from .dispatch._registry import reproducible_kernels as reproducible_kernels
 from .dispatch._registry import tried as tried
 from .masks._structure import window_structure as window_structure
 from .masks._visibility import may_meet as may_meet

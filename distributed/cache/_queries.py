@@ -10,7 +10,6 @@ from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     LEAF,
     Candidate,
-    Canonical,
     ScoreOptions,
     candidates,
     check_call,
@@ -18,6 +17,7 @@ from energy_attn.kernels.internal import (
     check_shape,
     is_reproducible,
     received,
+    reproducible_kernels,
     with_unrounded_out,
 )
 from energy_attn.kernels.masks import AbstractMask
@@ -116,11 +116,11 @@ def check_queries(
     return positions
 
 
-def canonical_of(cache: AbstractTokens) -> Canonical:
-    """The canonical kernel, which knows where the keys of a cache are."""
+def canonical_of(cache: AbstractTokens) -> tuple[Candidate, ...]:
+    """The canonical kernels, which know where the keys of a cache are."""
     if cache.window is not None:  # a slot may have a token of the next lap
-        return Canonical()
-    return Canonical(cache.slots.block if cache.slots.devices > 1 else LEAF)
+        return reproducible_kernels()
+    return reproducible_kernels(cache.slots.block if cache.slots.devices > 1 else LEAF)
 
 
 def state_of(
@@ -144,6 +144,6 @@ def state_of(
     call = check_call(query, *stored, source, None, mask, scales, sink=sink, **scored)
     plan = sharding_plan(cache.parallel, *call.operands[:3])
     if is_reproducible(names):
-        names = (canonical_of(cache),)
+        names = canonical_of(cache)
     settings = with_unrounded_out(call.settings) if unrounded else call.settings
     return attend_sharded(plan, names, settings, call.operands)

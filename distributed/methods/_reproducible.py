@@ -24,6 +24,7 @@ from energy_attn.kernels.internal import (
     function_call,
     is_reproducible,
     positioned,
+    reproducible_kernels,
     vary_over,
     vary_together,
     varying_axes,
@@ -59,7 +60,7 @@ class Reproducible(AbstractMethod):
 
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `check_call_of` does."""
-        (given, *_), settings, operands, axes, queries_sharded = call
+        (*_, given), settings, operands, axes, queries_sharded = call
         operands = positioned(operands)
         length = given.run if isinstance(given, Canonical) else None
         kernel = _Across(length, axes, queries_sharded)
@@ -102,10 +103,9 @@ def located(
     names: tuple[Candidate, ...], operands: Operands, devices: int
 ) -> tuple[tuple[Candidate, ...], Operands]:
     """The kernel of a reproducible call, and operands, that know where the keys are of which a device gets a part."""
-    kernel = names[0]
-    if operands.key_positions is None and isinstance(kernel, Canonical):
-        kernel = dataclasses.replace(kernel, run=-(-operands.key.shape[1] // devices))
-    return (kernel,), positioned(operands)
+    if operands.key_positions is None and is_reproducible(names):
+        names = reproducible_kernels(-(-operands.key.shape[1] // devices))
+    return names, positioned(operands)
 
 
 def method_for(names: Sequence[Candidate], method: AbstractMethod) -> AbstractMethod:

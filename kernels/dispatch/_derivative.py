@@ -207,7 +207,7 @@ class _OfKernels(AbstractDerivative):
     def plain(self) -> AbstractDerivative:
         # All kernels compute the same function, so the derivative of any tangent or backward is that
         # of the blockwise one, which is written in JAX.
-        if isinstance(self.kernels[0], Canonical):
+        if isinstance(self.kernels[-1], Canonical):
             raise NotImplementedError(
                 "reproducible: wanted False for second derivatives, whose sums would be in another order, got True"
             )

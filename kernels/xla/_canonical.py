@@ -20,7 +20,7 @@ from ..call._state import AttentionState, holds_keys, unfused
 from ..masks._abstract import AbstractMask
 from ..masks._lengths import Lengths
 from ._blockwise import cast_like, empty_like
-from ._canonical_call import LEAF, CanonicalCall, Tile, check_not_learnt
+from ._canonical_call import LEAF, CanonicalCall, Tile, check_not_learnt, check_whole
 from ._canonical_passes import over_keys, over_queries
 from ._canonical_tiles import (
     Part,
@@ -69,13 +69,7 @@ class Canonical(AbstractKernel):
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for a part of the keys of a row, and for a score with a source."""
         operands, settings, _ = call
-        if settings.unrounded:
-            raise NotImplementedError(
-                "key: wanted all keys of a row in one call, got a part whose state is merged with others, in an "
-                "order of its own"
-            )
-        if settings.scored_width is not None:
-            raise NotImplementedError("source: wanted None beside a score, got an array")
+        check_whole(settings)
         check_dtypes(operands, ("float32", "bfloat16", "float16", "float64"))
 
     def forward(self, call: KernelCall) -> AttentionState:

@@ -62,6 +62,18 @@ class Tile(NamedTuple):
     key_at: tuple[Array, Array | None]
 
 
+class Sizes(NamedTuple):
+    """The constants of a platform's format, powers of two: a leaf divides `LEAF`.
+
+    Attributes:
+        leaf: keys of a leaf.
+        rows: rows of a tile.
+    """
+
+    leaf: int
+    rows: int
+
+
 class Part(NamedTuple):
     """Some of the keys that the rows of a call see, beside those on other devices.
 
@@ -78,8 +90,14 @@ class CanonicalCall:
     """The operands of a call beside the slots of its keys, which are all that its rows see unless it has a `part`."""
 
     def __init__(
-        self, operands: Operands, settings: Settings, in_order: bool, part: Part | None = None
+        self,
+        operands: Operands,
+        settings: Settings,
+        in_order: bool,
+        part: Part | None = None,
+        sizes: Sizes | None = None,
     ):
+        leaf, rows = (LEAF, None) if sizes is None else sizes
         self.part = part
         self.counted = operands.query_positions is None
         self.operands = operands = positioned(operands)
@@ -89,13 +107,13 @@ class CanonicalCall:
         self.batch, self.queries, heads = operands.query.shape[:3]
         self.key_heads = operands.key.shape[2]
         self.group = heads // self.key_heads
-        self.rows = tile_rows(self.queries * self.group, self.key_heads)
+        self.rows = rows or tile_rows(self.queries * self.group, self.key_heads)
         self.mask: AbstractMask = bound(settings, operands)
         self.score = bound_score(settings, operands)
         self.held: AbstractSlots = (
-            InOrder(operands.key_positions, LEAF, self.counted)
+            InOrder(operands.key_positions, leaf, self.counted)
             if self.counted or in_order
-            else Scattered(operands.key_positions, LEAF)
+            else Scattered(operands.key_positions, leaf)
         )
         self.keys = in_slots(self.held, operands.key_segments)
 
@@ -204,6 +222,17 @@ def _pairs(x: Array, tile: Tile) -> Array:
     )
     keys = keys if x.shape[3] > 1 else keys[:1]
     return x[batch, heads[:, :, None], queries[None, :, None], keys[None, None]]
+
+
+def check_whole(settings: Settings) -> None:
+    """Raises `NotImplementedError` for a part of the keys of a row, and for a score with a source."""
+    if settings.unrounded:
+        raise NotImplementedError(
+            "key: wanted all keys of a row in one call, got a part whose state is merged with others, in an "
+            "order of its own"
+        )
+    if settings.scored_width is not None:
+        raise NotImplementedError("source: wanted None beside a score, got an array")
 
 
 def check_not_learnt(operands: Operands, settings: Settings) -> None:

@@ -30,9 +30,9 @@ def over_keys(
     wherever they are: a row's sums do not depend on its place.
     """
     count = -(-call.queries * call.group // call.rows)
-    rows = jax.tree.map(lambda x: _in_tiles(x, call), rows)
+    rows = jax.tree.map(lambda x: in_tiles(x, call), rows)
     of_rows = (
-        _rows_of(x, call) for x in (call.operands.query_positions, call.operands.query_segments)
+        rows_of(x, call) for x in (call.operands.query_positions, call.operands.query_segments)
     )
     side = Side(*of_rows)  # pyright: ignore[reportArgumentType]
     following, held = _following(call.met(side)), call.held
@@ -91,7 +91,7 @@ def over_keys(
             return tree.folded(numbered, items, identity, join)
 
     found = each(lambda n: finish(row_of(n), whole(n)), tiles, call.operands.query)
-    return jax.tree.map(lambda x: held.checked(_from_tiles(x, call)), found)
+    return jax.tree.map(lambda x: held.checked(from_tiles(x, call)), found)
 
 
 def _unit_numbers(held: AbstractSlots, size: int) -> Int[Array, "b units"]:
@@ -168,8 +168,8 @@ def _following(met: Bool[Array, "b x y"]) -> Int[Array, "b x z"]:
     return lax.cummin(numbers, axis=2, reverse=True)
 
 
-def _rows_of(x: Array | None, call: CanonicalCall) -> Array | None:
-    """Positions or segments `[#B, T]` of rows in tiles, as `_in_tiles` of `[B, T, N]` does it."""
+def rows_of(x: Array | None, call: CanonicalCall) -> Array | None:
+    """Positions or segments `[#B, T]` of rows in tiles, as `in_tiles` of `[B, T, N]` does it."""
     if x is None:
         return None
     x = jnp.repeat(x, call.group, axis=1)
@@ -177,7 +177,7 @@ def _rows_of(x: Array | None, call: CanonicalCall) -> Array | None:
     return x.reshape(len(x), -1, call.rows)
 
 
-def _in_tiles(x: Array, call: CanonicalCall) -> Array:
+def in_tiles(x: Array, call: CanonicalCall) -> Array:
     """`[B, T, N, ...]` as `[B, tiles, K, rows, ...]`."""
     rest = x.shape[3:]
     x = x.reshape(call.batch, call.queries, call.key_heads, call.group, *rest)
@@ -186,7 +186,7 @@ def _in_tiles(x: Array, call: CanonicalCall) -> Array:
     return jnp.moveaxis(x.reshape(call.batch, -1, call.rows, call.key_heads, *rest), 2, 3)
 
 
-def _from_tiles(x: Array, call: CanonicalCall) -> Array:
+def from_tiles(x: Array, call: CanonicalCall) -> Array:
     """`[B * tiles, K, rows, ...]` as `[B, T, N, ...]`."""
     rest = x.shape[3:]
     x = jnp.moveaxis(x, 1, 2).reshape(call.batch, -1, call.key_heads, *rest)

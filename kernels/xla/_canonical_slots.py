@@ -35,6 +35,10 @@ class AbstractSlots(abc.ABC):
         """Segment ids in slots; those of empty slots are anything."""
 
     @abc.abstractmethod
+    def spread(self, x: Array) -> Array:
+        """`[B, S, ...]` as `[B, tiles, size, ...]`; what is in empty slots is anything."""
+
+    @abc.abstractmethod
     def read(
         self, arrays: Sequence[Array], row: Array, batch: Array, tile: Array, dtype: jnp.dtype
     ) -> list[Array]:
@@ -74,6 +78,12 @@ class InOrder(AbstractSlots):
             ids, ((0, 0), (0, self.tiles * self._size - self._length)), constant_values=-1
         )
         return ids.reshape(len(ids), self.tiles, self._size)
+
+    def spread(self, x: Array) -> Array:
+        """Those of absent slots are 0."""
+        missing = self.tiles * self._size - self._length
+        x = jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2))) if missing else x
+        return x.reshape(len(x), self.tiles, self._size, *x.shape[2:])
 
     def read(
         self, arrays: Sequence[Array], row: Array, batch: Array, tile: Array, dtype: jnp.dtype
@@ -149,6 +159,13 @@ class Scattered(AbstractSlots):
         token = jnp.broadcast_to(token, (batch, *tiles)).reshape(batch, -1)
         ids = jnp.broadcast_to(ids, (batch, ids.shape[1]))
         return jnp.take_along_axis(ids, token, 1).reshape(batch, *tiles)
+
+    def spread(self, x: Array) -> Array:
+        """That of the first token for an empty slot."""
+        token = jnp.broadcast_to(self._token, (len(x), *self._token.shape[1:]))
+        return jnp.take_along_axis(x, _like(lax.collapse(token, 1, 3), x), 1).reshape(
+            *token.shape, *x.shape[2:]
+        )
 
     def read(
         self, arrays: Sequence[Array], row: Array, batch: Array, tile: Array, dtype: jnp.dtype

@@ -30,7 +30,8 @@ def each(f: Callable[[Array], Any], count: int, like: Array) -> Any:
 def _lower(ctx: mlir.LoweringRuleContext, x: Any, *, on: str) -> Any:
     if on != "cpu":
         raise NotImplementedError(
-            f"reproducible: wanted a program for CPUs, got one for {on}, where the bits are not the same yet"
+            f"reproducible: wanted a program for CPUs, or on one device attention that the kernels for TPUs and GPUs "
+            f"take, without scores and arrays of biases and masks, got a program for {on}"
         )
     return mlir.lower_fun(lax.optimization_barrier, multiple_results=False)(ctx, x)
 

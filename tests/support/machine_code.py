@@ -54,19 +54,24 @@ def assembled(folder: Path) -> dict[str, Kernel]:
         }
         if not any(name.startswith("attention") for name in code):
             continue
-        binary = file.with_suffix(".cubin")
-        command = [toolkit() / "bin" / "ptxas", "-v", "--gpu-name=sm_90a", "-o", binary, file]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        said = re.findall(
-            r"entry function '(\w+)'.*\n.*\n.* (\d+) bytes spill stores.*\n.*Used (\d+) registers",
-            report,
-        )
-        sections = dict(_sections(binary.read_bytes()))
+        said = allocated(file)
+        sections = dict(_sections(file.with_suffix(".cubin").read_bytes()))
         for name, spilled, registers in said:
             steps = tuple(_loops(sections[f".text.{name}"]))
             sizes = code[name], int(registers), int(spilled), _shared(folder, name)
             found[name] = Kernel(*sizes, steps)
     return {name: kernel for name, kernel in found.items() if name.startswith("attention")}
+
+
+def allocated(file: Path) -> list[tuple[str, str, str]]:
+    """The name of each kernel of a file of PTX, which is assembled beside it, its spilled bytes and its registers."""
+    binary = file.with_suffix(".cubin")
+    command = [toolkit() / "bin" / "ptxas", "-v", "--gpu-name=sm_90a", "-o", binary, file]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return re.findall(
+        r"entry function '(\w+)'.*\n.*\n.* (\d+) bytes spill stores.*\n.*Used (\d+) registers",
+        report,
+    )
 
 
 def _shared(folder: Path, name: str) -> int:

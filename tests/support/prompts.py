@@ -125,11 +125,13 @@ def gradients(option, rows, keys, weights, **more):
     return jax.grad(loss, (0, 1, 2))(rows.query, keys.key, keys.value)
 
 
-def tangent(option, rows, keys, seed):
+def tangent(option, rows, keys, seed, **more):
     """The derivative of the state in a direction of all three."""
     primals = rows.query, keys.key, keys.value
 
     def state(query, key, value):
-        return attend(option, rows._replace(query=query), keys._replace(key=key, value=value))
+        return attend(
+            option, rows._replace(query=query), keys._replace(key=key, value=value), **more
+        )
 
     return jax.jvp(state, primals, seed)[1]

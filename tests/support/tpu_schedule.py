@@ -11,9 +11,12 @@ import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from energy_attn.kernels import local_attention
 from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
@@ -53,17 +56,31 @@ def bundles(chip, kernel, folder):
     return longest_region(text) * 1024 // keys
 
 
-if __name__ == "__main__":
+def with_listings(run: Callable[[Path], Any]) -> Any:
+    """`run(folder)`, of programs whose instructions libtpu lists in the folder; the first that is compiled."""
     with tempfile.TemporaryDirectory() as name:
         os.environ["LIBTPU_INIT_ARGS"] = (
             f"--xla_jf_dump_to={name} --xla_jf_dump_llo_text=true "
             "--xla_jf_dump_llo_pass_label_regex=final_bundles"
         )
-        found = {
-            chip: [
-                bundles(chip, kernel, Path(name))
-                for kernel in (PallasTPU(LAYOUT_SIZES), PallasTPU())
-            ]
-            for chip in sys.argv[1:]
-        }
-    print(json.dumps(found))
+        return run(Path(name))
+
+
+def alone(module: str, *chips: str) -> Any:
+    """What such a program prints of chips."""
+    command = [sys.executable, "-m", module, *chips]
+    done = subprocess.run(
+        command, env=os.environ | ALONE, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def main(folder: Path) -> dict[str, list[int]]:
+    """The bundles of each chip."""
+    kernels = PallasTPU(LAYOUT_SIZES), PallasTPU()
+    return {chip: [bundles(chip, kernel, folder) for kernel in kernels] for chip in sys.argv[1:]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(with_listings(main)))

@@ -1,10 +1,5 @@
 """The schedule of the TPU kernel's forward, as libtpu makes it ahead of time."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.support import tpu_schedule
@@ -14,15 +9,7 @@ pytestmark = pytest.mark.tpu
 
 def test_larger_blocks_take_fewer_bundles():
     """Blocks that are larger on a chip where XLA's schedule does not gain by it, or a step that takes longer."""
-    done = subprocess.run(
-        [sys.executable, "-m", tpu_schedule.__name__, "v5e", "v6e"],
-        env=os.environ | tpu_schedule.ALONE,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    found = tpu_schedule.alone(tpu_schedule.__name__, "v5e", "v6e")
     small, own = found["v5e"]
     assert small == own < 2600
     small, own = found["v6e"]

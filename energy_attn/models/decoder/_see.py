@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import AbstractTokens, canonical_of
-from energy_attn.kernels.internal import Canonical
+from energy_attn.kernels.internal import reproducible_kernels
 
 from ...functional._attention import attention
 from ._by_rows import by_rows, together
@@ -32,7 +32,7 @@ class How:
         """The function of attention, with the option."""
         if not self.reproducible:
             return self.function
-        return functools.partial(self.function, implementation=Canonical())
+        return functools.partial(self.function, implementation=reproducible_kernels())
 
     def attend_to(self, cache: AbstractTokens) -> Callable[..., Any]:
         """The same, for the keys and values of a cache."""

@@ -1,6 +1,10 @@
 """The GPU that a program is lowered for."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
+
+import jax
 
 from ...call._target import target_device
 
@@ -37,3 +41,22 @@ def target_chip() -> Chip:
     memory = _MEMORY.get(capability, _LEAST_MEMORY) * 1024
     cores = getattr(device, "core_count", None) or Chip().multiprocessors
     return Chip(memory, cores, device.device_kind)
+
+
+@contextlib.contextmanager
+def named_gpu(platform: str | None) -> Iterator[None]:
+    """Names a GPU to JAX if it has none, for lowering on another machine (`tests/cuda`).
+
+    Versions before 0.11 assume compute capability 9.0 instead. The kernels do not depend on it, and XLA
+    compiles them for the GPU of the program.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    default_device = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    devices = (default_device, mesh.abstract_device)
+    has_gpu = platform != "cuda" or "gpu" in (getattr(x, "platform", x) for x in devices)
+    if has_gpu or jax.__version_info__ < (0, 11):
+        yield
+        return
+    gpu = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=gpu)):
+        yield

@@ -1,8 +1,6 @@
 """The pallas_gpu implementation: our own kernels for NVIDIA's GPUs, written in Pallas on Triton."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 
@@ -13,6 +11,7 @@ from ...call._operands import KernelCall, Operands, Settings
 from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
+from ._chip import named_gpu
 from ._default import OWN
 from ._plan import Plan, make_plan
 from ._sizes import DTYPES, GPUPlan, KernelKind
@@ -96,7 +95,7 @@ class PallasGPU(AbstractKernel):
         from ._forward import forward
 
         plan = self._plan(operands, settings, "forward")
-        with _target(platform):
+        with named_gpu(platform):
             return forward(operands, plan, interpret=platform != "cuda")
 
     def backward(
@@ -108,7 +107,7 @@ class PallasGPU(AbstractKernel):
 
         query_plan = self._plan(operands, settings, "query")
         key_plan = self._plan(operands, settings, "key")
-        with _target(platform):
+        with named_gpu(platform):
             return backward(
                 operands, query_plan, key_plan, state, cotangent, interpret=platform != "cuda"
             )
@@ -127,29 +126,10 @@ class PallasGPU(AbstractKernel):
             plan = self._plan(operands, settings, "tangent")
         except NotImplementedError:
             return None
-        with _target(platform):
+        with named_gpu(platform):
             return tangent(operands, plan, state, directions, interpret=platform != "cuda")
 
     def _plan(self, operands: Operands, settings: Settings, kind: KernelKind) -> Plan:
         if self.plan is None:
             return make_plan(operands, settings, kind)
         return make_plan(operands, settings, kind, self.plan)
-
-
-@contextlib.contextmanager
-def _target(platform: str | None) -> Iterator[None]:
-    """Names a GPU to JAX if it has none, for lowering on another machine (`tests/cuda`).
-
-    Versions before 0.11 assume compute capability 9.0 instead. The kernels do not depend on it, and XLA
-    compiles them for the GPU of the program.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    default_device = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
-    devices = (default_device, mesh.abstract_device)
-    has_gpu = platform != "cuda" or "gpu" in (getattr(x, "platform", x) for x in devices)
-    if has_gpu or jax.__version_info__ < (0, 11):
-        yield
-        return
-    gpu = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=gpu)):
-        yield

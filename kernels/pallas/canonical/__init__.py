@@ -1,0 +1,1 @@
+"""The kernels whose bits depend on a row and its keys alone, on TPUs and NVIDIA's GPUs."""

@@ -1,0 +1,172 @@
+"""The fold of tiles on NVIDIA's GPUs: the waiting nodes of the tree are in global memory, which the cache holds."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Ref, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array
+
+from .._common import result_like
+from ._programs import Blocks, Item, Program
+from ._tiles import Seen, Side, Walk
+
+PROGRAMS = 512  # at most, each of which folds own tiles in turn
+
+
+def fold(
+    program: Program, own: Side, other: Side, walk: Walk, seen: Seen, *, interpret: bool
+) -> list[Array]:
+    """The results of a program for each own tile and part, `[B, tiles, parts, K, size(, W)]`."""
+    batch, tiles, parts = walk.first.shape
+    like = next(iter(own.arrays.values()))
+    heads, size = like.shape[2:4]
+    total = batch * tiles * parts * heads
+    programs, depth = min(total, PROGRAMS), (walk.most - 1).bit_length() + 1
+    sizes = tiles, parts, heads, walk.numbers.shape[1], total, programs
+    shapes = [(size,) if x.width is None else (size, x.width) for x in program.results]
+    scratch = [
+        *(((programs * depth, size, n), jnp.float32) for n in program.widths),
+        ((programs * depth,), jnp.int32),
+    ]
+    types = [
+        ((total, *shape), x.dtype) for x, shape in zip(program.results, shapes, strict=True)
+    ] + scratch
+    (found,) = pl.pallas_call(
+        functools.partial(_kernel, program, seen, interpret),
+        grid=(programs,),
+        out_shape=([result_like(like, *x) for x in types],),
+        compiler_params=triton.CompilerParams(num_warps=max(4, size // 8), num_stages=1),
+        interpret=interpret,
+        name=f"attention_canonical_{program.name}",
+    )(
+        jnp.stack([jnp.int32(x) for x in (*sizes, depth)]),
+        *(x.reshape(-1) for x in walk[:3]),
+        *((_flat(x.arrays, 3), _flat(x.ids, 2)) for x in (own, other)),
+    )
+    pairs = zip(found, shapes, strict=False)
+    return [x.reshape(batch, tiles, parts, heads, *shape) for x, shape in pairs]
+
+
+def _flat(arrays: Any, axes: int) -> Any:
+    """Arrays with their first axes as one, so that no stride depends on the sizes of a call."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), arrays)
+
+
+def _kernel(
+    program: Program,
+    seen: Seen,
+    interpret: bool,
+    sizes: Ref,
+    numbers: Ref,
+    first: Ref,
+    stop: Ref,
+    own: tuple[Blocks, tuple[Ref, ...]],
+    other: tuple[Blocks, tuple[Ref, ...]],
+    refs: list[Ref],
+) -> None:
+    """The own tiles of a program, one after the other.
+
+    `forks` has for each node that waits the bits in which the numbers of the items beside it differ, of which the
+    highest is its level in the tree.
+    """
+    tiles, parts, heads, others, total, programs, depth = (sizes[i] for i in range(7))
+    results = refs[: len(program.results)]
+    *waiting, forks = refs[len(results) :]
+    size = results[0].shape[1]
+    this = pl.program_id(0)
+    base = this * depth
+
+    def top(count: Array) -> Array:
+        return forks[base + jnp.maximum(count - 1, 0)]
+
+    def raised(node: Item, count: Array, fork: Array | None) -> tuple[Array, Item]:
+        """The node joined with those that wait at lower levels than that of a fork; with all."""
+
+        def is_lower(carry: tuple[Array, Array, Item]) -> Array:
+            count, low, _ = carry
+            there = count > 0
+            return there if fork is None else there & (low < (low ^ fork))
+
+        def climb(carry: tuple[Array, Array, Item]) -> tuple[Array, Array, Item]:
+            count, node = carry[0] - 1, carry[2]
+            left = tuple(triton.load(_block(x, base + count)) for x in waiting)
+            return count, top(count), program.join(left, node)
+
+        count, _, node = lax.while_loop(is_lower, climb, (count, top(count), node))
+        return count, node
+
+    def one(turn: Array, _: Array) -> Array:
+        work = this + turn * programs
+        at, head = _divided(work, heads)
+        tile, part = _divided(at, parts)
+        batch = lax.div(tile, tiles)
+        blocks, ids = _loaded(own, tile * heads + head, tile)
+
+        def step(index: Array, carry: tuple[Array, Array, Item]) -> tuple[Array, Array, Item]:
+            count, last, node = carry
+            place = batch * others + index
+            there, other_ids = _loaded(other, place * heads + head, place)
+            pairs = seen(tuple(x.T for x in ids), other_ids)
+            item = program.term(blocks, there, pairs)
+            number = numbers[place]
+            fork = number ^ last
+            count, node = raised(node, count, fork)
+            # what is written before the first item is never read
+            for ref, x in zip(waiting, node, strict=True):
+                triton.store(_block(ref, base + count), x)
+            triton.store(forks.at[base + count], fork)
+            if not interpret:
+                triton.debug_barrier()
+            return jnp.where(index == begin, 0, count + 1), number, item
+
+        begin, end = first[at], stop[at]
+        nothing = tuple(
+            jnp.full((size, n), x, jnp.float32)
+            for n, x in zip(program.widths, program.identity, strict=True)
+        )
+        start = jnp.int32(0), numbers[batch * others], nothing
+        count, _, node = lax.fori_loop(begin, end, step, start)
+        _, node = raised(node, count, None)
+        for ref, x in zip(results, program.finish(blocks, node), strict=True):
+            x = x.reshape(x.shape[1:]) if x.shape[0] == 1 else x
+            triton.store(_block(ref, work), x.astype(ref.dtype))
+        return turn
+
+    turns = lax.div(total - this + programs - 1, programs)
+    lax.fori_loop(0, turns, one, jnp.int32(0))
+
+
+def _divided(x: Array, size: Array) -> tuple[Array, Array]:
+    return lax.div(x, size), lax.rem(x, size)
+
+
+def _loaded(
+    side: tuple[Blocks, tuple[Ref, ...]], place: Array, tile: Array
+) -> tuple[Blocks, tuple[Array, ...]]:
+    """The arrays of a tile, with zeros where there is nothing, and its ids, numbers as rows of two axes."""
+    arrays, refs = side
+    found = {name: triton.load(_block(x, place)) for name, x in arrays.items()}
+    found = {name: x if x.ndim == 2 else x[None] for name, x in found.items()}
+    ids = tuple(triton.load(_block(x, tile))[None] for x in refs)
+    if ids:
+        there = ids[0] >= 0
+
+        def kept(x: Array) -> Array:
+            return jnp.where(there if x.shape[0] == 1 else there.T, x, jnp.zeros_like(x))
+
+        found = {name: kept(x) for name, x in found.items()}
+    return found, ids
+
+
+def _block(ref: Ref, place: Array) -> Any:
+    """An entry along the first axis."""
+    numbers = [lax.iota(jnp.int32, size) for size in ref.shape[1:]]
+    axes = range(len(numbers))
+    indices = (
+        jnp.expand_dims(x, [axis for axis in axes if axis != i]) for i, x in enumerate(numbers)
+    )
+    return ref.at[place, *indices]

@@ -1,0 +1,225 @@
+"""What a kernel computes of a tile and a tile of the other side, and how such items are joined.
+
+Tiles are `[rows, width]`; numbers of each row or key are `[1, rows]`, and within an item `[rows, 1]`. Scores are
+`[own, other]`. A program is the same text for calls of all lengths: none of these functions is given one.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ...call._state import holds_keys, safe_shift
+
+Blocks = dict[str, Any]
+Item = tuple[Array, ...]
+
+
+class Result(NamedTuple):
+    """A result: `[own, width]`, or a number of each if that is None."""
+
+    width: int | None
+    dtype: Any
+
+
+class Program(NamedTuple):
+    """A fold of one item for each tile of the other side.
+
+    Attributes:
+        name: of the kernel.
+        term: the item of two tiles and of which pairs are visible.
+        join: that of two items; joining `identity` changes no bit.
+        finish: the results, of the own tile and of the folded item.
+        identity: the numbers that fill the item of nothing.
+        widths: of the arrays of an item.
+        results: their types.
+    """
+
+    name: str
+    term: Callable[[Blocks, Blocks, Any], Item]
+    join: Callable[[Item, Item], Item]
+    finish: Callable[[Blocks, Item], tuple[Array, ...]]
+    identity: tuple[float, ...]
+    widths: tuple[int, ...]
+    results: tuple[Result, ...]
+
+
+def dot(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "i j"]:
+    """The product of two tiles over an axis of each, summed in float32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    axes = ((over[0],), (over[1],)), ((), ())
+    return lax.dot_general(a, b, axes, precision, jnp.float32)
+
+
+def softmax(scale: float, width: int, dtype: Any) -> Program:
+    """The state `(out, lse)` of rows: softmaxes over keys, as maximum, total and weighed values, and their sink."""
+
+    def term(rows: Blocks, keys: Blocks, seen: Array) -> Item:
+        scores = _scores(rows["query"], keys["key"], seen, scale)
+        maximum = scores.max(-1, keepdims=True)
+        weights = jnp.exp(scores - safe_shift(maximum))
+        value = keys["value"]
+        total = weights.sum(-1, keepdims=True)
+        return maximum, total, dot(weights.astype(value.dtype), value, (1, 0))
+
+    def finish(rows: Blocks, item: Item) -> tuple[Array, ...]:
+        if "sink" in rows:
+            sink = rows["sink"].T
+            item = join_softmax(item, (sink, jnp.ones_like(sink), jnp.zeros_like(item[2])))
+        maximum, total, weighed = item
+        empty = total == 0
+        total = jnp.where(empty, 1.0, total)
+        # the score of a finite product may overflow
+        total = jnp.where(maximum == jnp.inf, jnp.nan, total)
+        out = jnp.where(empty, 0.0, weighed / total)
+        lse = jnp.where(empty, -jnp.inf, maximum + jnp.log(total))
+        return without_signs(out), lse.T
+
+    results = Result(width, dtype), Result(None, jnp.float32)
+    return Program(
+        "softmax", term, join_softmax, finish, (-jnp.inf, 0.0, 0.0), (1, 1, width), results
+    )
+
+
+def join_softmax(a: Item, b: Item) -> Item:
+    """The softmax over both; exactly one of them where the other is over nothing."""
+    maximum = jnp.maximum(a[0], b[0])
+    shift = safe_shift(maximum)
+
+    def decay(old: Array) -> Array:
+        at_most = jnp.where(holds_keys(old), jnp.exp(old - shift), 0.0)
+        return jnp.where(old == maximum, 1.0, at_most)
+
+    x, y = decay(a[0]), decay(b[0])
+    return maximum, a[1] * x + b[1] * y, a[2] * x + b[2] * y
+
+
+def _as_it_is(own: Blocks, item: Item) -> tuple[Array, ...]:
+    """An item as it is, of which numbers are turned."""
+    del own
+    return tuple(x.T if x.shape[1] == 1 else x for x in item)
+
+
+def _as_item(own: Blocks, other: Blocks, seen: None) -> Item:
+    """The item that a tile of the other side holds, by `_as_it_is`."""
+    del own, seen
+    return tuple(x.T if x.shape[0] == 1 else x for x in other.values())
+
+
+def of_part(program: Program) -> Program:
+    """A program whose results are the items of parts of a fold, as they are."""
+    results = tuple(Result(None if n == 1 else n, jnp.float32) for n in program.widths)
+    name = f"{program.name}_leaves"
+    return program._replace(name=name, finish=_as_it_is, results=results)
+
+
+def of_parts(program: Program) -> Program:
+    """The same program, of what `of_part` returns in place of tiles of the other side."""
+    return program._replace(name=f"{program.name}_parts", term=_as_item)
+
+
+def to_queries(scale: float, width: int, dtype: Any) -> Program:
+    """The gradient of queries: sums over their keys."""
+
+    def term(rows: Blocks, keys: Blocks, seen: Array) -> Item:
+        query, d_out, lse, delta = _backward(rows)
+        scores = _scores(query, keys["key"], seen, scale)
+        weights = jnp.exp(scores - lse)
+        change = weights * (dot(d_out, keys["value"], (1, 1)) - delta)
+        return (dot(change.astype(keys["key"].dtype), keys["key"], (1, 0)),)
+
+    def finish(rows: Blocks, item: Item) -> tuple[Array, ...]:
+        del rows
+        return (without_signs(item[0] * scale),)
+
+    return Program("to_queries", term, _add, finish, (0.0,), (width,), (Result(width, dtype),))
+
+
+def to_keys(scale: float, widths: Sequence[int], dtypes: Sequence[Any]) -> Program:
+    """The gradients of keys and values: sums over queries."""
+
+    def term(keys: Blocks, rows: Blocks, seen: Array) -> Item:
+        query, d_out, lse, delta = _backward(rows)
+        scores = _scores(keys["key"], query, seen, scale)
+        weights = jnp.exp(scores - lse.T)
+        change = weights * (dot(keys["value"], d_out, (1, 1)) - delta.T)
+        to_value = dot(weights.astype(d_out.dtype), d_out, (1, 0))
+        return dot(change.astype(query.dtype), query, (1, 0)), to_value
+
+    def finish(keys: Blocks, item: Item) -> tuple[Array, ...]:
+        del keys
+        return without_signs(item[0] * scale), without_signs(item[1])
+
+    results = tuple(map(Result, widths, dtypes))
+    return Program("to_keys", term, _add, finish, (0.0, 0.0), tuple(widths), results)
+
+
+def along(scale: float, width: int, dtype: Any) -> Program:
+    """The tangent of the state, in directions `d_query`, `d_key` and `d_value`, of which some may not be there."""
+
+    def term(rows: Blocks, keys: Blocks, seen: Array) -> Item:
+        lse = rows["lse"].T
+        some = holds_keys(lse)
+        query, value = _kept(rows["query"], some), keys["value"]
+        scores = _scores(query, keys["key"], seen, scale)
+        weights = jnp.exp(scores - jnp.where(some, lse, jnp.inf))
+        moves = []
+        if "d_query" in rows:
+            moves.append(dot(rows["d_query"], keys["key"], (1, 1)))
+        if "d_key" in keys:
+            moves.append(dot(query, keys["d_key"], (1, 1)))
+        found = []
+        energy = jnp.zeros_like(lse)
+        if moves:
+            change = weights * (sum(moves[1:], moves[0]) * scale)
+            energy = change.sum(-1, keepdims=True)
+            found.append(dot(change.astype(value.dtype), value, (1, 0)))
+        if "d_value" in keys:
+            found.append(dot(weights.astype(value.dtype), keys["d_value"], (1, 0)))
+        return sum(found[1:], found[0]), energy, weights.sum(-1, keepdims=True)
+
+    def finish(rows: Blocks, item: Item) -> tuple[Array, ...]:
+        lse = rows["lse"].T
+        some, total = holds_keys(lse), item[2]
+        if "sink" in rows:
+            total += jnp.exp(rows["sink"].T - jnp.where(some, lse, jnp.inf))
+        total = jnp.where(total == 0, 1.0, total)
+        energy = item[1] / total
+        out = item[0] / total - energy * rows["out"].astype(jnp.float32)
+        out, energy = (without_signs(jnp.where(some, x, 0.0)) for x in (out, energy))
+        return out, energy.T
+
+    results = Result(width, dtype), Result(None, jnp.float32)
+    return Program("tangent", term, _add, finish, (0.0, 0.0, 0.0), (width, 1, 1), results)
+
+
+def without_signs(x: Array) -> Array:
+    """`x` with all zeros positive, as a sum with more zeros in it may be."""
+    return jnp.where(x == 0, 0.0, x)
+
+
+def _add(a: Item, b: Item) -> Item:
+    return tuple(map(operator.add, a, b))
+
+
+def _scores(own: Array, other: Array, seen: Array, scale: float) -> Array:
+    return jnp.where(seen, dot(own, other, (1, 1)) * scale, -jnp.inf)
+
+
+def _backward(rows: Blocks) -> tuple[Array, Array, Array, Array]:
+    """Query, cotangent, energy and delta of rows, the last two `[rows, 1]`; nothing of rows without keys."""
+    lse = rows["lse"].T
+    some = holds_keys(lse)
+    query, d_out = (_kept(rows[name], some) for name in ("query", "d_out"))
+    products = d_out.astype(jnp.float32) * rows["out"].astype(jnp.float32)
+    delta = products.sum(-1, keepdims=True)
+    if "d_lse" in rows:
+        delta -= rows["d_lse"].T
+    return query, d_out, jnp.where(some, lse, jnp.inf), jnp.where(some, delta, 0.0)
+
+
+def _kept(x: Array, some: Array) -> Array:
+    return jnp.where(some, x, jnp.zeros((), x.dtype))

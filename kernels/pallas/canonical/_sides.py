@@ -1,0 +1,125 @@
+"""The operands of a call in tiles, and which of them each tile is folded with."""
+
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool
+
+from ...call._operands import KernelCall
+from ...masks._visibility import visible
+from ...xla._canonical_call import CanonicalCall, Sizes
+from ...xla._canonical_call import Side as Positions
+from ...xla._canonical_passes import from_tiles, in_tiles, rows_of
+from ...xla._canonical_slots import AbstractSlots, InOrder, Scattered
+from .._rows import block_spans, features_of, pairs_of
+from ._tiles import Ids, Side, Walk
+
+_LEAST = 16  # of a width, which is a power of two
+
+
+class Sides:
+    """The queries and keys of a call in tiles of a platform's sizes."""
+
+    def __init__(self, call: KernelCall, sizes: Sizes, in_order: bool):
+        self._settings = settings = call.settings
+        self.of = of = CanonicalCall(call.operands, settings, in_order, sizes=sizes)
+        self._sizes, operands = sizes, of.operands
+        self._pairs = pairs_of(operands, settings)
+        features = features_of(operands, self._pairs)
+        self._has_segments = operands.query_segments is not None
+        segments = (operands.query_segments, operands.key_segments)
+        self._ids = tuple(
+            (*(x for x in (segment,) if x is not None), *numbers)
+            for segment, numbers in zip(segments, features, strict=True)
+        )
+
+    def seen(self, queries: Ids, keys: Ids) -> Bool[Array, "rows keys"]:
+        """Which queries see which keys, by the ids of both, which broadcast."""
+        (query, *of_query), (key, *of_key) = queries, keys
+        first = int(self._has_segments)
+        if self._pairs is None:
+            see = visible(self._settings.mask.bind(), query, key)
+        else:
+            see = self._pairs.visible(query, key, of_query[first:], of_key[first:])
+        return see & (of_query[0] == of_key[0]) if self._has_segments else see
+
+    def rows(self, arrays: dict[str, Array]) -> Side:
+        """Rows of all heads of a key head, `[B, T, N, ...]`, in tiles together."""
+        ids = (rows_of(x, self.of) for x in (self.of.operands.query_positions, *self._ids[0]))
+        return self._side({name: in_tiles(x, self.of) for name, x in arrays.items()}, ids)
+
+    def keys(self, arrays: dict[str, Array]) -> Side:
+        """Keys `[B, S, K, W]` by leaves."""
+        held = self.of.held
+        found = {name: held.spread(x).swapaxes(2, 3) for name, x in arrays.items()}
+        return self._side(found, (held.positions, *map(held.laid, self._ids[1])))
+
+    def queries(self, arrays: dict[str, Array]) -> tuple[AbstractSlots, Side]:
+        """Queries `[B, T, N, ...]` of one head by their positions, and their slots."""
+        of, size = self.of, self._sizes.rows
+        positions, group = of.operands.query_positions, of.group
+        assert positions is not None
+        held = InOrder(positions, size, True) if of.counted else Scattered(positions, size)
+
+        def by_member(x: Array) -> Array:
+            x = held.spread(x.reshape(*x.shape[:2], of.key_heads, group, *x.shape[3:]))
+            x = jnp.moveaxis(x, 4, 2)  # [B, tiles, G, size, K, ...]
+            return lax.collapse(x, 1, 3).swapaxes(2, 3)
+
+        found = {name: by_member(x) for name, x in arrays.items()}
+        ids = (held.positions, *map(held.laid, self._ids[0]))
+        return held, self._side(found, (jnp.repeat(x, group, 1) for x in ids))
+
+    def over_keys(self, rows: Side) -> Walk:
+        """The leaves that rows may see."""
+        return self._walk(self._met(rows), self.of.held.numbers, 1)
+
+    def over_queries(self, held: AbstractSlots) -> Walk:
+        """The tiles of queries, by position and head, that may see a leaf."""
+        group = self.of.group
+        segments = self.of.operands.query_segments
+        laid = None if segments is None else held.laid(segments)
+        met = self.of.met(Positions(held.positions, laid)).swapaxes(1, 2)
+        numbers = held.numbers[:, :, None] * group + jnp.arange(group, dtype=jnp.int32)[None, None]
+        return self._walk(met, lax.collapse(numbers, 1, 3), group)
+
+    def of_rows(self, x: Array) -> Array:
+        """Results of rows `[B, tiles, 1, K, rows, ...]` as `[B, T, N, ...]`; NaN where two keys are one slot's."""
+        found = from_tiles(lax.collapse(x.squeeze(2), 0, 2), self.of)
+        return self.of.held.checked(found)
+
+    def of_keys(self, x: Array, queries: AbstractSlots) -> Array:
+        """Results of keys `[B, leaves, 1, K, leaf, W]` as `[B, S, K, W]`, likewise."""
+        found = lax.collapse(x.squeeze(2).swapaxes(2, 3), 1, 3)
+        held = self.of.held
+        return queries.checked(held.checked(held.unlaid(found)))
+
+    def _met(self, rows: Side) -> Array:
+        segments = rows.ids[1] if self._has_segments else None
+        return self.of.met(Positions(rows.ids[0], segments))
+
+    def _walk(self, met: Array, numbers: Array, group: int) -> Walk:
+        first, stop = (group * x[..., None] for x in block_spans(met))
+        batch = self.of.batch
+        numbers, first, stop = (
+            jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (numbers, first, stop)
+        )
+        consecutive = self.of.counted or isinstance(self.of.held, Scattered)
+        return Walk(numbers, first, stop, numbers.shape[1], consecutive)
+
+    def _side(self, arrays: dict[str, Array], ids: Iterable[Array | None]) -> Side:
+        batch = self.of.batch
+        every = tuple(jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in ids if x is not None)
+        return Side({name: widened(x) for name, x in arrays.items()}, every)
+
+
+def widened(x: Array) -> Array:
+    """Matrices `[..., W]` of five axes with zeros behind `W`, to a power of two."""
+    missing = width_of(x.shape[-1]) - x.shape[-1] if x.ndim == 5 else 0
+    return jnp.pad(x, ((0, 0),) * 4 + ((0, missing),)) if missing else x
+
+
+def width_of(width: int) -> int:
+    """The width that a tile has for one of an array."""
+    return max(_LEAST, 1 << (width - 1).bit_length())

@@ -1,0 +1,197 @@
+"""The fold of tiles on TPUs: the waiting nodes of the tree stay in the chip's memory."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Ref, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from .._common import result_like
+from ..tpu._chip import target_chip
+from ..tpu._layout import LEAST_GRANTED
+from ._programs import Blocks, Program
+from ._tiles import Seen, Side, Walk
+
+DEPTH = 16  # nodes that may wait
+
+
+def fold(
+    program: Program, own: Side, other: Side, walk: Walk, seen: Seen, *, interpret: bool
+) -> list[Array]:
+    """The results of a program for each own tile and part, `[B, tiles, parts, K, size(, W)]`."""
+    batch, tiles, parts = walk.first.shape
+    like = next(iter(own.arrays.values()))
+    heads, size = like.shape[2:4]
+    if walk.most > 2 ** (DEPTH - 1):
+        raise NotImplementedError(
+            f"reproducible: wanted at most {2 ** (DEPTH - 1)} tiles on a device, got {walk.most}"
+        )
+    tables = (
+        jnp.stack([jnp.int32(x) for x in (tiles, parts, walk.numbers.shape[1])]),
+        walk.numbers.reshape(-1),
+        walk.first.reshape(-1),
+        walk.stop.reshape(-1),
+    )
+
+    def of_own(b: Array, k: Array, t: Array, p: Array, j: Array, *_: Ref) -> tuple[Any, ...]:
+        return b, t, k
+
+    def of_other(
+        b: Array, k: Array, t: Array, p: Array, j: Array, sizes: Ref, _: Ref, first: Ref, stop: Ref
+    ) -> tuple[Any, ...]:
+        at = (b * sizes[0] + t) * sizes[1] + p
+        # steps past the end repeat the last tile, which is not read again
+        return b, jnp.minimum(first[at] + j, jnp.maximum(stop[at] - 1, 0)), k
+
+    def of_result(b: Array, k: Array, t: Array, p: Array, j: Array, *_: Ref) -> tuple[Any, ...]:
+        return b, t, p, k, 0, 0
+
+    def specs(side: Side, place: Any) -> tuple[Any, Any]:
+        def spec(x: Array) -> pl.BlockSpec:
+            return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda *at: (*place(*at), 0, 0))
+
+        def of_ids(x: Array) -> pl.BlockSpec:
+            return pl.BlockSpec((None, None, 1, x.shape[-1]), lambda *at: (*place(*at)[:2], 0, 0))
+
+        return jax.tree.map(spec, side.arrays), jax.tree.map(of_ids, side.ids)
+
+    sides = [_as_read(side) for side in (own, other)]
+    blocks = [(1, size) if x.width is None else (size, x.width) for x in program.results]
+    shape = batch, tiles, parts, heads
+    (found,) = pl.pallas_call(
+        functools.partial(_kernel, program, seen),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(tables),
+            grid=(batch, heads, tiles, parts, walk.most),
+            in_specs=[specs(sides[0], of_own), specs(sides[1], of_other)],
+            out_specs=([pl.BlockSpec((None, None, None, None, *x), of_result) for x in blocks],),
+            scratch_shapes=[
+                [pltpu.VMEM((size, n), jnp.float32) for n in program.widths],
+                [pltpu.VMEM((DEPTH, size, n), jnp.float32) for n in program.widths],
+                pltpu.SMEM((DEPTH,), jnp.int32),
+                pltpu.SMEM((2,), jnp.int32),
+            ],
+        ),
+        out_shape=(
+            [
+                result_like(like, (*shape, *block), x.dtype)
+                for x, block in zip(program.results, blocks, strict=True)
+            ],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * 4 + ("arbitrary",),
+            vmem_limit_bytes=max(LEAST_GRANTED, target_chip().memory // 2),
+        ),
+        interpret=interpret,
+        name=f"attention_canonical_{program.name}",
+    )(*tables, *((x.arrays, x.ids) for x in sides))
+    pairs = zip(found, program.results, strict=True)
+    return [x.squeeze(-2) if kind.width is None else x for x, kind in pairs]
+
+
+def _as_read(side: Side) -> Side:
+    """Numbers and ids as rows of two axes."""
+    arrays = {name: x if x.ndim == 5 else x[..., None, :] for name, x in side.arrays.items()}
+    return Side(arrays, tuple(x[:, :, None] for x in side.ids))
+
+
+def _kernel(
+    program: Program,
+    seen: Seen,
+    sizes: Ref,
+    numbers: Ref,
+    first: Ref,
+    stop: Ref,
+    own: tuple[Blocks, tuple[Ref, ...]],
+    other: tuple[Blocks, tuple[Ref, ...]],
+    results: list[Ref],
+    node: list[Ref],
+    waiting: list[Ref],
+    forks: Ref,
+    state: Ref,
+) -> None:
+    """One step, of an own tile and one of the other side.
+
+    `state` is how many nodes wait, and the number of the last item; `forks` has for each node that waits the bits in
+    which the numbers of the items beside it differ, of which the highest is its level in the tree.
+    """
+    b, t, p, j = (pl.program_id(axis) for axis in (0, 2, 3, 4))
+    at = (b * sizes[0] + t) * sizes[1] + p
+    index = first[at] + j
+
+    def raise_node(fork: Array | None) -> None:
+        """Joins the node with those that wait at lower levels than that of a fork; with all."""
+
+        def top(count: Array) -> Array:
+            return forks[jnp.maximum(count - 1, 0)]
+
+        def is_lower(carry: tuple[Array, Array]) -> Array:
+            count, low = carry
+            there = count > 0
+            return there if fork is None else there & (low < (low ^ fork))
+
+        def climb(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            count = carry[0] - 1
+            left = tuple(x[count] for x in waiting)
+            _write(node, program.join(left, tuple(x[...] for x in node)))
+            return count, top(count)
+
+        state[0] = lax.while_loop(is_lower, climb, (state[0], top(state[0])))[0]
+
+    @pl.when(j == 0)
+    def _() -> None:
+        for ref, x in zip(node, program.identity, strict=True):
+            ref[...] = jnp.full(ref.shape, x, ref.dtype)
+        state[0] = jnp.int32(0)
+
+    @pl.when(index < stop[at])
+    def _() -> None:
+        blocks, ids = _loaded(*own)
+        others, other_ids = _loaded(*other)
+        pairs = seen(tuple(x.T for x in ids), other_ids)
+        item = program.term(blocks, others, pairs)
+        number = numbers[b * sizes[2] + index]
+
+        @pl.when(j > 0)
+        def _() -> None:
+            fork = number ^ state[1]
+            raise_node(fork)
+            count = state[0]
+            for ref, x in zip(waiting, node, strict=True):
+                ref[count] = x[...]
+            forks[count] = fork
+            state[0] = count + 1
+
+        _write(node, item)
+        state[1] = number
+
+    @pl.when(j == pl.num_programs(4) - 1)
+    def _() -> None:
+        raise_node(None)
+        blocks, _ = _loaded(*own)
+        found = program.finish(blocks, tuple(x[...] for x in node))
+        for ref, x in zip(results, found, strict=True):
+            ref[...] = x.astype(ref.dtype)
+
+
+def _loaded(arrays: Blocks, ids: tuple[Ref, ...]) -> tuple[Blocks, tuple[Array, ...]]:
+    """The arrays of a tile, with zeros where there is nothing, and its ids."""
+    loaded = tuple(x[...] for x in ids)
+    found = {name: x[...] for name, x in arrays.items()}
+    if loaded:
+        there = loaded[0] >= 0
+
+        def kept(x: Array) -> Array:
+            return jnp.where(there if x.shape[0] == 1 else there.T, x, jnp.zeros((), x.dtype))
+
+        found = {name: kept(x) for name, x in found.items()}
+    return found, loaded
+
+
+def _write(refs: list[Ref], arrays: tuple[Array, ...]) -> None:
+    for ref, x in zip(refs, arrays, strict=True):
+        ref[...] = x

@@ -1,0 +1,73 @@
+"""The canonical kernels, compiled for GPUs that are not there: a tile is the same program in all calls."""
+
+import functools
+import re
+
+import jax
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from energy_attn import attention
+from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels.pallas.canonical._kernel import CanonicalGPU
+from tests.support.machine_code import allocated
+from tests.support.target import nodes
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
+CALLS = (2, 1000, 1000), (1, 1, 7777)  # batch, queries, keys
+KERNELS = {
+    *("softmax_leaves", "softmax_parts", "to_queries_leaves", "to_queries_parts"),
+    *("to_keys", "tangent_leaves", "tangent_parts"),
+}
+
+
+def derivatives(query, key, value):
+    """The state of causal attention, its gradients and a tangent."""
+    run = functools.partial(local_attention, is_causal=True, implementation=CanonicalGPU())
+    state, back = jax.vjp(run, query, key, value)
+    moved = jax.jvp(run, (query, key, value), (query, key, value))
+    return state, back(AttentionState(state.out, state.lse)), moved
+
+
+def compiled(run, capability, dtype, batch, queries, keys, folder):
+    """A program for a GPU of a compute capability, whose code XLA writes to a folder."""
+    sharding = SingleDeviceSharding(nodes(1, 1, capability).devices.item())
+    arrays = [
+        jax.ShapeDtypeStruct((batch, length, heads, 64), dtype, sharding=sharding)
+        for length, heads in ((queries, 4), (keys, 2), (keys, 2))
+    ]
+    options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
+    return jax.jit(run).lower(*arrays).compile(options)
+
+
+def code(folder):
+    """The PTX of the canonical kernels in a folder, by name."""
+    found = {}
+    for file in folder.glob("*.ptx"):
+        for entry in re.split(r"(?=\.visible \.entry )", file.read_text())[1:]:
+            if name := re.match(r"\.visible \.entry attention_canonical_(\w+)\(", entry):
+                found[name[1]] = entry
+    return found
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_a_tile_is_one_program(capability, tmp_path):
+    """A constant in a kernel, an offset among them, that depends on the lengths of a call."""
+    texts = []
+    for number, call in enumerate(CALLS):
+        (folder := tmp_path / str(number)).mkdir()
+        compiled(derivatives, capability, "bfloat16", *call, folder)
+        texts.append(code(folder))
+    assert texts[0].keys() == KERNELS
+    assert texts[0] == texts[1]
+    for name in ("softmax_leaves", "to_queries_leaves", "to_keys", "tangent_leaves"):
+        assert "mma" in texts[0][name]  # products of matrices
+
+
+def test_registers(tmp_path):
+    """Tiles of 16 bits that do not fit into the registers of their threads."""
+    run = functools.partial(attention, is_causal=True, reproducible=True)
+    compiled(run, (9, 0), "bfloat16", *CALLS[0], tmp_path)
+    spilled = {name: size for file in tmp_path.glob("*.ptx") for name, size, _ in allocated(file)}
+    kernels = "attention_canonical_softmax_leaves", "attention_canonical_softmax_parts"
+    assert [spilled[name] for name in kernels] == ["0", "0"]

@@ -1,0 +1,162 @@
+"""The law of the canonical kernels for TPUs and GPUs, interpreted: a row has the same bytes however it is computed.
+
+That a tile is the same text in all programs, tests/tpu and tests/cuda show.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from energy_attn import masks, scores
+from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.dispatch._registry import attend as attend_operands
+from energy_attn.kernels.pallas.canonical._kernel import CanonicalGPU, CanonicalTPU
+from energy_attn.kernels.xla._canonical import Canonical
+from tests.support.compare import close
+from tests.support.problems import Problem, cotangents
+from tests.support.prompts import (
+    HEADS,
+    OPTIONS,
+    VALUE_WIDTH,
+    at,
+    attend,
+    cache_of,
+    gradients,
+    in_batch,
+    junk_like,
+    prompt,
+    same_bytes,
+    tangent,
+)
+from tests.support.reference import dense, dense_jvp, dense_vjp
+from tests.support.selection import few_rows
+
+LENGTH = 600
+KERNELS = {"tpu": CanonicalTPU(), "gpu": CanonicalGPU()}
+DTYPES = {"causal": "float32", "window": "bfloat16", "segments": "bfloat16", "full": "float32"}
+TOLERANCES = {"float32": 1e-5, "bfloat16": 0.01}
+ROWS = [(kernel, option) for option in OPTIONS for kernel in KERNELS]
+rows = pytest.mark.parametrize(("name", "option"), few_rows(ROWS, 2))
+
+
+def tokens_of(option, seed=0, length=LENGTH):
+    return prompt(DTYPES[option], seed).at(slice(length))
+
+
+@rows
+def test_rows(name, option):
+    """A tile or a tree that follows the call: its rows, capacity, order of slots, batch; junk that counts."""
+    kernel, rng, tokens = KERNELS[name], np.random.default_rng(0), tokens_of(option)
+    run = jax.jit(functools.partial(attend, option, kernel=kernel))
+    wanted = run(tokens, tokens)
+    for begin, end in ((0, 1), (40, 41), (250, 390), (550, LENGTH)):
+        known = LENGTH if option == "full" else end
+        keys = cache_of(tokens.at(slice(known)), 1000, rng, int(rng.integers(1000 - known)))
+        keys = keys.at(rng.permutation(1000)) if begin else keys
+        same_bytes(run(tokens.at(slice(begin, end)), keys), at(wanted, slice(begin, end)))
+    others = [tokens_of(option, seed, length) for seed, length in ((1, 90), (0, LENGTH))]
+    keys, queries = ([cache_of(x, size, rng) for x in others] for size in (900, LENGTH))
+    same_bytes(
+        at(run(in_batch(*queries[:1], queries[1:]), in_batch(*keys[:1], keys[1:])), 1), wanted
+    )
+
+
+@rows
+def test_derivatives(name, option):
+    """Sums over rows or leaves in an order that follows the call: its padding, batch and capacity."""
+    more, rng, tokens = {"kernel": KERNELS[name]}, np.random.default_rng(1), tokens_of(option)
+    out = rng.standard_normal((LENGTH, HEADS, VALUE_WIDTH)).astype(tokens.value.dtype)
+    lse = rng.standard_normal((LENGTH, HEADS)).astype(np.float32)
+    seeds = tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in tokens[:3])
+    grad = jax.jit(functools.partial(gradients, option, **more))
+    push = jax.jit(functools.partial(tangent, option, **more))
+    wanted = grad(tokens, tokens, (out, lse)), push(tokens, tokens, seeds)
+    first, capacity = 77, 900
+
+    def padded(x):
+        junk = junk_like(x, capacity, rng)
+        junk[first : first + LENGTH] = x
+        return np.stack([junk[::-1], junk])
+
+    batch = [cache_of(x, capacity, rng, first) for x in (tokens_of(option, 1), tokens)]
+    batch = in_batch(*batch[:1], batch[1:])
+    here = slice(first, first + LENGTH)
+    found = (
+        grad(batch, batch, tuple(map(padded, (out, lse)))),
+        push(batch, batch, tuple(map(padded, seeds))),
+    )
+    same_bytes(jax.tree.map(lambda x: x[1, here], found), wanted)
+
+
+@rows
+def test_values(name, option):
+    """A leaf left out or counted twice; a derivative's term or scale that is missing."""
+    kernel, tokens, rng = KERNELS[name], tokens_of(option), np.random.default_rng(2)
+    arrays = {x: np.asarray(getattr(tokens, x), np.float64)[None] for x in tokens._fields[:3]}
+    ids = tokens.segments[None] if option == "segments" else None
+    problem = Problem(
+        option, **arrays, query_segment_ids=ids, key_segment_ids=ids, **OPTIONS[option]
+    )
+    dtype, tolerance = tokens.query.dtype, TOLERANCES[DTYPES[option]]
+    d_out, d_lse = cotangents(problem, dtype)
+    moves = {n: (rng.standard_normal(x.shape) / 100).astype(dtype) for n, x in arrays.items()}
+
+    def state(query, key, value):
+        given = tokens._replace(query=query, key=key, value=value)
+        return attend(option, given, given, kernel)
+
+    found, pull = jax.vjp(jax.jit(state), *map(jax.numpy.asarray, tokens[:3]))
+    close(tuple(x[None] for x in found), dense(problem), option, tolerance)
+    found = dict(zip(arrays, pull(AttentionState(d_out[0], d_lse[0])), strict=True))
+    wanted = dense_vjp(problem, d_out, d_lse)
+    close({n: x[None] for n, x in found.items()}, wanted, option, 10 * tolerance)
+    found = jax.jvp(jax.jit(state), tokens[:3], tuple(x[0] for x in moves.values()))[1]
+    close(tuple(x[None] for x in found), dense_jvp(problem, moves), option, 10 * tolerance)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_masks(name):
+    """A mask by numbers of tokens that is not read."""
+    tokens = tokens_of("full", length=300)
+    query, key, value, ids = (jax.numpy.asarray(x)[None] for x in (*tokens[:3], tokens.segments))
+    mask = masks.Prefix(jax.numpy.asarray([217], np.int32)) | masks.Segments(ids, ids)
+    run = functools.partial(local_attention, query, key, value, mask=mask)
+    found, wanted = (run(implementation=x) for x in (KERNELS[name], "reference"))
+    close(found, wanted, name, 1e-5)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_sinks(name):
+    """A sink that is left out of the state, its gradients or its tangent."""
+    kernel, tokens, rng = KERNELS[name], tokens_of("full", length=200), np.random.default_rng(3)
+    arrays = [jax.numpy.asarray(x)[None] for x in tokens[:3]]
+    sink = jax.numpy.asarray(rng.standard_normal(HEADS).astype(np.float32))
+    directions = [jax.numpy.asarray(rng.standard_normal(x.shape), x.dtype) for x in arrays]
+
+    def run(kernel, *arrays):
+        call = check_call(*arrays, None, None, None, is_causal=True)
+        return attend_operands((kernel,), call.settings, call.operands._replace(sink=sink))
+
+    def derivatives(kernel):
+        state, back = jax.vjp(functools.partial(run, kernel), *arrays)
+        return state, back(state), jax.jvp(functools.partial(run, kernel), arrays, directions)[1]
+
+    close(*map(derivatives, (kernel, Canonical())), name, 1e-5)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_is_declined(name):
+    """A score or an array that is left out, heads whose tiles do not fit."""
+    kernel, tokens = KERNELS[name], tokens_of("full", length=20)
+    query, key, value = (jax.numpy.asarray(x)[None] for x in tokens[:3])
+    run = functools.partial(local_attention, query, key, value, implementation=kernel)
+    with pytest.raises(NotImplementedError, match=r"score: wanted None, got SoftCap"):
+        run(score=scores.SoftCap(5.0))
+    with pytest.raises(NotImplementedError, match=r"bias: wanted None, got an array"):
+        run(bias=jax.numpy.zeros((1, 1, 20, 20), query.dtype))
+    wide = [jax.numpy.tile(x, 30) for x in (query, key, value)]
+    with pytest.raises(NotImplementedError, match=r"query: wanted a width of at most 256, got 480"):
+        local_attention(*wide, implementation=kernel)

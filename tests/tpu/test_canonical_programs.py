@@ -1,0 +1,42 @@
+"""The canonical kernels, compiled for TPUs: a tile is the same program in calls of all lengths and batches."""
+
+import functools
+
+import jax
+import pytest
+
+from energy_attn import attention
+from tests.support import tpu_tiles
+from tests.support.tpu import compiled, every_chip
+from tests.support.tpu_schedule import alone
+
+pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
+KERNELS = {
+    *("softmax_leaves", "softmax_parts", "to_queries_leaves", "to_queries_parts"),
+    *("to_keys", "tangent_leaves", "tangent_parts"),
+}
+
+
+def test_a_tile_is_one_program():
+    """A constant of a tile that depends on the lengths of a call, by which its numbers would be computed otherwise."""
+    found = alone(tpu_tiles.__name__, "v5e", "v5p")
+    for chip, calls in found.items():
+        assert len(calls) == len(tpu_tiles.CALLS)
+        for kernels in calls:
+            assert kernels.keys() == KERNELS, chip
+            assert kernels == calls[0], chip
+            # a product, an exponential and a sum of 128 rows and 256 keys
+            assert {"vadd.f32", "vmul.f32", "vpop.erf"} <= kernels["softmax_leaves"].keys()
+
+
+@every_chip
+def test_widest(chip):
+    """Tiles of the widest heads that the kernel takes and that do not fit on a chip; a call that goes to another."""
+    run = functools.partial(attention, is_causal=True, reproducible=True)
+
+    def with_gradients(*arrays):
+        out, back = jax.vjp(run, *arrays)
+        return out, back(out)
+
+    shapes = [("float32", 1, n, heads, 256) for n, heads in ((600, 4), (900, 2), (900, 2))]
+    compiled(chip, with_gradients, *shapes, kernels=5)
