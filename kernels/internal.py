@@ -89,6 +89,11 @@ from .dispatch._derivative import tangent_along as tangent_along
 from .dispatch._derivative import wanting as wanting
 from .dispatch._lowering import PLATFORMS as PLATFORMS
 from .dispatch._lowering import platform_here as platform_here
+from .dispatch._over_keys import QUERY_COTANGENT as QUERY_COTANGENT
+from .dispatch._over_keys import STATE as STATE
+from .dispatch._over_keys import TANGENT as TANGENT
+from .dispatch._over_keys import Call as Call
+from .dispatch._over_keys import FoldOfRows as FoldOfRows
 from .dispatch._overlap import overlap_transfer as overlap_transfer
 from .dispatch._registry import attend as attend
 from .dispatch._registry import candidates as candidates
@@ -130,8 +135,6 @@ from .xla._by_head import backward_by_head as backward_by_head
 from .xla._canonical import Canonical as Canonical
 from .xla._canonical_call import FORMAT as FORMAT
 from .xla._canonical_call import LEAF as LEAF
-from .xla._canonical_call import CanonicalCall as CanonicalCall
-from .xla._canonical_call import Part as Part
 from .xla._canonical_tree import Fold as Fold
 from .xla._canonical_tree import folded as folded
 from .xla._canonical_tree import insert as insert

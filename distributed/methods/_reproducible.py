@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,16 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    LEAF,
+    QUERY_COTANGENT,
+    STATE,
+    TANGENT,
     Attention,
+    Call,
     Candidate,
     Canonical,
-    CanonicalCall,
+    FoldOfRows,
     KernelCall,
     Operands,
-    Part,
     check_call_of,
     function_call,
     is_reproducible,
@@ -141,7 +143,7 @@ class _Across(Canonical):
                 )
 
     def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
-        return self._of_rows(super().forward_and_rest(self._with_all_keys(call)))
+        return self._fold(STATE, call)
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
@@ -150,13 +152,13 @@ class _Across(Canonical):
         if not self.folds_own:
             key, value = self._all((directions.key, directions.value))
             directions = directions._replace(key=key, value=value)
-        return self._of_rows(super().tangent(self._with_all_keys(call), state, directions))
+        return self._fold(TANGENT, call, state, directions)
 
     def query_cotangent(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Array:
-        state, cotangent = vary_together((state, cotangent), self.axes)
-        return self._of_rows(super().query_cotangent(self._with_all_keys(call), state, cotangent))
+        given = vary_together((state, cotangent), self.axes)
+        return self._fold(QUERY_COTANGENT, call, *given)
 
     def key_cotangents(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -169,29 +171,30 @@ class _Across(Canonical):
                 query_segments=self._all(operands.query_segments),
             )
             state, cotangent = self._all((state, cotangent))
-        return super().key_cotangents(call._replace(operands=operands), state, cotangent)
+        return Call(operands, call.settings).key_cotangents(state, cotangent)
 
-    def _of(self, call: KernelCall) -> CanonicalCall:
-        leaves = self.run // LEAF if self.folds_own and self.run is not None else 0
-        # of a number of leaves that is no power of two, each run has several nodes of the tree
-        part = Part(leaves & -leaves, lambda x: jax.tree.map(self._stacked, x)) if leaves else None
-        return CanonicalCall(call.operands, call.settings, self.in_order, part)
+    def _fold(self, fold: FoldOfRows, call: KernelCall, *others: Any) -> Any:
+        """The results for rows, whose type does not vary where all devices have the same queries."""
+        of = Call(self._with_all_keys(call.operands), call.settings)
+        if not self.folds_own or self.run is None:
+            results = fold.whole(of, *others)
+        else:
+            nodes, numbers = fold.nodes(of, self.run, *others)
+            nodes = [lax.collapse(self._stacked(x), 0, 2) for x in nodes]
+            numbers = lax.collapse(self._stacked(numbers).swapaxes(0, 1), 1, 3)
+            results = fold.of_nodes(of, nodes, numbers, *others)
+        return results if self.queries_sharded else as_invariant(results, self.axes)
 
     def _stacked(self, x: Array) -> Array:
         return moved(lambda x: lax.all_gather(x, self.axes), x)
 
-    def _with_all_keys(self, call: KernelCall) -> KernelCall:
-        operands = vary_together(call.operands, self.axes)
+    def _with_all_keys(self, operands: Operands) -> Operands:
+        operands = vary_together(operands, self.axes)
         if self.folds_own:
-            return call._replace(operands=operands)
+            return operands
         names = "key", "value", "key_positions", "key_segments"
-        every = {name: self._all(getattr(operands, name)) for name in names}
-        return call._replace(operands=operands._replace(**every))
+        return operands._replace(**{name: self._all(getattr(operands, name)) for name in names})
 
     def _all(self, tree: Tree) -> Tree:
         """Arrays `[B, L, ...]` of which each device has a part of `L`, whole."""
         return jax.tree.map(lambda x: joined(x, self.axes, 1), tree)
-
-    def _of_rows(self, results: Tree) -> Tree:
-        """Results by rows, whose type does not vary where all devices have the same queries."""
-        return results if self.queries_sharded else as_invariant(results, self.axes)

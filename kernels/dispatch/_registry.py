@@ -191,7 +191,7 @@ def attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands)
     do.
     """
     operands = vary_together(operands)
-    kernels, _ = _accepting(names, settings, operands)
+    kernels, _ = accepting(names, settings, operands)
     if operands.key_scale is not None:
         operands = without_lengths(operands)
         return attend_eight_bits(attend, names, kernels, settings, operands)
@@ -212,7 +212,7 @@ def explain(
     `operands` may be `jax.ShapeDtypeStruct`s. Without a device, GPUs are of the class of H100. Raises as
     `attend`.
     """
-    kernels, declined = _accepting(names, settings, operands)
+    kernels, declined = accepting(names, settings, operands)
     program = Program(platform, device=device, call=KernelCall(operands, settings))
     chosen = first_fitting(kernels, program)
     declined |= {
@@ -223,7 +223,7 @@ def explain(
     return Explanation(chosen.name, tuple((name, declined[name]) for name in made))
 
 
-def _accepting(
+def accepting(
     names: Sequence[Candidate], settings: Settings, operands: Operands
 ) -> tuple[tuple[AbstractKernel, ...], dict[str, str]]:
     """The kernels that take a call, up to the first that runs everywhere, and why others decline."""

@@ -8,6 +8,7 @@ beside them, change a bit.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from ..masks._abstract import AbstractMask
 from ..masks._lengths import Lengths
 from ._blockwise import cast_like, empty_like
 from ._canonical_call import LEAF, CanonicalCall, Tile, check_not_learnt, check_whole
-from ._canonical_passes import over_keys, over_queries
+from ._canonical_passes import OverKeys, over_queries
 from ._canonical_tiles import (
     Part,
     backward_rows,
@@ -78,11 +79,16 @@ class Canonical(AbstractKernel):
 
     def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
         """`forward`, and the rounding error of `lse`."""
-        (operands, settings, _), of = call, self._of(call)
+        operands, settings, _ = call
         if _is_empty(operands):
-            state, sink = empty_like(settings, operands), of.sink()
+            state, sink = empty_like(settings, operands), self._of(call).sink()
             state = state if sink is None else state._replace(lse=sink)
             return state, jnp.zeros_like(state.lse)
+        return self.rounded_state(call, self.state_over_keys(call).whole())
+
+    def state_over_keys(self, call: KernelCall) -> OverKeys:
+        """The softmax of each row over leaves."""
+        operands, of = call.operands, self._of(call)
         heads, width = operands.value.shape[2:]
 
         def term(given: tuple, tile: Tile, key: Array, value: Array) -> Part:
@@ -95,16 +101,16 @@ class Canonical(AbstractKernel):
 
         none = of.empty(heads, of.rows)
         identity = Part(none - jnp.inf, none, of.empty(heads, of.rows, width))
-        out, lse, rest = over_keys(
-            of,
-            (operands.query, of.sink()),
-            operands[1:3],
-            identity,
-            term,
-            join_parts,
-            finish,
-        )
-        return AttentionState(without_signs(out.astype(out_dtype(operands, settings))), lse), rest
+        rows = operands.query, of.sink()
+        return OverKeys(of, rows, operands[1:3], identity, term, join_parts, finish)
+
+    def rounded_state(
+        self, call: KernelCall, found: tuple[Array, Array, Array]
+    ) -> tuple[AttentionState, Array]:
+        """The state, from the results of `state_over_keys`."""
+        out, lse, rest = found
+        out = out.astype(out_dtype(call.operands, call.settings))
+        return AttentionState(without_signs(out), lse), rest
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -123,25 +129,34 @@ class Canonical(AbstractKernel):
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Array:
         """That of the queries of a call, in the dtype of the scores: folded over leaves."""
+        if _is_empty(call.operands):
+            return self._of(call).empty(*call.operands.query.shape)
+        return self.rounded_query(call, self.query_over_keys(call, state, cotangent).whole())
+
+    def query_over_keys(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> OverKeys:
+        """The gradient of each row over leaves."""
         query, key, value = call.operands[:3]
         of = self._of(call)
-        if _is_empty(call.operands):
-            return of.empty(*query.shape)
 
         def to_queries(given: tuple, tile: Tile, key: Array, value: Array) -> Array:
             rows = backward_rows(*given)
             scores, pullback = of.scores_and_pullback(rows.query, key, tile)
             return weighed_sum(pullback(d_scores(rows, scores, value)[1]), key)
 
-        return over_keys(
-            of,
-            _given_rows(query, state, cotangent),
-            (key, value),
-            of.empty(key.shape[2], of.rows, query.shape[-1]),
-            to_queries,
-            jnp.add,
-            lambda _, x: x * of.scale,
-        )
+        none = of.empty(key.shape[2], of.rows, query.shape[-1])
+        rows = _given_rows(query, state, cotangent)
+
+        def scaled(_: tuple, x: Array) -> Array:
+            return x * of.scale
+
+        return OverKeys(of, rows, (key, value), none, to_queries, jnp.add, scaled)
+
+    def rounded_query(self, call: KernelCall, found: Array) -> Array:
+        """The gradient, from the results of `query_over_keys`."""
+        del call
+        return found
 
     def key_cotangents(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -172,7 +187,7 @@ class Canonical(AbstractKernel):
             (key, value),
             (of.empty(heads, LEAF, key.shape[-1]), of.empty(heads, LEAF, value.shape[-1])),
             to_keys,
-            lambda a, b: jax.tree.map(jnp.add, a, b),
+            _add,
             lambda x: (x[0] * of.scale, x[1]),
         )
 
@@ -180,10 +195,15 @@ class Canonical(AbstractKernel):
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
         """Folded over leaves."""
-        operands = call.operands
-        if _is_empty(operands):
+        if _is_empty(call.operands):
             return AttentionState(*map(jnp.zeros_like, state))
-        of = self._of(call)
+        return self.rounded_tangent(state, self.tangent_over_keys(call, state, directions).whole())
+
+    def tangent_over_keys(
+        self, call: KernelCall, state: AttentionState, directions: Operands
+    ) -> OverKeys:
+        """The tangent of each row over leaves."""
+        operands, of = call.operands, self._of(call)
         heads, width = operands.value.shape[2:]
         moved = [x for x in directions[1:3] if x is not None]
 
@@ -219,15 +239,13 @@ class Canonical(AbstractKernel):
             return jnp.where(holds_keys(lse)[..., None], change, 0.0), energy
 
         none = of.empty(heads, of.rows)
-        out, lse = over_keys(
-            of,
-            (operands.query, directions.query, state.out, state.lse, of.sink()),
-            (*operands[1:3], *moved),
-            (of.empty(heads, of.rows, width), none, none),
-            term,
-            lambda a, b: jax.tree.map(jnp.add, a, b),
-            finish,
-        )
+        rows = operands.query, directions.query, state.out, state.lse, of.sink()
+        identity = of.empty(heads, of.rows, width), none, none
+        return OverKeys(of, rows, (*operands[1:3], *moved), identity, term, _add, finish)
+
+    def rounded_tangent(self, state: AttentionState, found: tuple[Array, Array]) -> AttentionState:
+        """The tangent, from the results of `tangent_over_keys`."""
+        out, lse = found
         return AttentionState(without_signs(out.astype(state.out.dtype)), without_signs(lse))
 
     def _of(self, call: KernelCall) -> CanonicalCall:
@@ -241,6 +259,10 @@ class Canonical(AbstractKernel):
 
 def _is_empty(operands: Operands) -> bool:
     return 0 in (*operands.query.shape[:2], operands.key.shape[1])
+
+
+def _add(a: Any, b: Any) -> Any:
+    return jax.tree.map(jnp.add, a, b)
 
 
 def _given_rows(query: Array, state: AttentionState, cotangent: AttentionState) -> tuple:

@@ -1,6 +1,6 @@
 """The operands of a canonical call, its scores in tiles, and what of a call is declined."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -74,31 +74,17 @@ class Sizes(NamedTuple):
     rows: int
 
 
-class Part(NamedTuple):
-    """Some of the keys that the rows of a call see, beside those on other devices.
-
-    Attributes:
-        leaves: a power of two: each so many leaves, from a number that is a multiple of it on, are on one device.
-        gather: returns arrays of all devices, on a leading axis.
-    """
-
-    leaves: int
-    gather: Callable[[Any], Any]
-
-
 class CanonicalCall:
-    """The operands of a call beside the slots of its keys, which are all that its rows see unless it has a `part`."""
+    """The operands of a call beside the slots of its keys."""
 
     def __init__(
         self,
         operands: Operands,
         settings: Settings,
         in_order: bool,
-        part: Part | None = None,
         sizes: Sizes | None = None,
     ):
         leaf, rows = (LEAF, None) if sizes is None else sizes
-        self.part = part
         self.counted = operands.query_positions is None
         self.operands = operands = positioned(operands)
         assert operands.query_positions is not None and operands.key_positions is not None

@@ -1,7 +1,7 @@
 """The two passes over the tiles of a call: folds over keys for tiles of rows, over queries for leaves of keys."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,91 +14,130 @@ from ._canonical_slots import AbstractSlots, InOrder, Scattered, entry
 from ._each import each
 
 
-def over_keys(
-    call: CanonicalCall,
-    rows: Any,
-    keys: Sequence[Array],
-    identity: Any,
-    term: Callable[..., Any],
-    join: tree.Join,
-    finish: Callable[[Any, Any], Any],
-) -> Any:
+class OverKeys(NamedTuple):
     """`finish(rows, fold of term(rows, tile, *keys) over the leaves)` for each tile of rows.
 
     `rows` are arrays `[B, T, N, W]` or `[B, T, N]`, of which a tile is `[K, rows, W]`; `keys` are arrays
     `[B, S, K, W]`, of which a leaf is `[K, LEAF, W]`. Rows of all query heads of a key head fill tiles together,
     wherever they are: a row's sums do not depend on its place.
     """
-    count = -(-call.queries * call.group // call.rows)
-    rows = jax.tree.map(lambda x: in_tiles(x, call), rows)
-    of_rows = (
-        rows_of(x, call) for x in (call.operands.query_positions, call.operands.query_segments)
-    )
-    side = Side(*of_rows)  # pyright: ignore[reportArgumentType]
-    following, held = _following(call.met(side)), call.held
-    first_heads = jnp.arange(call.key_heads, dtype=jnp.int32)[:, None] * call.group
 
-    def row_of(n: Array) -> Any:
-        batch, index = _digits(n, count)
-        return jax.tree.map(lambda x: x[batch, index].astype(call.dtype), rows)
+    call: CanonicalCall
+    rows: Any
+    keys: Sequence[Array]
+    identity: Any
+    term: Callable[..., Any]
+    join: tree.Join
+    finish: Callable[[Any, Any], Any]
 
-    def over_leaves(n: Array, first: Array, stop: Array) -> Any:
-        batch, index = _digits(n, count)
-        row = row_of(n)
-        at, live, numbers = (
-            side.at(batch, index),
-            entry(following, batch)[index],
-            entry(held.numbers, batch),
+    def whole(self) -> Any:
+        """The results, over all leaves."""
+        held, row_of = self.call.held, self._row_of()
+        fold = self._folds()
+
+        def one(n: Array) -> Any:
+            return self.finish(row_of(n), fold(n, jnp.zeros_like(n), jnp.full_like(n, held.tiles)))
+
+        return self._results(one)
+
+    def nodes(self, leaves: int) -> tuple[list[Array], Int[Array, "b nodes"]]:
+        """The folds over so many leaves at a time, `[nodes, B, T, N, ...]`, and the number of a leaf of each, or -1.
+
+        There must be a power of two of them, of which the first has a number that is a multiple of it.
+        """
+        call, held, fold = self.call, self.call.held, self._folds()
+        count = -(-held.tiles // leaves)
+
+        def one(n: Array) -> Any:
+            tile, node = _digits(n, count)
+            first = node * leaves
+            return fold(tile, first, jnp.minimum(first + leaves, held.tiles))
+
+        found = each(one, self._tiles() * count, call.operands.query)
+
+        def of_each(x: Array) -> Array:
+            x = x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
+            return jax.vmap(lambda x: from_tiles(x, call))(x)
+
+        numbers = jnp.broadcast_to(node_numbers(held, leaves), (call.batch, count))
+        return [of_each(x) for x in jax.tree.leaves(found)], numbers
+
+    def of_nodes(self, nodes: Sequence[Array], numbers: Int[Array, "b nodes"]) -> Any:
+        """The results, over nodes of all devices."""
+        call, row_of = self.call, self._row_of()
+        in_each = jax.vmap(lambda x: in_tiles(x, call))
+        items = jax.tree.unflatten(jax.tree.structure(self.identity), map(in_each, nodes))
+
+        def one(n: Array) -> Any:
+            batch, index = _digits(n, self._tiles() // call.batch)
+            some = jax.tree.map(lambda x: x[:, batch, index], items)
+            whole = tree.folded(numbers[batch], some, self.identity, self.join)
+            return self.finish(row_of(n), whole)
+
+        return self._results(one)
+
+    def _tiles(self) -> int:
+        call = self.call
+        return call.batch * -(-call.queries * call.group // call.rows)
+
+    def _row_of(self) -> Callable[[Array], Any]:
+        call = self.call
+        rows, count = jax.tree.map(lambda x: in_tiles(x, call), self.rows), self._tiles()
+
+        def row_of(n: Array) -> Any:
+            batch, index = _digits(n, count // call.batch)
+            return jax.tree.map(lambda x: x[batch, index].astype(call.dtype), rows)
+
+        return row_of
+
+    def _folds(self) -> Callable[[Array, Array, Array], Any]:
+        """The fold of the `n`-th tile over leaves from one number to another."""
+        call, held, row_of = self.call, self.call.held, self._row_of()
+        of_rows = (
+            rows_of(x, call) for x in (call.operands.query_positions, call.operands.query_segments)
         )
-        numbered = index * call.rows + jnp.arange(call.rows, dtype=jnp.int32)
-        queries, members = _digits(numbered, call.group)
-        queries = jnp.minimum(queries, call.queries - 1)
+        side = Side(*of_rows)  # pyright: ignore[reportArgumentType]
+        following = _following(call.met(side))
+        first_heads = jnp.arange(call.key_heads, dtype=jnp.int32)[:, None] * call.group
+        count = self._tiles() // call.batch
 
-        def one_leaf(carry: tuple[Array, tree.Fold]) -> tuple[Array, tree.Fold]:
-            leaf, fold = carry
-            tokens = held.tokens(batch, leaf)
-            of_keys = call.keys.at(batch, leaf)
-            tile = Tile(batch, first_heads + members[None], queries, tokens, at, of_keys)
-            item = term(row, tile, *held.read(keys, batch, batch, leaf, call.dtype))
-            return live[leaf + 1], tree.insert(fold, numbers[leaf], item, join)
+        def fold(n: Array, first: Array, stop: Array) -> Any:
+            batch, index = _digits(n, count)
+            row = row_of(n)
+            at, live, numbers = (
+                side.at(batch, index),
+                entry(following, batch)[index],
+                entry(held.numbers, batch),
+            )
+            numbered = index * call.rows + jnp.arange(call.rows, dtype=jnp.int32)
+            queries, members = _digits(numbered, call.group)
+            queries = jnp.minimum(queries, call.queries - 1)
 
-        begin = live[first], tree.start(identity, held.depth, numbers[live[first]])
-        _, fold = lax.while_loop(lambda carry: carry[0] < stop, one_leaf, begin)
-        return tree.result(fold, join)
+            def one_leaf(carry: tuple[Array, tree.Fold]) -> tuple[Array, tree.Fold]:
+                leaf, fold = carry
+                tokens = held.tokens(batch, leaf)
+                of_keys = call.keys.at(batch, leaf)
+                tile = Tile(batch, first_heads + members[None], queries, tokens, at, of_keys)
+                item = self.term(row, tile, *held.read(self.keys, batch, batch, leaf, call.dtype))
+                return live[leaf + 1], tree.insert(fold, numbers[leaf], item, self.join)
 
-    tiles = call.batch * count
-    if call.part is None:
+            begin = live[first], tree.start(self.identity, held.depth, numbers[live[first]])
+            _, fold = lax.while_loop(lambda carry: carry[0] < stop, one_leaf, begin)
+            return tree.result(fold, self.join)
 
-        def whole(n: Array) -> Any:
-            return over_leaves(n, jnp.zeros_like(n), jnp.full_like(n, held.tiles))
-    else:
-        size, gather = call.part
-        units = -(-held.tiles // size)
+        return fold
 
-        def one_unit(n: Array) -> Any:
-            tile, unit = _digits(n, units)
-            first = unit * size
-            return over_leaves(tile, first, jnp.minimum(first + size, held.tiles))
-
-        nodes = each(one_unit, tiles * units, call.operands.query)
-        nodes = jax.tree.map(lambda x: x.reshape(tiles, units, *x.shape[1:]), nodes)
-        nodes, numbers = gather((nodes, _unit_numbers(held, size)))
-
-        def whole(n: Array) -> Any:
-            batch, _ = _digits(n, count)
-            items = jax.tree.map(lambda x: lax.collapse(x[:, n], 0, 2), nodes)
-            numbered = lax.collapse(entry(numbers.swapaxes(0, 1), batch), 0, 2)
-            return tree.folded(numbered, items, identity, join)
-
-    found = each(lambda n: finish(row_of(n), whole(n)), tiles, call.operands.query)
-    return jax.tree.map(lambda x: held.checked(from_tiles(x, call)), found)
+    def _results(self, one: Callable[[Array], Any]) -> Any:
+        call = self.call
+        found = each(one, self._tiles(), call.operands.query)
+        return jax.tree.map(lambda x: call.held.checked(from_tiles(x, call)), found)
 
 
-def _unit_numbers(held: AbstractSlots, size: int) -> Int[Array, "b units"]:
-    """The number of some leaf of each `size` leaves, -1 where there is no key."""
+def node_numbers(held: AbstractSlots, leaves: int) -> Int[Array, "b nodes"]:
+    """The number of some leaf of each so many leaves, -1 where there is no key."""
     numbers = jnp.where((held.positions >= 0).any(-1), held.numbers, -1)
-    numbers = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % size)), constant_values=-1)
-    return numbers.reshape(len(numbers), -1, size).max(-1)
+    numbers = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % leaves)), constant_values=-1)
+    return numbers.reshape(numbers.shape[0], -1, leaves).max(-1)
 
 
 def over_queries(
@@ -112,7 +151,7 @@ def over_queries(
 ) -> Any:
     """`finish(fold of term(rows, tile, *keys) over tiles of queries and heads)` for each leaf of keys.
 
-    Arguments as in `over_keys`. A query's place in its tile is that of its position.
+    Arguments as those of `OverKeys`. A query's place in its tile is that of its position.
     """
     operands, group, held = call.operands, call.group, call.held
     positions: Any = operands.query_positions

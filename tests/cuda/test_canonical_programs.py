@@ -5,11 +5,16 @@ import re
 
 import jax
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from energy_attn import attention
 from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.pallas.canonical._kernel import CanonicalGPU
+from tests.support.canonical_programs import (
+    gradients_over_a_mesh,
+    sent_in_nodes,
+    step_over_a_cache,
+)
 from tests.support.machine_code import allocated
 from tests.support.target import nodes
 
@@ -71,3 +76,14 @@ def test_registers(tmp_path):
     spilled = {name: size for file in tmp_path.glob("*.ptx") for name, size, _ in allocated(file)}
     kernels = "attention_canonical_softmax_leaves", "attention_canonical_softmax_parts"
     assert [spilled[name] for name in kernels] == ["0", "0"]
+
+
+def test_over_a_mesh():
+    """Keys that a step over a cache sends or copies, or more nodes than blocks; a gradient that devices add up."""
+    mesh = Mesh(nodes(1, 4).devices.reshape(-1), ("device",))
+    for blocks in (1, 4):
+        program = step_over_a_cache(mesh, blocks)
+        assert sent_in_nodes(program) == pytest.approx(blocks, rel=0.01)
+        memory = program.memory_analysis()
+        assert memory.temp_size_in_bytes < memory.argument_size_in_bytes / 4
+    assert gradients_over_a_mesh(mesh) == {("all-gather", True), ("all-reduce", False)}

@@ -3,11 +3,18 @@
 import functools
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from energy_attn import attention
 from tests.support import tpu_tiles
-from tests.support.tpu import compiled, every_chip
+from tests.support.canonical_programs import (
+    gradients_over_a_mesh,
+    sent_in_nodes,
+    step_over_a_cache,
+)
+from tests.support.tpu import compiled, devices, every_chip
 from tests.support.tpu_schedule import alone
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
@@ -40,3 +47,15 @@ def test_widest(chip):
 
     shapes = [("float32", 1, n, heads, 256) for n, heads in ((600, 4), (900, 2), (900, 2))]
     compiled(chip, with_gradients, *shapes, kernels=5)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p"])
+def test_over_a_mesh(chip):
+    """Keys that a step over a cache sends, or nodes that grow with its blocks; a gradient that devices add up."""
+    mesh = Mesh(np.array(devices(chip)[:4]), ("device",))
+    for blocks in (1, 4):
+        assert sent_in_nodes(step_over_a_cache(mesh, blocks)) == pytest.approx(blocks, rel=0.01)
+    if chip == "v5p":  # JAX 0.10.2 cannot read the text of the other program (async-update)
+        return
+    # the sum of the outputs is one number
+    assert gradients_over_a_mesh(mesh) == {("all-gather", True), ("all-reduce", False)}

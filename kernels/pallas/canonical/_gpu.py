@@ -20,20 +20,21 @@ PROGRAMS = 512  # at most, each of which folds own tiles in turn
 def fold(
     program: Program, own: Side, other: Side, walk: Walk, seen: Seen, *, interpret: bool
 ) -> list[Array]:
-    """The results of a program for each own tile and part, `[B, tiles, parts, K, size(, W)]`."""
+    """The results of a program for each own tile and part, `[B, tiles, parts, size, K(, W)]`."""
     batch, tiles, parts = walk.first.shape
     like = next(iter(own.arrays.values()))
-    heads, size = like.shape[2:4]
+    size, heads = like.shape[2:4]
     total = batch * tiles * parts * heads
     programs, depth = min(total, PROGRAMS), (walk.most - 1).bit_length() + 1
     sizes = tiles, parts, heads, walk.numbers.shape[1], total, programs
-    shapes = [(size,) if x.width is None else (size, x.width) for x in program.results]
+    shapes = [(size, heads) if x.width is None else (size, heads, x.width) for x in program.results]
     scratch = [
         *(((programs * depth, size, n), jnp.float32) for n in program.widths),
         ((programs * depth,), jnp.int32),
     ]
     types = [
-        ((total, *shape), x.dtype) for x, shape in zip(program.results, shapes, strict=True)
+        ((total // heads, *shape), x.dtype)
+        for x, shape in zip(program.results, shapes, strict=True)
     ] + scratch
     (found,) = pl.pallas_call(
         functools.partial(_kernel, program, seen, interpret),
@@ -45,15 +46,15 @@ def fold(
     )(
         jnp.stack([jnp.int32(x) for x in (*sizes, depth)]),
         *(x.reshape(-1) for x in walk[:3]),
-        *((_flat(x.arrays, 3), _flat(x.ids, 2)) for x in (own, other)),
+        *((_flat(x.arrays), _flat(x.ids)) for x in (own, other)),
     )
     pairs = zip(found, shapes, strict=False)
-    return [x.reshape(batch, tiles, parts, heads, *shape) for x, shape in pairs]
+    return [x.reshape(batch, tiles, parts, *shape) for x, shape in pairs]
 
 
-def _flat(arrays: Any, axes: int) -> Any:
-    """Arrays with their first axes as one, so that no stride depends on the sizes of a call."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), arrays)
+def _flat(arrays: Any) -> Any:
+    """Arrays with their first two axes as one, so that no stride depends on the sizes of a call."""
+    return jax.tree.map(lambda x: lax.collapse(x, 0, 2), arrays)
 
 
 def _kernel(
@@ -104,12 +105,12 @@ def _kernel(
         at, head = _divided(work, heads)
         tile, part = _divided(at, parts)
         batch = lax.div(tile, tiles)
-        blocks, ids = _loaded(own, tile * heads + head, tile)
+        blocks, ids = _loaded(own, tile, head)
 
         def step(index: Array, carry: tuple[Array, Array, Item]) -> tuple[Array, Array, Item]:
             count, last, node = carry
             place = batch * others + index
-            there, other_ids = _loaded(other, place * heads + head, place)
+            there, other_ids = _loaded(other, place, head)
             pairs = seen(tuple(x.T for x in ids), other_ids)
             item = program.term(blocks, there, pairs)
             number = numbers[place]
@@ -133,7 +134,7 @@ def _kernel(
         _, node = raised(node, count, None)
         for ref, x in zip(results, program.finish(blocks, node), strict=True):
             x = x.reshape(x.shape[1:]) if x.shape[0] == 1 else x
-            triton.store(_block(ref, work), x.astype(ref.dtype))
+            triton.store(_block(ref, at, head), x.astype(ref.dtype))
         return turn
 
     turns = lax.div(total - this + programs - 1, programs)
@@ -145,11 +146,11 @@ def _divided(x: Array, size: Array) -> tuple[Array, Array]:
 
 
 def _loaded(
-    side: tuple[Blocks, tuple[Ref, ...]], place: Array, tile: Array
+    side: tuple[Blocks, tuple[Ref, ...]], tile: Array, head: Array
 ) -> tuple[Blocks, tuple[Array, ...]]:
-    """The arrays of a tile, with zeros where there is nothing, and its ids, numbers as rows of two axes."""
+    """The arrays of a tile and a head, with zeros where there is nothing, and its ids, numbers as rows of two axes."""
     arrays, refs = side
-    found = {name: triton.load(_block(x, place)) for name, x in arrays.items()}
+    found = {name: triton.load(_block(x, tile, head)) for name, x in arrays.items()}
     found = {name: x if x.ndim == 2 else x[None] for name, x in found.items()}
     ids = tuple(triton.load(_block(x, tile))[None] for x in refs)
     if ids:
@@ -162,11 +163,11 @@ def _loaded(
     return found, ids
 
 
-def _block(ref: Ref, place: Array) -> Any:
-    """An entry along the first axis."""
-    numbers = [lax.iota(jnp.int32, size) for size in ref.shape[1:]]
-    axes = range(len(numbers))
-    indices = (
-        jnp.expand_dims(x, [axis for axis in axes if axis != i]) for i, x in enumerate(numbers)
-    )
-    return ref.at[place, *indices]
+def _block(ref: Ref, place: Array, head: Array | None = None) -> Any:
+    """An entry along the first axis, and of a head along the third, if there is one."""
+    rows, *rest = (lax.iota(jnp.int32, size) for size in ref.shape[1:])
+    if head is not None:
+        rest[0] = head
+    if rest and rest[-1].ndim:
+        rows, rest[-1] = rows[:, None], rest[-1][None]
+    return ref.at[place, rows, *rest]

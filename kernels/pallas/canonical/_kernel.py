@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -14,11 +15,13 @@ from ...call._operands import KernelCall, Operands, cotangents, differentiated, 
 from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
+from ...xla._blockwise import cast_like
 from ...xla._canonical_call import LEAF, Sizes, check_not_learnt, check_whole
 from .._rows import pairs_of
 from ..gpu._chip import named_gpu
 from . import _programs as programs
-from ._sides import Sides, width_of
+from ._over_keys import OverKeys
+from ._sides import Sides, given, width_of
 
 MOST_WIDTH = 256  # whose tiles are on a chip together
 
@@ -60,49 +63,65 @@ class AbstractCanonical(AbstractKernel):
 
     def forward(self, call: KernelCall) -> AttentionState:
         """The softmax over leaves, joined."""
-        sides = self._sides(call, self.in_order)
+        return self.rounded_state(call, self.state_over_keys(call).whole())[0]
+
+    def state_over_keys(self, call: KernelCall) -> OverKeys:
+        """The state of each row over leaves."""
         operands, settings, _ = call
-        width = operands.value.shape[-1]
-        program = programs.softmax(settings.scale, width_of(width), out_dtype(operands, settings))
-        found = self._over_keys(call, sides, program, {"query": operands.query}, {})
-        out, lse = map(sides.of_rows, found)
-        return AttentionState(out[..., :width], lse)
+        width, dtype = operands.value.shape[-1], out_dtype(operands, settings)
+        program = programs.softmax(settings.scale, width_of(width), dtype)
+        return self._over_keys(call, program, {"query": operands.query}, {}, width)
+
+    def rounded_state(self, call: KernelCall, found: list[Array]) -> tuple[AttentionState, Array]:
+        """The state, from the results of `state_over_keys`; what rounding took from it is not known."""
+        out, lse = found
+        return AttentionState(out, lse), jnp.zeros_like(lse)
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         """Gradients of queries are folded over leaves, those of keys and values over tiles of queries."""
-        check_not_learnt(call.operands, call.settings)
-        query, key, value = call.operands[:3]
+        given = call, state, cotangent
         zeros = jax.tree.map(jnp.zeros_like, differentiated(call.operands))
-        rows = {"query": query, "d_out": cotangent.out.astype(value.dtype), "out": state.out}
-        rows |= {"lse": state.lse} | _given(d_lse=cotangent.lse)
-        return cotangents(
-            self.query_cotangent(call, rows), *self.key_cotangents(call, rows), zeros.bias
+        found = cotangents(
+            self.query_cotangent(*given),
+            *self.key_cotangents(*given),
+            zeros.bias,
+            zeros.score_arrays,
         )
+        return cast_like(found, call.operands)
 
-    def query_cotangent(self, call: KernelCall, rows: dict[str, Array]) -> Array:
-        """That of the queries of a call, whose rows have `query`, `d_out`, `out`, `lse` and perhaps `d_lse`."""
-        sides = self._sides(call, self.in_order)
-        query, width = call.operands.query, call.operands.query.shape[-1]
-        program = programs.to_queries(call.settings.scale, width_of(width), query.dtype)
-        (found,) = self._over_keys(call, sides, program, rows, {})
-        return sides.of_rows(found)[..., :width]
+    def query_cotangent(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> Array:
+        """That of the queries of a call, in float32."""
+        return self.rounded_query(call, self.query_over_keys(call, state, cotangent).whole())
 
-    def key_cotangents(self, call: KernelCall, rows: dict[str, Array]) -> tuple[Array, Array]:
+    def query_over_keys(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> OverKeys:
+        """The gradient of each row over leaves."""
+        width = call.operands.query.shape[-1]
+        program = programs.to_queries(call.settings.scale, width_of(width))
+        return self._over_keys(call, program, _rows(call, state, cotangent), {}, width)
+
+    def rounded_query(self, call: KernelCall, found: list[Array]) -> Array:
+        """The gradient, from the results of `query_over_keys`."""
+        return found[0]
+
+    def key_cotangents(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> tuple[Array, Array]:
         """Those of the keys and values of a call, likewise."""
+        check_not_learnt(call.operands, call.settings)
         # the sums of a key are over queries alone, so that keys may be read as they lie
         sides = self._sides(call, in_order=True)
         arrays = {"key": call.operands.key, "value": call.operands.value}
         widths = [x.shape[-1] for x in arrays.values()]
-        program = programs.to_keys(
-            call.settings.scale, [width_of(x) for x in widths], [x.dtype for x in arrays.values()]
-        )
-        held, other = sides.queries(rows)
-        walk = sides.over_queries(held)
-        found = self._fold(
-            call, program, sides.keys(arrays), other, walk, lambda k, q: sides.seen(q, k)
-        )
+        program = programs.to_keys(call.settings.scale, [width_of(x) for x in widths])
+        held, other = sides.queries(_rows(call, state, cotangent))
+        walk, keys = sides.over_queries(held), sides.keys(arrays)
+        found = self._fold(call)(program, keys, other, walk, lambda k, q: sides.seen(q, k))
         to_key, to_value = (
             sides.of_keys(x, held)[..., :width] for x, width in zip(found, widths, strict=True)
         )
@@ -112,38 +131,44 @@ class AbstractCanonical(AbstractKernel):
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
         """Folded over leaves."""
-        sides = self._sides(call, self.in_order)
+        return self.rounded_tangent(state, self.tangent_over_keys(call, state, directions).whole())
+
+    def tangent_over_keys(
+        self, call: KernelCall, state: AttentionState, directions: Operands
+    ) -> OverKeys:
+        """The tangent of each row over leaves."""
         width = state.out.shape[-1]
         program = programs.along(call.settings.scale, width_of(width), state.out.dtype)
         rows = {"query": call.operands.query, "out": state.out, "lse": state.lse}
-        rows |= _given(d_query=directions.query)
-        moved = _given(d_key=directions.key, d_value=directions.value)
-        out, lse = map(sides.of_rows, self._over_keys(call, sides, program, rows, moved))
-        return AttentionState(out[..., :width], lse)
+        moved = given(d_key=directions.key, d_value=directions.value)
+        return self._over_keys(call, program, rows | given(d_query=directions.query), moved, width)
 
-    def _sides(self, call: KernelCall, in_order: bool) -> Sides:
-        return Sides(call, self.sizes[call.operands.query.dtype.itemsize], in_order)
+    def rounded_tangent(self, state: AttentionState, found: list[Array]) -> AttentionState:
+        """The tangent, from the results of `tangent_over_keys`."""
+        out, lse = found
+        return AttentionState(out, lse)
 
     def _over_keys(
         self,
         call: KernelCall,
-        sides: Sides,
         program: programs.Program,
         rows: dict[str, Array],
         moved: dict[str, Array],
-    ) -> list[Array]:
-        """The results of a program for rows, by two kernels: one folds leaves in parts, and one the parts."""
-        arrays = {"key": call.operands.key, "value": call.operands.value} | moved
-        own, keys = sides.rows(rows | _given(sink=sides.of.sink())), sides.keys(arrays)
-        walk = sides.over_keys(own).in_parts(self.least_tiles // own.tiles)
-        found = self._fold(call, programs.of_part(program), own, keys, walk, sides.seen)
-        nodes, walk = walk.of_parts(found)
-        own = own._replace(ids=())
-        return self._fold(call, programs.of_parts(program), own, nodes, walk, lambda *_: None)
+        width: int,
+    ) -> OverKeys:
+        keys = {"key": call.operands.key, "value": call.operands.value} | moved
+        sides = self._sides(call, self.in_order)
+        return OverKeys(sides, program, rows, keys, self._fold(call), self.least_tiles, width)
 
-    def _fold(self, call: KernelCall, *args: Any) -> list[Array]:
-        with named_gpu(call.platform):
-            return self.folds().fold(*args, interpret=call.platform not in self.platforms)
+    def _sides(self, call: KernelCall, in_order: bool) -> Sides:
+        return Sides(call, self.sizes[call.operands.query.dtype.itemsize], in_order)
+
+    def _fold(self, call: KernelCall) -> Callable[..., list[Array]]:
+        def fold(*args: Any) -> list[Array]:
+            with named_gpu(call.platform):
+                return self.folds().fold(*args, interpret=call.platform not in self.platforms)
+
+        return fold
 
     @property
     def in_order(self) -> bool:
@@ -204,5 +229,8 @@ class CanonicalGPU(AbstractCanonical):
         return _gpu
 
 
-def _given(**arrays: Array | None) -> dict[str, Array]:
-    return {name: x for name, x in arrays.items() if x is not None}
+def _rows(call: KernelCall, state: AttentionState, cotangent: AttentionState) -> dict[str, Array]:
+    """What the tiles of a backward know of their rows."""
+    d_out = cotangent.out.astype(call.operands.value.dtype)
+    rows = {"query": call.operands.query, "d_out": d_out, "out": state.out, "lse": state.lse}
+    return rows | given(d_lse=cotangent.lse)

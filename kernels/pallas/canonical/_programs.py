@@ -121,7 +121,7 @@ def of_parts(program: Program) -> Program:
     return program._replace(name=f"{program.name}_parts", term=_as_item)
 
 
-def to_queries(scale: float, width: int, dtype: Any) -> Program:
+def to_queries(scale: float, width: int) -> Program:
     """The gradient of queries: sums over their keys."""
 
     def term(rows: Blocks, keys: Blocks, seen: Array) -> Item:
@@ -135,10 +135,12 @@ def to_queries(scale: float, width: int, dtype: Any) -> Program:
         del rows
         return (without_signs(item[0] * scale),)
 
-    return Program("to_queries", term, _add, finish, (0.0,), (width,), (Result(width, dtype),))
+    return Program(
+        "to_queries", term, _add, finish, (0.0,), (width,), (Result(width, jnp.float32),)
+    )
 
 
-def to_keys(scale: float, widths: Sequence[int], dtypes: Sequence[Any]) -> Program:
+def to_keys(scale: float, widths: Sequence[int]) -> Program:
     """The gradients of keys and values: sums over queries."""
 
     def term(keys: Blocks, rows: Blocks, seen: Array) -> Item:
@@ -153,7 +155,7 @@ def to_keys(scale: float, widths: Sequence[int], dtypes: Sequence[Any]) -> Progr
         del keys
         return without_signs(item[0] * scale), without_signs(item[1])
 
-    results = tuple(map(Result, widths, dtypes))
+    results = tuple(Result(width, jnp.float32) for width in widths)
     return Program("to_keys", term, _add, finish, (0.0, 0.0), tuple(widths), results)
 
 

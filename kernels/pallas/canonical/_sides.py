@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
@@ -24,7 +25,8 @@ class Sides:
     def __init__(self, call: KernelCall, sizes: Sizes, in_order: bool):
         self._settings = settings = call.settings
         self.of = of = CanonicalCall(call.operands, settings, in_order, sizes=sizes)
-        self._sizes, operands = sizes, of.operands
+        self.leaf, operands = sizes.leaf, of.operands
+        self._rows = sizes.rows
         self._pairs = pairs_of(operands, settings)
         features = features_of(operands, self._pairs)
         self._has_segments = operands.query_segments is not None
@@ -47,17 +49,18 @@ class Sides:
     def rows(self, arrays: dict[str, Array]) -> Side:
         """Rows of all heads of a key head, `[B, T, N, ...]`, in tiles together."""
         ids = (rows_of(x, self.of) for x in (self.of.operands.query_positions, *self._ids[0]))
-        return self._side({name: in_tiles(x, self.of) for name, x in arrays.items()}, ids)
+        found = {name: in_tiles(x, self.of).swapaxes(2, 3) for name, x in arrays.items()}
+        return self._side(found, ids)
 
     def keys(self, arrays: dict[str, Array]) -> Side:
         """Keys `[B, S, K, W]` by leaves."""
         held = self.of.held
-        found = {name: held.spread(x).swapaxes(2, 3) for name, x in arrays.items()}
+        found = {name: held.spread(x) for name, x in arrays.items()}
         return self._side(found, (held.positions, *map(held.laid, self._ids[1])))
 
     def queries(self, arrays: dict[str, Array]) -> tuple[AbstractSlots, Side]:
         """Queries `[B, T, N, ...]` of one head by their positions, and their slots."""
-        of, size = self.of, self._sizes.rows
+        of, size = self.of, self._rows
         positions, group = of.operands.query_positions, of.group
         assert positions is not None
         held = InOrder(positions, size, True) if of.counted else Scattered(positions, size)
@@ -65,7 +68,7 @@ class Sides:
         def by_member(x: Array) -> Array:
             x = held.spread(x.reshape(*x.shape[:2], of.key_heads, group, *x.shape[3:]))
             x = jnp.moveaxis(x, 4, 2)  # [B, tiles, G, size, K, ...]
-            return lax.collapse(x, 1, 3).swapaxes(2, 3)
+            return lax.collapse(x, 1, 3)
 
         found = {name: by_member(x) for name, x in arrays.items()}
         ids = (held.positions, *map(held.laid, self._ids[0]))
@@ -85,15 +88,21 @@ class Sides:
         return self._walk(met, lax.collapse(numbers, 1, 3), group)
 
     def of_rows(self, x: Array) -> Array:
-        """Results of rows `[B, tiles, 1, K, rows, ...]` as `[B, T, N, ...]`; NaN where two keys are one slot's."""
-        found = from_tiles(lax.collapse(x.squeeze(2), 0, 2), self.of)
-        return self.of.held.checked(found)
+        """Results of rows `[B, tiles, 1, rows, K, ...]` as `[B, T, N, ...]`; NaN where two keys are one slot's."""
+        return self.of.held.checked(self._from_tiles(x.squeeze(2)))
+
+    def of_parts(self, x: Array) -> Array:
+        """Results of parts of rows, `[B, tiles, parts, rows, K, ...]`, as `[parts, B, T, N, ...]`."""
+        return jax.vmap(self._from_tiles, 2)(x)
 
     def of_keys(self, x: Array, queries: AbstractSlots) -> Array:
-        """Results of keys `[B, leaves, 1, K, leaf, W]` as `[B, S, K, W]`, likewise."""
-        found = lax.collapse(x.squeeze(2).swapaxes(2, 3), 1, 3)
+        """Results of keys `[B, leaves, 1, leaf, K, W]` as `[B, S, K, W]`, likewise."""
+        found = lax.collapse(x.squeeze(2), 1, 3)
         held = self.of.held
         return queries.checked(held.checked(held.unlaid(found)))
+
+    def _from_tiles(self, x: Array) -> Array:
+        return from_tiles(lax.collapse(x, 0, 2).swapaxes(1, 2), self.of)
 
     def _met(self, rows: Side) -> Array:
         segments = rows.ids[1] if self._has_segments else None
@@ -106,6 +115,8 @@ class Sides:
             jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (numbers, first, stop)
         )
         consecutive = self.of.counted or isinstance(self.of.held, Scattered)
+        # a leaf without keys, which may be in the middle, is of the same place as that before it
+        numbers = numbers if consecutive else lax.cummax(numbers, axis=1)
         return Walk(numbers, first, stop, numbers.shape[1], consecutive)
 
     def _side(self, arrays: dict[str, Array], ids: Iterable[Array | None]) -> Side:
@@ -123,3 +134,8 @@ def widened(x: Array) -> Array:
 def width_of(width: int) -> int:
     """The width that a tile has for one of an array."""
     return max(_LEAST, 1 << (width - 1).bit_length())
+
+
+def given(**arrays: Array | None) -> dict[str, Array]:
+    """Those that are not None, by name."""
+    return {name: x for name, x in arrays.items() if x is not None}

@@ -14,7 +14,7 @@ class Side(NamedTuple):
     """Queries or keys in tiles.
 
     Attributes:
-        arrays: by name, `[B, tiles, K, size, W]`, or numbers `[B, tiles, K, size]`.
+        arrays: by name, `[B, tiles, size, K, W]`, or numbers `[B, tiles, size, K]`.
         ids: int32 `[B, tiles, size]` each: positions, negative where there is nothing, and what else masks compare;
             none where all is there and all pairs are visible.
     """
@@ -23,10 +23,10 @@ class Side(NamedTuple):
     ids: Ids
 
     @property
-    def tiles(self) -> int:
-        """The number of tiles."""
-        batch, tiles, heads = next(iter(self.arrays.values())).shape[:3]
-        return batch * tiles * heads
+    def sizes(self) -> tuple[int, ...]:
+        """The entries of the batch, the tiles of each, and the key heads."""
+        batch, tiles, _, heads = next(iter(self.arrays.values())).shape[:4]
+        return batch, tiles, heads
 
 
 class Walk(NamedTuple):
@@ -46,32 +46,34 @@ class Walk(NamedTuple):
     most: int
     consecutive: bool
 
-    def in_parts(self, wanted: int) -> "Walk":
-        """The same, of about so many parts, each of one subtree."""
+    def in_parts(self, wanted: int) -> tuple["Walk", Array]:
+        """The same, of about so many parts, each of one subtree, and the numbers of these, `[B, parts]`."""
         count = self.numbers.shape[1]
-        if wanted < 2 or count < 2 or not self.consecutive:
-            return self
-        size = 1 << max((-(-count // wanted) - 1).bit_length(), 0)
+        size = 1 << (max(-(-count // wanted), 1) - 1).bit_length()
         # the first subtree may be cut by the first tile
         parts = -(-(count + size - 1) // size)
-        base = self.numbers[:, :1]
-        begin = base // size * size - base + size * jnp.arange(parts, dtype=jnp.int32)[None]
-        begin = begin[:, None]
-        first, stop = (jnp.clip(x, begin, begin + size) for x in (self.first, self.stop))
-        return Walk(self.numbers, first, stop, size, True)
+        first = self.numbers[:, :1]
+        numbers = first // size + jnp.arange(parts, dtype=jnp.int32)[None]
+        return self._cut((numbers * size - first)[:, None], size), numbers
 
-    def of_parts(self, found: list[Array]) -> tuple[Side, "Walk"]:
+    def in_runs(self, size: int) -> "Walk":
+        """The same, of as many parts as there are runs of so many tiles."""
+        parts = -(-self.numbers.shape[1] // size)
+        return self._cut(size * jnp.arange(parts, dtype=jnp.int32)[None, None], size)
+
+    def _cut(self, begin: Int[Array, "#b 1 parts"], size: int) -> "Walk":
+        first, stop = (jnp.clip(x, begin, begin + size) for x in (self.first, self.stop))
+        return self._replace(first=first, stop=stop, most=size)
+
+    def of_parts(self, found: list[Array], numbers: Array) -> tuple[Side, "Walk"]:
         """The items of parts, `[B, tiles, parts, ...]`, as the other side, and which each own tile is folded with."""
         batch, tiles, parts = self.first.shape
         arrays = {str(i): lax.collapse(x, 1, 3) for i, x in enumerate(found)}
-        numbers = self.numbers[:, :1] // self.most + jnp.arange(parts, dtype=jnp.int32)[None]
         first = parts * jnp.arange(tiles, dtype=jnp.int32)[None, :, None]
         first = jnp.broadcast_to(first, (batch, tiles, 1))
-        return Side(arrays, ()), Walk(
-            jnp.tile(numbers, (1, tiles)), first, first + parts, parts, True
-        )
+        numbers = jnp.tile(numbers, (1, tiles))
+        return Side(arrays, ()), Walk(numbers, first, first + parts, parts, False)
 
 
-Seen = Callable[
-    [Ids, Ids], Bool[Array, "own other"]
-]  # of the ids of own and other tiles, which broadcast
+# of the ids of own and other tiles, which broadcast; None: parts of a fold, which are all there
+Seen = Callable[[Ids, Ids], Bool[Array, "own other"] | None]

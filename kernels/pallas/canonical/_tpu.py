@@ -22,10 +22,10 @@ DEPTH = 16  # nodes that may wait
 def fold(
     program: Program, own: Side, other: Side, walk: Walk, seen: Seen, *, interpret: bool
 ) -> list[Array]:
-    """The results of a program for each own tile and part, `[B, tiles, parts, K, size(, W)]`."""
+    """The results of a program for each own tile and part, `[B, tiles, parts, size, K(, W)]`."""
     batch, tiles, parts = walk.first.shape
     like = next(iter(own.arrays.values()))
-    heads, size = like.shape[2:4]
+    size, heads = like.shape[2:4]
     if walk.most > 2 ** (DEPTH - 1):
         raise NotImplementedError(
             f"reproducible: wanted at most {2 ** (DEPTH - 1)} tiles on a device, got {walk.most}"
@@ -90,12 +90,13 @@ def fold(
         name=f"attention_canonical_{program.name}",
     )(*tables, *((x.arrays, x.ids) for x in sides))
     pairs = zip(found, program.results, strict=True)
-    return [x.squeeze(-2) if kind.width is None else x for x, kind in pairs]
+    return [(x.squeeze(-2) if kind.width is None else x).swapaxes(3, 4) for x, kind in pairs]
 
 
 def _as_read(side: Side) -> Side:
-    """Numbers and ids as rows of two axes."""
-    arrays = {name: x if x.ndim == 5 else x[..., None, :] for name, x in side.arrays.items()}
+    """Heads in front of tiles; numbers and ids as rows of two axes."""
+    arrays = {name: x.swapaxes(2, 3) for name, x in side.arrays.items()}
+    arrays = {name: x if x.ndim == 5 else x[..., None, :] for name, x in arrays.items()}
     return Side(arrays, tuple(x[:, :, None] for x in side.ids))
 
 

@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 
 from energy_attn import masks, scores
-from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels import AttentionState, KernelCall, local_attention
 from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._operands import cotangents as cotangents_of
 from energy_attn.kernels.dispatch._registry import attend as attend_operands
 from energy_attn.kernels.pallas.canonical._kernel import CanonicalGPU, CanonicalTPU
 from energy_attn.kernels.xla._canonical import Canonical
+from energy_attn.kernels.xla._canonical_call import LEAF
 from tests.support.compare import close
 from tests.support.problems import Problem, cotangents
 from tests.support.prompts import (
     HEADS,
     OPTIONS,
     VALUE_WIDTH,
+    Tokens,
     at,
     attend,
     cache_of,
@@ -145,6 +148,51 @@ def test_sinks(name):
         return state, back(state), jax.jvp(functools.partial(run, kernel), arrays, directions)[1]
 
     close(*map(derivatives, (kernel, Canonical())), name, 1e-5)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_nodes(name):
+    """Nodes of two devices, each with every other leaf, that are folded in another order than on one device."""
+    rng, tokens = np.random.default_rng(4), tokens_of("causal", length=700)
+    cache = cache_of(tokens, 4 * LEAF, rng)
+    one, own = (type(KERNELS[name])(run) for run in (None, LEAF))
+    place = np.arange(4 * LEAF) // LEAF % 2
+    shards = [cache.at(place == device) for device in range(2)]
+    d_out, d_lse = (rng.standard_normal((1, 700, HEADS, *x)) for x in ((VALUE_WIDTH,), ()))
+    cotangent = AttentionState(*(jax.numpy.asarray(x, np.float32) for x in (d_out, d_lse)))
+
+    def call(keys):
+        rows, keys = (Tokens._make(jax.numpy.asarray(y)[None] for y in x) for x in (tokens, keys))
+        positions = {"query_positions": rows.positions, "key_positions": keys.positions}
+        arrays = rows.query, keys.key, keys.value, None, None, None
+        given = check_call(*arrays, is_causal=True, **positions)
+        return KernelCall(given.operands, given.settings, "cpu")
+
+    # not compiled as a whole: XLA:CPU fuses what the interpreter emits with what is around it
+    def across():
+        calls = [call(x) for x in shards]
+
+        def fold(method, *others):
+            folds = [getattr(own, method)(x, *others) for x in calls]
+            nodes, numbers = zip(*(x.nodes(1) for x in folds), strict=True)
+            joined = [jax.numpy.concatenate(x) for x in zip(*nodes, strict=True)]
+            return folds[0].of_nodes(joined, jax.numpy.concatenate(numbers, 1))
+
+        state, _ = own.rounded_state(calls[0], fold("state_over_keys"))
+        to_query = own.rounded_query(calls[0], fold("query_over_keys", state, cotangent))
+        directions = cotangents_of(calls[0].operands.query, None, None, None)
+        moved = own.rounded_tangent(state, fold("tangent_over_keys", state, directions))
+        return state, to_query, moved
+
+    def alone():
+        whole = call(cache)
+        state = one.forward(whole)
+        same_bytes(own.forward(whole), state)  # read where its keys lie
+        directions = cotangents_of(whole.operands.query, None, None, None)
+        to_query = one.query_cotangent(whole, state, cotangent)
+        return state, to_query, one.tangent(whole, state, directions)
+
+    same_bytes(across(), alone())
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -1,0 +1,160 @@
+"""The canonical folds of a call, whole, or in nodes of the tree that travel between devices, by a platform's kernel."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from ..call._kernel import AbstractKernel
+from ..call._operands import KernelCall, Operands, Settings
+from ..call._state import AttentionState, lse_dtype
+from ..xla._blockwise import empty_like
+from ..xla._canonical_call import LEAF
+from ._lowering import run_when_lowered
+from ._registry import accepting, reproducible_kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldOfRows:
+    """What is folded for each row over its keys; static.
+
+    Attributes:
+        over_keys: the fold of a kernel, `(kernel, call, *others)`.
+        rounded: what is made of its results, `(kernel, call, results, *others)`.
+        like: arrays of the types of that, `(settings, operands, *others)`.
+        widths: the features of what a node has for each row, None for a number, `(operands)`.
+    """
+
+    over_keys: Callable[..., Any]
+    rounded: Callable[..., Any]
+    like: Callable[..., Any]
+    widths: Callable[[Operands], tuple[int | None, ...]]
+
+    def whole(self, of: "Call", *others: Any) -> Any:
+        """The results, over all keys of a call."""
+        kernels = of.kernels(None)
+        return run_when_lowered(_Whole(self), self.like, kernels, of.settings, of.operands, *others)
+
+    def nodes(self, of: "Call", run: int, *others: Any) -> tuple[list[Array], Array]:
+        """Nodes of the tree over keys in runs of whole leaves, `[nodes, B, T, N, ...]`, and where they are in it."""
+        leaves = run // LEAF
+        # of a number of leaves that is no power of two, each run has several nodes
+        step = _Nodes(self, leaves & -leaves)
+        return run_when_lowered(step, step.like, of.kernels(run), of.settings, of.operands, *others)
+
+    def of_nodes(
+        self, of: "Call", nodes: list[Array], numbers: Int[Array, "B nodes"], *others: Any
+    ) -> Any:
+        """The results, over the nodes of all devices."""
+        step = _OfNodes(self)
+        given = of.kernels(LEAF), of.settings, of.operands, nodes, numbers, *others
+        return run_when_lowered(step, step.like, *given)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call inside a program of each device."""
+
+    operands: Operands
+    settings: Settings
+
+    def kernels(self, run: int | None) -> Sequence[AbstractKernel]:
+        """The kernels that take it, of keys in such runs."""
+        return accepting(reproducible_kernels(run), self.settings, self.operands)[0]
+
+    def key_cotangents(
+        self, state: AttentionState, cotangent: AttentionState
+    ) -> tuple[Array, Array]:
+        """The gradients of keys and values, in the dtype of the scores."""
+        of = self.kernels(None), self.settings, self.operands
+        return run_when_lowered(_key_cotangents, _like_keys, *of, state, cotangent)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    fold: FoldOfRows
+
+    def __call__(self, kernel: Any, call: KernelCall, *others: Any) -> Any:
+        found = self.fold.over_keys(kernel, call, *others).whole()
+        return self.fold.rounded(kernel, call, found, *others)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nodes:
+    fold: FoldOfRows
+    leaves: int
+
+    def __call__(self, kernel: Any, call: KernelCall, *others: Any) -> Any:
+        return self.fold.over_keys(kernel, call, *others).nodes(self.leaves)
+
+    def like(self, settings: Settings, operands: Operands, *others: Any) -> Any:
+        del settings, others
+        query, count = operands.query, -(-operands.key.shape[1] // (self.leaves * LEAF))
+        dtype, rows = lse_dtype(query.dtype), (count, *query.shape[:3])
+        widths = self.fold.widths(operands)
+        shapes = (rows if width is None else (*rows, width) for width in widths)
+        nodes = [lax.full_like(query, 0, dtype, shape) for shape in shapes]
+        return nodes, lax.full_like(query, 0, jnp.int32, (query.shape[0], count))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfNodes:
+    fold: FoldOfRows
+
+    def __call__(
+        self, kernel: Any, call: KernelCall, nodes: list[Array], numbers: Array, *others: Any
+    ) -> Any:
+        found = self.fold.over_keys(kernel, call, *others).of_nodes(nodes, numbers)
+        return self.fold.rounded(kernel, call, found, *others)
+
+    def like(self, settings: Settings, operands: Operands, *others: Any) -> Any:
+        return self.fold.like(settings, operands, *others[2:])
+
+
+def _key_cotangents(kernel: Any, call: KernelCall, *given: AttentionState) -> Any:
+    return kernel.key_cotangents(call, *given)
+
+
+def _like_keys(settings: Settings, operands: Operands, *_: Any) -> tuple[Array, Array]:
+    dtype = lse_dtype(operands.query.dtype)
+    key, value = (lax.full_like(x, 0, dtype) for x in operands[1:3])
+    return key, value
+
+
+def _like_state(settings: Settings, operands: Operands) -> tuple[AttentionState, Array]:
+    state = empty_like(settings, operands)
+    return state, state.lse
+
+
+def _like_query(settings: Settings, operands: Operands, *_: Any) -> Array:
+    return lax.full_like(operands.query, 0, lse_dtype(operands.query.dtype))
+
+
+def _like_tangent(
+    settings: Settings, operands: Operands, state: AttentionState, _: Operands
+) -> AttentionState:
+    return jax.tree.map(jnp.zeros_like, state)
+
+
+STATE = FoldOfRows(
+    lambda kernel, call: kernel.state_over_keys(call),
+    lambda kernel, call, found: kernel.rounded_state(call, found),
+    _like_state,
+    lambda operands: (None, None, operands.value.shape[-1]),
+)
+QUERY_COTANGENT = FoldOfRows(
+    lambda kernel, call, *given: kernel.query_over_keys(call, *given),
+    lambda kernel, call, found, *_: kernel.rounded_query(call, found),
+    _like_query,
+    lambda operands: (operands.query.shape[-1],),
+)
+TANGENT = FoldOfRows(
+    lambda kernel, call, *given: kernel.tangent_over_keys(call, *given),
+    lambda kernel, call, found, state, _: kernel.rounded_tangent(state, found),
+    _like_tangent,
+    lambda operands: (operands.value.shape[-1], None, None),
+)
