@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array
 
 from .._common import result_like
-from ._programs import Blocks, Item, Program
+from ._programs import Blocks, Item, Program, is_below
 from ._tiles import Seen, Side, Walk
 
 PROGRAMS = 512  # at most, each of which folds own tiles in turn
@@ -90,7 +90,7 @@ def _kernel(
         def is_lower(carry: tuple[Array, Array, Item]) -> Array:
             count, low, _ = carry
             there = count > 0
-            return there if fork is None else there & (low < (low ^ fork))
+            return there if fork is None else there & is_below(low, fork)
 
         def climb(carry: tuple[Array, Array, Item]) -> tuple[Array, Array, Item]:
             count, node = carry[0] - 1, carry[2]

@@ -198,6 +198,11 @@ def along(scale: float, width: int, dtype: Any) -> Program:
     return Program("tangent", term, _add, finish, (0.0, 0.0, 0.0), (width, 1, 1), results)
 
 
+def is_below(low: Array, high: Array) -> Array:
+    """Whether the highest bit of a number is below that of another."""
+    return (low < high) & (low < (low ^ high))
+
+
 def without_signs(x: Array) -> Array:
     """`x` with all zeros positive, as a sum with more zeros in it may be."""
     return jnp.where(x == 0, 0.0, x)

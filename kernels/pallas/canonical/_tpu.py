@@ -13,7 +13,7 @@ from jaxtyping import Array
 from .._common import result_like
 from ..tpu._chip import target_chip
 from ..tpu._layout import LEAST_GRANTED
-from ._programs import Blocks, Program
+from ._programs import Blocks, Program, is_below
 from ._tiles import Seen, Side, Walk
 
 DEPTH = 16  # nodes that may wait
@@ -133,7 +133,7 @@ def _kernel(
         def is_lower(carry: tuple[Array, Array]) -> Array:
             count, low = carry
             there = count > 0
-            return there if fork is None else there & (low < (low ^ fork))
+            return there if fork is None else there & is_below(low, fork)
 
         def climb(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             count = carry[0] - 1
