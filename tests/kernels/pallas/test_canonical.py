@@ -1,6 +1,7 @@
 """The law of the canonical kernels for TPUs and GPUs, interpreted: a row has the same bytes however it is computed.
 
-That a tile is the same text in all programs, tests/tpu and tests/cuda show.
+That a tile is the same text in all programs, tests/tpu and tests/cuda show. Calls are not compiled with what is around
+them, as XLA:CPU fuses what the interpreter emits.
 """
 
 import functools
@@ -53,7 +54,7 @@ def tokens_of(option, seed=0, length=LENGTH):
 def test_rows(name, option):
     """A tile or a tree that follows the call: its rows, capacity, order of slots, batch; junk that counts."""
     kernel, rng, tokens = KERNELS[name], np.random.default_rng(0), tokens_of(option)
-    run = jax.jit(functools.partial(attend, option, kernel=kernel))
+    run = functools.partial(attend, option, kernel=kernel)
     wanted = run(tokens, tokens)
     for begin, end in ((0, 1), (40, 41), (250, 390), (1000, LENGTH)):
         known = LENGTH if option == "full" else end
@@ -74,8 +75,8 @@ def test_derivatives(name, option):
     out = rng.standard_normal((LENGTH, HEADS, VALUE_WIDTH)).astype(tokens.value.dtype)
     lse = rng.standard_normal((LENGTH, HEADS)).astype(np.float32)
     seeds = tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in tokens[:3])
-    grad = jax.jit(functools.partial(gradients, option, **more))
-    push = jax.jit(functools.partial(tangent, option, **more))
+    grad = functools.partial(gradients, option, **more)
+    push = functools.partial(tangent, option, **more)
     wanted = grad(tokens, tokens, (out, lse)), push(tokens, tokens, seeds)
     first, capacity = 77, 1200
 
@@ -171,7 +172,6 @@ def test_nodes(name):
         given = check_call(*arrays, is_causal=True, **positions)
         return KernelCall(given.operands, given.settings, "cpu")
 
-    # not compiled as a whole: XLA:CPU fuses what the interpreter emits with what is around it
     def across():
         calls = [call(x) for x in shards]
 
