@@ -1,5 +1,6 @@
 """One set of bits over meshes: of texts, of their log-probabilities, and of the weights that a training ends with."""
 
+import dataclasses
 import functools
 import hashlib
 from pathlib import Path
@@ -12,8 +13,8 @@ import optax
 import pytest
 
 from energy_attn import reproducible
-from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.models import Llama, LlamaConfig, generate
+from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+from energy_attn.models import Llama, LlamaConfig, generate, score_continuations
 from tests.support.compare import same
 from tests.support.llama import build
 from tests.support.selection import few
@@ -144,3 +145,58 @@ def test_rollout(tmp_path, dtype):
         read = Llama.load(tmp_path, mesh=mesh, progress=False)  # heads over the second axis
         found = log_probs(read, jnp.asarray(text), None)
         same(jax.device_get(found)[:, 89:], said.logprobs)
+
+
+def test_own_leaves():
+    """Keys, or a root for each 256 of them, that a step of `generate` gathers; keys that are lost at a leaf's end."""
+    config = dataclasses.replace(SMALL, num_hidden_layers=1, max_position_embeddings=1 << 16)
+    model, parallel = build(config, jnp.float32), SequenceParallel("s")
+
+    @functools.partial(jax.jit, static_argnames=("count", "parallel"))
+    def said(model, prompt, count, parallel=None):
+        options = {"return_logprobs": True, "reproducible": True}
+        found = generate(model, prompt, count, parallel=parallel, **options)
+        return found.tokens, found.logprobs
+
+    prompt = np.random.default_rng(2).integers(0, 40, (2, 766)).astype(np.int32)
+    wanted = said(model, prompt, 4)
+    with jax.set_mesh(make_mesh((4,), ("s",), devices=jax.devices()[:4])):
+        same(jax.device_get(said(model, prompt, 4, parallel)), wanted)
+        sent = []
+        for room in (1 << 13, 1 << 15):  # behind a prompt of one token, which all devices read
+            program = said.lower(model, prompt[:, :1], room - 1, parallel).compile()
+            sent.append([(x.kind, x.shapes) for x in collectives(program)])
+    assert sent[0] == sent[1] and sent[0]
+
+
+class Made(Exception):
+    """The options of a cache."""
+
+
+def test_blocks(monkeypatch):
+    """A call whose cache is not made for it; another default of calls without the option, or of one device."""
+    with jax.set_mesh(make_mesh((4,), ("s",), devices=jax.devices()[:4])):
+        for slots, reproducible, wanted in (
+            *((40, False, 10), (4096, False, 128), (40, True, 256), (4 * 2048, True, 256)),
+            *((4 * 2048 + 1, True, 512), (4 * 5000, True, 1024)),
+        ):
+            made = functools.partial(model().empty_cache, 1, slots, reproducible=reproducible)
+            cache = jax.eval_shape(functools.partial(made, parallel=SequenceParallel("s")))
+            assert cache.layers[0].slots.block == wanted, slots
+            assert jax.eval_shape(made).layers[0].slots.block == min(slots, 128)
+
+    def make(self, *sizes, **options):
+        raise Made(options["reproducible"])
+
+    monkeypatch.setattr(Llama, "empty_cache", make)
+    for reproducible in (False, True):
+        chosen = {"reproducible": reproducible}
+        for call in (
+            functools.partial(generate, model(), [[1, 2], [3]], 4, **chosen),
+            functools.partial(generate, model(), [[1, 2], [3]], 4, batch_size=1, **chosen),
+            functools.partial(
+                score_continuations, model(), [[1]], jnp.ones((1, 1, 1), int), **chosen
+            ),
+        ):
+            with pytest.raises(Made, match=str(reproducible)):
+                call()
