@@ -131,6 +131,7 @@ from .xla._canonical_call import FORMAT as FORMAT
 from .xla._canonical_call import LEAF as LEAF
 from .xla._canonical_call import CanonicalCall as CanonicalCall
 from .xla._canonical_call import Part as Part
+from .xla._canonical_call import tile_rows as tile_rows
 from .xla._canonical_tree import Fold as Fold
 from .xla._canonical_tree import folded as folded
 from .xla._canonical_tree import insert as insert
