@@ -14,10 +14,10 @@ import pytest
 
 from energy_attn import reproducible
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
-from energy_attn.models import Llama, LlamaConfig, generate, score_continuations
+from energy_attn.models import Llama, LlamaConfig, generate, score_continuations, shard
 from tests.support.compare import same
-from tests.support.llama import build
-from tests.support.selection import few
+from tests.support.llama import GPT_OSS, build
+from tests.support.selection import few_rows
 from tests.support.spawn import spawn
 
 SMALL = LlamaConfig(
@@ -79,11 +79,55 @@ def trained(first: int, last: int, devices: int, model, state):
     return jax.tree.map(jnp.asarray, jax.device_get((model, state)))
 
 
-@pytest.mark.parametrize("devices", few([3, 8], 8))
-def test_training(devices):
-    """Sums over tokens in the order of devices; rows that they do not share evenly, left out or counted twice."""
-    start = model(), OPTIMISER.init(model())
-    same(trained(0, 2, devices, *start), trained(0, 2, 1, *start))
+@pytest.mark.parametrize(
+    ("devices", "dtype"), few_rows([(8, "float32"), (3, "float32"), (8, "bfloat16")])
+)
+def test_training(devices, dtype):
+    """Sums over tokens in the order of devices, or rounded to 16 bits on each; rows left out or counted twice."""
+    start = model(dtype), OPTIMISER.init(model(dtype))
+    same(trained(0, 3, devices, *start), trained(0, 3, 1, *start))
+
+
+@functools.cache
+def routed(**changes) -> Llama:
+    """A small one with experts and, as it is, sinks."""
+    config = dataclasses.replace(GPT_OSS, sliding_window=70, **changes)
+    return build(config, jnp.float32, scale=config.hidden_size**-0.5)
+
+
+def test_sinks_and_experts():
+    """A sink that each device counts; tokens that are routed by the rows beside them on a device."""
+    mesh, parallel = on(8)
+    with jax.set_mesh(mesh):
+        found = log_probs(routed(), jnp.asarray(texts()), parallel)
+    same(jax.device_get(found), log_probs(routed(), jnp.asarray(texts())))
+
+
+@pytest.mark.full
+def test_split_experts():
+    """Experts that a device has not, in a sum over devices: of a prompt, with a cache, and in gradients."""
+    tokens, parallel = jnp.asarray(texts()), SequenceParallel("s", heads="t")
+    without_sinks = routed(attention_sinks=False)  # whose gradients are declined
+
+    @jax.jit
+    def prefilled(model, tokens, cache):
+        read = model.prefill(tokens, cache, chunk_size=90, reproducible=True)
+        return read.logits
+
+    wanted = (
+        log_probs(routed(), tokens),
+        prefilled(routed(), tokens, routed().empty_cache(ROWS, LENGTH)),
+        gradient(without_sinks, tokens, None),
+    )
+    mesh = make_mesh((2, 4), ("t", "s"))
+    with jax.set_mesh(mesh):
+        split = shard(routed(), mesh, tensor="t")
+        # one program at a time, as those of simulated devices may wait for each other
+        same(jax.device_get(log_probs(split, tokens, parallel)), wanted[0])
+        cache = split.empty_cache(ROWS, LENGTH, parallel=parallel, reproducible=True)
+        same(jax.device_get(prefilled(split, tokens, cache)), wanted[1])
+        split = shard(without_sinks, mesh, tensor="t")
+        same(jax.device_get(gradient(split, tokens, parallel)), jax.device_get(wanted[2]))
 
 
 def resume(folder: str, last: int, devices: int) -> None:
@@ -141,8 +185,11 @@ def test_rollout(tmp_path, dtype):
                 said.logprobs,
             )
     policy.save(tmp_path)
-    with jax.set_mesh(make_mesh((2, 4), ("node", "device"))) as mesh:
-        read = Llama.load(tmp_path, mesh=mesh, progress=False)  # heads over the second axis
+    mesh = make_mesh((4, 2), ("node", "tensor"))
+    with jax.set_mesh(mesh):
+        read = Llama.load(tmp_path, mesh=mesh, progress=False)
+        heads = read.layers[0].self_attn.q_proj.weight.sharding
+        assert heads.spec[0] == "tensor" and heads.mesh == mesh
         found = log_probs(read, jnp.asarray(text), None)
         same(jax.device_get(found)[:, 89:], said.logprobs)
 
