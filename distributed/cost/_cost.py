@@ -66,7 +66,8 @@ def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
     $$M_\text{tree} = B \tfrac{S}{p} K (H + H_v) b + R H b + R (H_v + 2) w, \qquad
       M_\text{ring} = M_\text{tree} + 2 B \tfrac{S}{p} K (H + H_v) b$$
 
-    A gather of keys in $C \le 8$ pieces holds two of these, of all devices, $\frac{2}{C} B S K (H + H_v) b$;
+    A gather of keys in $C \le 8$ pieces holds two of these, of all devices, $\frac{2}{C} B S K (H + H_v) b$; a
+    reproducible call those of some heads, one after the other;
     a hybrid the exchanged queries, keys and values, and twice the keys again, where they go around.
 
     Args:
@@ -98,7 +99,8 @@ def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
     rows = local_rows(shape, topology)
     gathered = method == "tree" and shape.queries_sharded
     states = (rows * topology.devices if gathered else rows) * (shape.state + shape.lse_bytes)
-    arriving = sum(_arriving(transfer, topology) for transfer in predicted)
+    most = 1 if method == "reproducible" else 2
+    arriving = sum(_arriving(transfer, topology, most) for transfer in predicted)
     query = rows * shape.width * shape.bytes
     return sum(kv_shard(shape, topology)) + query + states + arriving
 
@@ -222,8 +224,8 @@ def _fastest(method: str, shape: Shape, topology: Topology) -> str:
     return min(merges, key=lambda merge: latency(method, merge, shape, topology))
 
 
-def _arriving(transfer: Transfer, topology: Topology) -> int:
+def _arriving(transfer: Transfer, topology: Topology, most: int) -> int:
     devices = math.prod(topology.links[axis].devices for axis in transfer.axes)
-    turns = min(transfer.count, 2)
+    turns = min(transfer.count, most)
     part = {"all-gather": devices * turns, "all-to-all": 1, "collective-permute": turns}
     return part.get(transfer.kind, 0) * transfer.bytes  # reductions work in place

@@ -17,6 +17,7 @@ from energy_attn.kernels.internal import (
 from ..merge._strategies import MERGES, check_levels
 from ._halo import Halo, halo, has_groups
 from ._merges import FOLDED, exchanged, summed
+from ._reproducible import reproduced
 from ._shape import Shape, key_copies, pieces
 from ._topology import Topology
 from ._transfer import Transfer
@@ -26,7 +27,7 @@ ROTATED = ("keys", "queries")
 METHODS = {
     "tree": MERGES,
     "ring": ROTATED,
-    **{method: (None,) for method in ("ulysses", "hybrid", "gather")},
+    **{method: (None,) for method in ("ulysses", "hybrid", "gather", "reproducible")},
 }
 
 
@@ -65,7 +66,8 @@ def transfers(
     times the size.
 
     Args:
-        method: `"tree"`, `"ring"`, `"ulysses"`, `"hybrid"` or `"gather"`.
+        method: `"tree"`, `"ring"`, `"ulysses"`, `"hybrid"` or `"gather"`; `"reproducible"` for calls with
+            `reproducible=True`, which send the same by all of them.
         merge: for a tree the merge strategy; for a ring what rotates, `"keys"` or `"queries"`; None
             for the others.
         shape: the sizes.
@@ -97,7 +99,7 @@ def transfers(
     check_method(method, len(topology.links))
     if method == "tree":
         check_levels(str(merge), len(topology.links))
-    if METHODS[method] == (None,):
+    if METHODS[method] == (None,) and method != "reproducible":
         check_sharded(method, shape, topology)
     check_options(derivatives, Derivatives)
     with_tangent, gradient = (
@@ -114,6 +116,9 @@ def transfers(
         return ()
     if method in ("ulysses", "hybrid"):
         return tuple(_exchanged(method, shape, topology, with_tangent, gradient_bytes))
+    if method == "reproducible":
+        sizes = kv_shard(shape, topology), local_rows(shape, topology)
+        return tuple(reproduced(*sizes, shape, topology, with_tangent, gradient))
     near = near_keys(shape, topology)
     if near is not None:
         size, axes = -(-shape.keys // topology.devices), topology.axes
@@ -154,7 +159,7 @@ def check_gradient(method: str, merge: str | None, tangent: bool) -> None:
     if method == "tree" or merge == "queries":
         raise ValueError(
             f"gradient: wanted False for {method!r} with merge={merge!r}, got True; the model has that of "
-            "the ring of keys, of 'ulysses', of 'hybrid' and of 'gather'"
+            "the ring of keys, of 'ulysses', of 'hybrid', of 'gather' and of 'reproducible'"
         )
 
 

@@ -31,7 +31,7 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
     gather one for each of its pieces, the others have one; so do those that send a halo alone.
 
     Args:
-        method: `"tree"`, `"ring"`, `"ulysses"`, `"hybrid"` or `"gather"`.
+        method: as for [`transfers`][energy_attn.distributed.cost.transfers].
         shape: the sizes, of sharded queries, as many as keys; `causal`, `window` and `layout` say which pairs are seen.
         topology: the mesh.
         tile: a kernel computes all of a square of so many queries and keys, or of fewer that divide the consecutive
@@ -88,7 +88,7 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
     seen = _seen(shape, devices, 0, size, tile)
     around = devices // shared
     groups = seen.reshape(around, shared, around, shared).sum((1, 3))
-    if is_near:
+    if is_near or method == "reproducible":
         return (heads // shared * int(groups.sum(1).max()),)
     if method == "tree":
         return (heads * int(seen.sum(0).max()),)

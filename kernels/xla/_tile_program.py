@@ -57,8 +57,8 @@ def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list
 
 def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if "sharding" in params:  # of the mesh that the function was traced for
-        params = {**params, "sharding": None}
+    of_mesh = {"sharding", "out_sharding"} & params.keys()  # that the function was traced for
+    params = {**params, **dict.fromkeys(of_mesh)}
     if name in _CALLS:
         inner = params[_CALLS[name]]
         if isinstance(inner, ClosedJaxpr):

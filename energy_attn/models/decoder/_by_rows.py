@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from energy_attn.kernels.internal import each, evaluated, vary_together
 
-from ._over_devices import device_count, mesh_axes, over_devices, padded
+from ._over_devices import device_count, mesh_axes, on_one_device, over_devices, padded
 from ._tile_gradients import TOKENS, gradients
 
 # Rows of a tile: as few as hold all rows, within these bounds, as a row has the same bits in tiles of all these sizes.
@@ -33,17 +33,21 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
     """
     leaves, form = jax.tree.flatten(rows)
     batch, time = np.broadcast_shapes(*(x.shape[:2] for x in leaves))
+    if not batch * time:  # no row, no bit
+        return f(*rows)
     leaves = vary_together([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in leaves])
     size = min(_MOST, max(_LEAST, 1 << (batch * time - 1).bit_length()))
+
+    axes = mesh_axes()
 
     def traced(size: int) -> tuple[ClosedJaxpr, Any]:
         tile = [_in_tiles(x, size)[0] for x in leaves]
         program = jax.make_jaxpr(lambda *x: f(*jax.tree.unflatten(form, x)), return_shape=True)
-        return program(*tile)
+        with on_one_device(axes):
+            return program(*tile)
 
     program, out = traced(size)
     of_tokens = program if size == TOKENS else traced(TOKENS)[0]
-    axes = mesh_axes()
 
     @jax.custom_vjp
     def apply(consts: list[Array], rows: list[Array]) -> list[Array]:

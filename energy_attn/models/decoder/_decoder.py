@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.distributed.internal import check_mesh
-from energy_attn.kernels.internal import check_flag, check_integer, received
+from energy_attn.kernels.internal import LEAF, check_flag, check_integer, received
 
 from ...functional._attention import attention
 from ...prefix_tree import PrefixTree
@@ -20,6 +20,9 @@ from ._config import AbstractModelConfig
 from ._output import DecoderOutput, log_probabilities
 from ._read import check_tokens, fitting, read_alone, read_chunks, read_on, read_tree
 from ._see import How
+
+# Whole leaves on a device: each sends a root in each step, so that what is sent does not grow with the cache.
+_MOST_BLOCKS = 8
 
 
 class AbstractModel(eqx.Module):
@@ -265,6 +268,7 @@ class AbstractDecoder(AbstractModel):
         block_size: int | None = None,
         quantize: Literal["int8"] | None = None,
         window: int | None = None,
+        reproducible: bool = False,
     ) -> DecoderCache:
         """An empty cache in the dtype of the weights.
 
@@ -273,17 +277,24 @@ class AbstractDecoder(AbstractModel):
             slots: number of tokens that it can hold, rounded up to whole blocks on every device.
             parallel: the axes of the mesh in force to shard the slots over; None: not at all.
             block_size: consecutive tokens that lie on one device; None: 128, or fewer where a
-                device holds fewer.
+                device holds fewer; as many as `reproducible` says.
             quantize: as in [`KVCache.empty`][energy_attn.distributed.KVCache.empty].
             window: likewise.
+            reproducible: whether it is for calls with `reproducible=True`. Over a mesh, blocks are then of 256
+                tokens, or of the next power of two of which a device holds at most 8: a step sends a few
+                numbers for each of them, and no keys. The bits of a call are the same with any blocks.
 
         Raises:
             TypeError: an argument of another type.
             ValueError: sizes below one, or as `KVCache.empty` does.
         """
+        check_flag("reproducible", reproducible)
         if block_size is None:
             devices = 1 if parallel is None else check_mesh(parallel)
-            block_size = min(128, -(-check_integer("slots", slots, 1) // devices))
+            share = -(-check_integer("slots", slots, 1) // devices)
+            block_size = min(128, share)
+            if reproducible and devices > 1:
+                block_size = LEAF << ((share - 1) // (_MOST_BLOCKS * LEAF)).bit_length()
 
         def make() -> KVCache:
             return KVCache.empty(

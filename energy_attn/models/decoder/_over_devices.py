@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array, PyTree
 
 from energy_attn.kernels.internal import folded
@@ -26,6 +27,11 @@ def mesh_axes() -> Axes:
             f"reproducible: wanted a mesh of automatic axes for a decoder, got {mesh}"
         )
     return () if AxisType.Manual in mesh.axis_types else mesh.axis_names
+
+
+def on_one_device(axes: Axes) -> AbstractContextManager[None]:
+    """Where a tile is traced, without the mesh that has these axes: experts that are sharded over one are whole."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ())) if axes else nullcontext()
 
 
 def device_count(axes: Axes) -> int:

@@ -31,7 +31,7 @@ from ...prefix_tree import PrefixTree, tree_decode
 from ._cache import DecoderCache, TreeOutput, check_cache, growing
 from ._output import Trace, joined
 from ._paths import attend_paths
-from ._see import PLAIN, How, See
+from ._see import PLAIN, How
 
 # `model` is an `AbstractDecoder` throughout, whose module imports this one.
 
@@ -68,7 +68,7 @@ def read_alone(
     x, traces = how.rows(model.embed_tokens, tokens), []
     for i, layer in enumerate(model.layers):
         with placed(f"layers[{i}]"):
-            x, trace = layer(x, rope, See(see, parallel, how.rows))
+            x, trace = layer(x, rope, how.see(see, parallel))
         traces.append(trace)
     return how.rows(model.norm, x), joined(traces)
 
@@ -125,7 +125,7 @@ def read_on(
             return out, (stored, Trace(query, out, energy))
 
         with placed(f"layers[{i}]"):
-            x, (stored, trace) = layer(x, rope, See(see, parallel if split else None, how.rows))
+            x, (stored, trace) = layer(x, rope, how.see(see, parallel if split else None))
         layers.append(stored)
         traces.append(trace)
     return how.rows(model.norm, x), cache.with_layers(layers), joined(traces)
@@ -224,7 +224,7 @@ def read_tree(model: Any, tree: PrefixTree, cache: DecoderCache, how: How = PLAI
                 out = tree_decode(*nodes, tree=tree, cache=stored, **options).out
             return out, (key, value)
 
-        x, (key, value) = layer(x, rope, See(see, rows=how.rows))
+        x, (key, value) = layer(x, rope, how.see(see))
         keys.append(key)
         values.append(value)
     logits = how.rows(model.logits, how.rows(model.norm, x))

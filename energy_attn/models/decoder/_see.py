@@ -45,6 +45,14 @@ class How:
         """Called as `rows(f, *arrays)`, with a function of arrays `[#batch, time, ...]`, for all but attention."""
         return by_rows if self.reproducible else together
 
+    def see(
+        self,
+        attend: Callable[..., tuple[Array, Any]],
+        parallel: SequenceParallel | None = None,
+    ) -> "See":
+        """The attention of a layer whose tokens are sharded over these axes; tiles of rows never are."""
+        return See(attend, None if self.reproducible else parallel, self.rows)
+
 
 PLAIN = How()
 

@@ -223,7 +223,9 @@ def generate(
             found = serve(by, tokens, lengths, rows, parallel, max_new_tokens, chunk_size)
         else:
             slots = tokens.shape[1] + max_new_tokens
-            cache = model.empty_cache(len(tokens), slots, parallel=parallel)
+            cache = model.empty_cache(
+                len(tokens), slots, parallel=parallel, reproducible=reproducible
+            )
             loop = run(by, begin(by, tokens, lengths, cache, max_new_tokens, chunk_size))
             found = loop.text, loop.start, loop.lengths, loop.counts, loop.logprobs
     generation = _generation(*found, max_new_tokens)

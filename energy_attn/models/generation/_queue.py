@@ -85,7 +85,8 @@ def _begin(
     chunk_size: int,
 ) -> Loop:
     """A loop of one row, which has read this prompt and chosen its first token."""
-    cache = by.model.empty_cache(1, len(tokens) + most, parallel=parallel)
+    slots, exact = len(tokens) + most, by.how.reproducible
+    cache = by.model.empty_cache(1, slots, parallel=parallel, reproducible=exact)
     return begin(by, tokens[None], length[None], cache, most, chunk_size, number[None])
 
 

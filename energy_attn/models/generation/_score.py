@@ -81,8 +81,10 @@ def score_continuations(
     beam, counts = check_beam(continuations, lengths, "continuations")
     check_shape("continuations", beam, (len(tokens), "M", "C"))
     check_vocabulary("continuations", continuations, counts, vocab)
-    cache = model.empty_cache(len(tokens), tokens.shape[1], parallel=parallel)
     how = How(reproducible=check_flag("reproducible", reproducible))
+    cache = model.empty_cache(
+        len(tokens), tokens.shape[1], parallel=parallel, reproducible=reproducible
+    )
     return _score(model, tokens, context_lengths, as_int32(beam), counts, cache, chunk_size, how)
 
 

@@ -200,7 +200,7 @@ def _through(gate: Router, experts: Experts, x: Array, *, axis: str | None) -> A
     order = jnp.argsort(index, stable=True)
     out = experts(tokens[order // count], index[order])
     # back in the order of tokens, so that a token's experts are added in one order
-    back = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    back = out[jnp.argsort(order)].reshape(*chosen.shape, x.shape[-1])
     y = (back.astype(weights.dtype) * weights[:, :, None]).sum(1)
     y = y if axis is None else lax.psum(y, axis)
     return y.astype(x.dtype).reshape(x.shape)

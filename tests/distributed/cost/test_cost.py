@@ -312,6 +312,46 @@ def test_a_query_that_moves_alone():
     assert found == wanted
 
 
+EXACT = cost.Shape(2, 64, 64, 4, 2, 6, 10, dtype="float32", causal=True, queries_sharded=True)
+LONG = cost.Shape(2, 4096, 8192, 12, 6, 64, dtype="bfloat16", queries_sharded=True)
+LEAVES = cost.Shape(2, 1, 4 * 6 * 256, 12, 2, 6, 10, dtype="bfloat16")
+REPRODUCIBLE = (
+    *((EXACT, {}), (EXACT, {"gradient": True}), (LEAVES, {"gradient": True}), (LEAVES, {})),
+    *((LONG, {"gradient": True}), (LONG, {"tangent": True}), (LEAVES, {"tangent": True})),
+    (dataclasses.replace(EXACT, keys=128, dtype="bfloat16"), {"gradient": True}),
+    (dataclasses.replace(EXACT, layout="zigzag", window=(3, 0)), {"tangent": True}),
+    (dataclasses.replace(EXACT, queries_sharded=False), {"gradient": True}),
+    (dataclasses.replace(LONG, queries_sharded=False, keys=8196), {"gradient": True}),
+    (dataclasses.replace(LEAVES, queries=70, kv_heads=3, dtype="float64"), {"gradient": True}),
+    (dataclasses.replace(LEAVES, keys=4 * 256, layout="striped"), {}),
+)
+
+
+@pytest.mark.parametrize(("shape", "derived"), few_rows(REPRODUCIBLE, 4))
+def test_reproducible_calls_send_what_is_predicted(shape, derived):
+    """Rows without those that fill a tile, a root for each leaf; a model of parts of heads that is not the method's."""
+    options = {"layout": shape.layout, "queries_sharded": shape.queries_sharded}
+    parallel = SequenceParallel("device", **options)
+    arrays = attention("tree", "gather", shape)[1][:3]
+    mask = {"is_causal": shape.causal, "local_window_size": shape.window}
+
+    def run(*given):
+        def state(*arrays):
+            options = {"parallel": parallel, "reproducible": True, "return_energy": True}
+            return attend(*arrays, **options, **mask)
+
+        if "tangent" in derived:
+            return jax.jvp(state, given[:3], given[3:])
+        if "gradient" in derived:
+            found, back = jax.vjp(state, *given[:3])
+            return found, back(found)
+        return state(*given[:3])
+
+    with jax.set_mesh(make_mesh((4,), ("device",), devices=jax.devices()[:4])):
+        program = jax.jit(run).lower(*arrays, *arrays).compile()
+    assert sent(program) == predicted("reproducible", None, shape, (4,), **derived)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("merge", cost.MERGES)
 def test_decode_does_not_depend_on_keys(merge):
@@ -404,6 +444,15 @@ def test_equations():
     assert cost.memory("tree", "allreduce", shape, mesh) == (2 * b * t * d + ends) * word
     # eq. 29, the maxima and sums that it leaves out, and the shard that is under way meanwhile
     assert cost.memory("ring", "keys", shape, mesh) == (4 * b * t * d + ends + 2 * b * t * d) * word
+
+
+def test_keys_of_some_heads():
+    """A reproducible call that holds the keys of all heads at once, or of one part while it gathers the next."""
+    keys = 2 * 2048 * 6 * 2 * 64 * 2  # with values, on one of four devices
+    rows = 2 * 1024 * 12
+    held = keys + rows * (64 * 2 + (64 + 2) * 4)
+    found = cost.memory("reproducible", None, LONG, topology((4,)))
+    assert found == held + 4 * keys // 2 + 4 * 4 * 2048
 
 
 def test_nothing_is_sent_over_one_device():
@@ -514,7 +563,9 @@ WRONG = {
     "ValueError kv_heads: .*4 heads, got 3": lambda: cost.Shape(1, 1, 8, 4, 3, 2),
     "ValueError keys: .*at least 0, got -8": lambda: cost.Shape(1, 1, -8, 4, 4, 2),
     "TypeError dtype: .*float16": lambda: cost.Shape(1, 1, 8, 4, 4, 2, dtype="int8"),
-    "ValueError method: .*'gather', got str 'star'": lambda: cost.volume("star", None, DECODE, TWO),
+    "ValueError method: .*'reproducible', got str 'star'": lambda: cost.volume(
+        "star", None, DECODE, TWO
+    ),
     "ValueError merge: .*got str 'keys'": lambda: cost.volume("tree", "keys", DECODE, TWO),
     "ValueError merge: .*two .* got one": lambda: cost.volume("tree", "hierarchical", DECODE, TWO),
     "TypeError shape: .* got int 3": lambda: cost.latency("tree", "gather", 3, TWO),

@@ -69,6 +69,8 @@ def by_hand(method, shape, sizes, tile):
         return [max(of(joined(every), keys) for keys in every)]
     if method == "ulysses":
         return [of(joined(every), joined(every)) // devices]
+    if method == "reproducible":
+        return [max(of(queries, joined(every)) for queries in every)]
     if method == "hybrid":
         shared = sizes[-1]
         groups = [joined(every[i : i + shared]) for i in range(0, devices, shared)]
@@ -93,7 +95,7 @@ def by_hand(method, shape, sizes, tile):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("method", ["ring", "gather", "tree", "ulysses", "hybrid"])
+@pytest.mark.parametrize("method", ["ring", "gather", "tree", "ulysses", "hybrid", "reproducible"])
 def test_pairs(method, layout):
     """A device that is not the busiest, keys of another device, a piece too many, a diagonal that is left out."""
     for tokens, tile, is_causal in ((48, 1, True), (48, 4, True), (80, 3, True), (16, 1, False)):
@@ -191,7 +193,8 @@ def test_hidden_in_a_gather():
 def test_nothing_hidden():
     """An exchange or a reduction that is taken for hidden; a hybrid whose ring is not."""
     shape, fast = causal(64), network(2, 4, bandwidth=1e6)
-    for method, merge in (("ulysses", None), ("tree", "gather"), ("ring", "queries")):
+    ways = ("ulysses", None), ("tree", "gather"), ("ring", "queries"), ("reproducible", None)
+    for method, merge in ways:
         time = cost.step_time(method, merge, shape, fast, CHIP)
         assert time.exposed == pytest.approx(time.transfers) and time.exposed > 0
     hybrid = cost.step_time("hybrid", None, shape, fast, CHIP, gradient=True)

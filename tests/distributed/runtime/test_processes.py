@@ -13,7 +13,7 @@ import pytest
 from tests.support.flags import environment
 from tests.support.launch import launch
 from tests.support.ports import free_port
-from tests.support.process import SCENARIOS
+from tests.support.process import SCENARIOS, bits
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 240  # for a machine that is busy; alone it takes a tenth of that
@@ -93,6 +93,14 @@ def test_two_processes():
         check(ran, name)
     assert all(process["decode gather"]["largest group"] == 4 for process in ran[0])
     assert ran[1].startswith("status 137\nlaunch: process 1 of 2 was killed by SIGKILL"), ran[1]
+
+
+def test_reproducible():
+    """Bits that follow the order in which processes arrive, or how many there are: those of one device are others."""
+    found, said = run_scenarios(2, 2, "reproducible")
+    wanted = {"scenario": "reproducible", **bits()}
+    for process in found:
+        assert process.get("reproducible") == wanted, said
 
 
 @pytest.fixture(scope="module")

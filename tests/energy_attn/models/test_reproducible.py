@@ -113,6 +113,31 @@ def test_one_text(model):
     same(in_scan(model, tokens[:3, :40], cache), wanted[:3, :40])
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0)])
+def test_no_rows(small, shape):
+    """Tiles of no row, or experts of no token: an error, NaN, or another shape than that without the option."""
+    tokens, routed = jnp.zeros(shape, jnp.int32), build(GPT_OSS, jnp.float32)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def read(model, tokens, reproducible):
+        found = model(tokens, return_energies=True, reproducible=reproducible)
+        return found.logits, found.energies
+
+    for model in small, routed:
+        found = read(model, tokens, True)
+        assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, read(model, tokens, False))
+        assert found[0].shape == (*shape, 40)
+        with jax.set_mesh(mesh_of("8")):
+            assert whole(model, tokens).shape == (*shape, 40)
+    weights = jnp.zeros(shape, jnp.float32)
+    assert not any(x.any() for x in jax.tree.leaves(gradient(small, tokens, weights, True)))
+    if shape[0]:
+        logits, cache = step(small, tokens, small.empty_cache(2, 8))
+        assert logits.shape == (2, 0, 40) and cache.lengths.tolist() == [0, 0]
+    else:
+        assert small.log_probs(tokens, reproducible=True).shape == (0, 7)
+
+
 def test_ragged_prompts(small):
     """Padding behind a row's tokens, or the chunks of a prompt: other logits of its last token."""
     tokens, lengths = texts(), jnp.asarray([300, 7, 131, 64, 1])

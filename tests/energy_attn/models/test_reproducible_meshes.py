@@ -1,5 +1,6 @@
 """One set of bits over meshes: of texts, of their log-probabilities, and of the weights that a training ends with."""
 
+import dataclasses
 import functools
 import hashlib
 from pathlib import Path
@@ -12,11 +13,11 @@ import optax
 import pytest
 
 from energy_attn import reproducible
-from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.models import Llama, LlamaConfig, generate
+from energy_attn.distributed import SequenceParallel, collectives, make_mesh
+from energy_attn.models import Llama, LlamaConfig, generate, score_continuations, shard
 from tests.support.compare import same
-from tests.support.llama import build
-from tests.support.selection import few
+from tests.support.llama import GPT_OSS, build
+from tests.support.selection import few_rows
 from tests.support.spawn import spawn
 
 SMALL = LlamaConfig(
@@ -78,11 +79,55 @@ def trained(first: int, last: int, devices: int, model, state):
     return jax.tree.map(jnp.asarray, jax.device_get((model, state)))
 
 
-@pytest.mark.parametrize("devices", few([3, 8], 8))
-def test_training(devices):
-    """Sums over tokens in the order of devices; rows that they do not share evenly, left out or counted twice."""
-    start = model(), OPTIMISER.init(model())
-    same(trained(0, 2, devices, *start), trained(0, 2, 1, *start))
+@pytest.mark.parametrize(
+    ("devices", "dtype"), few_rows([(8, "float32"), (3, "float32"), (8, "bfloat16")])
+)
+def test_training(devices, dtype):
+    """Sums over tokens in the order of devices, or rounded to 16 bits on each; rows left out or counted twice."""
+    start = model(dtype), OPTIMISER.init(model(dtype))
+    same(trained(0, 3, devices, *start), trained(0, 3, 1, *start))
+
+
+@functools.cache
+def routed(**changes) -> Llama:
+    """A small one with experts and, as it is, sinks."""
+    config = dataclasses.replace(GPT_OSS, sliding_window=70, **changes)
+    return build(config, jnp.float32, scale=config.hidden_size**-0.5)
+
+
+def test_sinks_and_experts():
+    """A sink that each device counts; tokens that are routed by the rows beside them on a device."""
+    mesh, parallel = on(8)
+    with jax.set_mesh(mesh):
+        found = log_probs(routed(), jnp.asarray(texts()), parallel)
+    same(jax.device_get(found), log_probs(routed(), jnp.asarray(texts())))
+
+
+@pytest.mark.full
+def test_split_experts():
+    """Experts that a device has not, in a sum over devices: of a prompt, with a cache, and in gradients."""
+    tokens, parallel = jnp.asarray(texts()), SequenceParallel("s", heads="t")
+    without_sinks = routed(attention_sinks=False)  # whose gradients are declined
+
+    @jax.jit
+    def prefilled(model, tokens, cache):
+        read = model.prefill(tokens, cache, chunk_size=90, reproducible=True)
+        return read.logits
+
+    wanted = (
+        log_probs(routed(), tokens),
+        prefilled(routed(), tokens, routed().empty_cache(ROWS, LENGTH)),
+        gradient(without_sinks, tokens, None),
+    )
+    mesh = make_mesh((2, 4), ("t", "s"))
+    with jax.set_mesh(mesh):
+        split = shard(routed(), mesh, tensor="t")
+        # one program at a time, as those of simulated devices may wait for each other
+        same(jax.device_get(log_probs(split, tokens, parallel)), wanted[0])
+        cache = split.empty_cache(ROWS, LENGTH, parallel=parallel, reproducible=True)
+        same(jax.device_get(prefilled(split, tokens, cache)), wanted[1])
+        split = shard(without_sinks, mesh, tensor="t")
+        same(jax.device_get(gradient(split, tokens, parallel)), jax.device_get(wanted[2]))
 
 
 def resume(folder: str, last: int, devices: int) -> None:
@@ -140,7 +185,65 @@ def test_rollout(tmp_path, dtype):
                 said.logprobs,
             )
     policy.save(tmp_path)
-    with jax.set_mesh(make_mesh((2, 4), ("node", "device"))) as mesh:
-        read = Llama.load(tmp_path, mesh=mesh, progress=False)  # heads over the second axis
+    mesh = make_mesh((4, 2), ("node", "tensor"))
+    with jax.set_mesh(mesh):
+        read = Llama.load(tmp_path, mesh=mesh, progress=False)
+        heads = read.layers[0].self_attn.q_proj.weight.sharding
+        assert heads.spec[0] == "tensor" and heads.mesh == mesh
         found = log_probs(read, jnp.asarray(text), None)
         same(jax.device_get(found)[:, 89:], said.logprobs)
+
+
+def test_own_leaves():
+    """Keys, or a root for each 256 of them, that a step of `generate` gathers; keys that are lost at a leaf's end."""
+    config = dataclasses.replace(SMALL, num_hidden_layers=1, max_position_embeddings=1 << 16)
+    model, parallel = build(config, jnp.float32), SequenceParallel("s")
+
+    @functools.partial(jax.jit, static_argnames=("count", "parallel"))
+    def said(model, prompt, count, parallel=None):
+        options = {"return_logprobs": True, "reproducible": True}
+        found = generate(model, prompt, count, parallel=parallel, **options)
+        return found.tokens, found.logprobs
+
+    prompt = np.random.default_rng(2).integers(0, 40, (2, 766)).astype(np.int32)
+    wanted = said(model, prompt, 4)
+    with jax.set_mesh(make_mesh((4,), ("s",), devices=jax.devices()[:4])):
+        same(jax.device_get(said(model, prompt, 4, parallel)), wanted)
+        sent = []
+        for room in (1 << 13, 1 << 15):  # behind a prompt of one token, which all devices read
+            program = said.lower(model, prompt[:, :1], room - 1, parallel).compile()
+            sent.append([(x.kind, x.shapes) for x in collectives(program)])
+    assert sent[0] == sent[1] and sent[0]
+
+
+class Made(Exception):
+    """The options of a cache."""
+
+
+def test_blocks(monkeypatch):
+    """A call whose cache is not made for it; another default of calls without the option, or of one device."""
+    with jax.set_mesh(make_mesh((4,), ("s",), devices=jax.devices()[:4])):
+        for slots, reproducible, wanted in (
+            *((40, False, 10), (4096, False, 128), (40, True, 256), (4 * 2048, True, 256)),
+            *((4 * 2048 + 1, True, 512), (4 * 5000, True, 1024)),
+        ):
+            made = functools.partial(model().empty_cache, 1, slots, reproducible=reproducible)
+            cache = jax.eval_shape(functools.partial(made, parallel=SequenceParallel("s")))
+            assert cache.layers[0].slots.block == wanted, slots
+            assert jax.eval_shape(made).layers[0].slots.block == min(slots, 128)
+
+    def make(self, *sizes, **options):
+        raise Made(options["reproducible"])
+
+    monkeypatch.setattr(Llama, "empty_cache", make)
+    for reproducible in (False, True):
+        chosen = {"reproducible": reproducible}
+        for call in (
+            functools.partial(generate, model(), [[1, 2], [3]], 4, **chosen),
+            functools.partial(generate, model(), [[1, 2], [3]], 4, batch_size=1, **chosen),
+            functools.partial(
+                score_continuations, model(), [[1]], jnp.ones((1, 1, 1), int), **chosen
+            ),
+        ):
+            with pytest.raises(Made, match=str(reproducible)):
+                call()
