@@ -92,7 +92,7 @@ from .dispatch._lowering import platform_here as platform_here
 from .dispatch._over_keys import QUERY_COTANGENT as QUERY_COTANGENT
 from .dispatch._over_keys import STATE as STATE
 from .dispatch._over_keys import TANGENT as TANGENT
-from .dispatch._over_keys import Call as Call
+from .dispatch._over_keys import CallOnDevice as CallOnDevice
 from .dispatch._over_keys import FoldOfRows as FoldOfRows
 from .dispatch._overlap import overlap_transfer as overlap_transfer
 from .dispatch._registry import attend as attend

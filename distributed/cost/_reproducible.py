@@ -9,7 +9,7 @@ from ._topology import Topology
 from ._transfer import Transfer
 
 # Keys and values of all devices that take fewer bytes are gathered at once.
-_LEAST = 8 << 20
+LEAST = 8 << 20
 
 
 def reproduced(
@@ -53,7 +53,7 @@ def _everything(
     yield Transfer("all-gather", 4 * -(-shape.keys // devices), axes)
     if gradient and shape.queries_sharded and shape.queries != shape.keys:
         yield Transfer("all-gather", 4 * -(-shape.queries // devices), axes)
-    turns = _turns(sum(sizes), shape.kv_heads, devices)
+    turns = head_turns(sum(sizes), shape.kv_heads, devices)
     # the backward's keys are the forward's, unless each gathered some heads at a time; or there are directions
     found = [*sizes] * (1 + (tangent or (gradient and turns > 1)))
     if gradient and shape.queries_sharded:
@@ -65,7 +65,7 @@ def _everything(
             yield Transfer("all-gather", size // turns, axes, turns)
 
 
-def _turns(own: int, heads: int, devices: int) -> int:
+def head_turns(own: int, heads: int, devices: int) -> int:
     """In how many parts of so many heads keys are gathered, of which a device has `own` bytes."""
-    least = max(1, -(-own * devices // max(2 * own, _LEAST)))
+    least = max(1, -(-own * devices // max(2 * own, LEAST)))
     return next((n for n in range(least, heads) if heads % n == 0), heads)

@@ -16,7 +16,7 @@ from energy_attn.kernels.internal import (
     STATE,
     TANGENT,
     Attention,
-    Call,
+    CallOnDevice,
     Candidate,
     Canonical,
     FoldOfRows,
@@ -32,14 +32,12 @@ from energy_attn.kernels.internal import (
     varying_axes,
 )
 
+from ..cost._reproducible import head_turns
 from ..merge._packing import as_invariant, joined, moved
 from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
 
 Tree = TypeVar("Tree")
-
-# Keys of all devices that take fewer bytes are gathered at once.
-LEAST = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +78,8 @@ def _by_heads(
     """`run(operands)`, for so many heads of keys at a time that their keys on all devices take little memory."""
     count, heads = operands.key.shape[2], operands.query.shape[2]
     own = sum(x.size * x.dtype.itemsize for x in operands[1:3])
-    turns = -(-own * devices // max(2 * own, LEAST))
-    turns = next((n for n in range(turns, count) if count % n == 0), count)
-    if turns <= 1:
+    turns = head_turns(own, count, devices)
+    if turns == 1:
         return run(operands)
     if operands.head_indices is None:
         operands = operands._replace(head_indices=jnp.arange(heads, dtype=jnp.int32))
@@ -171,11 +168,11 @@ class _Across(Canonical):
                 query_segments=self._all(operands.query_segments),
             )
             state, cotangent = self._all((state, cotangent))
-        return Call(operands, call.settings).key_cotangents(state, cotangent)
+        return CallOnDevice(operands, call.settings).key_cotangents(state, cotangent)
 
     def _fold(self, fold: FoldOfRows, call: KernelCall, *others: Any) -> Any:
         """The results for rows, whose type does not vary where all devices have the same queries."""
-        of = Call(self._with_all_keys(call.operands), call.settings)
+        of = CallOnDevice(self._with_all_keys(call.operands), call.settings)
         if not self.folds_own or self.run is None:
             results = fold.whole(of, *others)
         else:

@@ -34,12 +34,12 @@ class FoldOfRows:
     like: Callable[..., Any]
     widths: Callable[[Operands], tuple[int | None, ...]]
 
-    def whole(self, of: "Call", *others: Any) -> Any:
+    def whole(self, of: "CallOnDevice", *others: Any) -> Any:
         """The results, over all keys of a call."""
         kernels = of.kernels(None)
         return run_when_lowered(_Whole(self), self.like, kernels, of.settings, of.operands, *others)
 
-    def nodes(self, of: "Call", run: int, *others: Any) -> tuple[list[Array], Array]:
+    def nodes(self, of: "CallOnDevice", run: int, *others: Any) -> tuple[list[Array], Array]:
         """Nodes of the tree over keys in runs of whole leaves, `[nodes, B, T, N, ...]`, and where they are in it."""
         leaves = run // LEAF
         # of a number of leaves that is no power of two, each run has several nodes
@@ -47,7 +47,7 @@ class FoldOfRows:
         return run_when_lowered(step, step.like, of.kernels(run), of.settings, of.operands, *others)
 
     def of_nodes(
-        self, of: "Call", nodes: list[Array], numbers: Int[Array, "B nodes"], *others: Any
+        self, of: "CallOnDevice", nodes: list[Array], numbers: Int[Array, "B nodes"], *others: Any
     ) -> Any:
         """The results, over the nodes of all devices."""
         step = _OfNodes(self)
@@ -56,7 +56,7 @@ class FoldOfRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class CallOnDevice:
     """A call inside a program of each device."""
 
     operands: Operands
