@@ -12,10 +12,15 @@ from jaxtyping import Array, Int
 from ..call._kernel import AbstractKernel
 from ..call._operands import KernelCall, Operands, Settings
 from ..call._state import AttentionState, lse_dtype
+from ..pallas.canonical._kernel import AbstractCanonical
 from ..xla._blockwise import empty_like
+from ..xla._canonical import Canonical
 from ..xla._canonical_call import LEAF
 from ._lowering import run_when_lowered
 from ._registry import accepting, reproducible_kernels
+
+Canonicals = AbstractCanonical | Canonical
+Given = AttentionState | Operands  # what a derivative is of, beside the call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +39,12 @@ class FoldOfRows:
     like: Callable[..., Any]
     widths: Callable[[Operands], tuple[int | None, ...]]
 
-    def whole(self, of: "CallOnDevice", *others: Any) -> Any:
+    def whole(self, of: "CallOnDevice", *others: Given) -> Any:
         """The results, over all keys of a call."""
         kernels = of.kernels(None)
         return run_when_lowered(_Whole(self), self.like, kernels, of.settings, of.operands, *others)
 
-    def nodes(self, of: "CallOnDevice", run: int, *others: Any) -> tuple[list[Array], Array]:
+    def nodes(self, of: "CallOnDevice", run: int, *others: Given) -> tuple[list[Array], Array]:
         """Nodes of the tree over keys in runs of whole leaves, `[nodes, B, T, N, ...]`, and where they are in it."""
         leaves = run // LEAF
         # of a number of leaves that is no power of two, each run has several nodes
@@ -47,7 +52,7 @@ class FoldOfRows:
         return run_when_lowered(step, step.like, of.kernels(run), of.settings, of.operands, *others)
 
     def of_nodes(
-        self, of: "CallOnDevice", nodes: list[Array], numbers: Int[Array, "B nodes"], *others: Any
+        self, of: "CallOnDevice", nodes: list[Array], numbers: Int[Array, "B nodes"], *others: Given
     ) -> Any:
         """The results, over the nodes of all devices."""
         step = _OfNodes(self)
@@ -78,7 +83,7 @@ class CallOnDevice:
 class _Whole:
     fold: FoldOfRows
 
-    def __call__(self, kernel: Any, call: KernelCall, *others: Any) -> Any:
+    def __call__(self, kernel: Canonicals, call: KernelCall, *others: Given) -> Any:
         found = self.fold.over_keys(kernel, call, *others).whole()
         return self.fold.rounded(kernel, call, found, *others)
 
@@ -88,10 +93,10 @@ class _Nodes:
     fold: FoldOfRows
     leaves: int
 
-    def __call__(self, kernel: Any, call: KernelCall, *others: Any) -> Any:
+    def __call__(self, kernel: Canonicals, call: KernelCall, *others: Given) -> Any:
         return self.fold.over_keys(kernel, call, *others).nodes(self.leaves)
 
-    def like(self, settings: Settings, operands: Operands, *others: Any) -> Any:
+    def like(self, settings: Settings, operands: Operands, *others: Given) -> Any:
         del settings, others
         query, count = operands.query, -(-operands.key.shape[1] // (self.leaves * LEAF))
         dtype, rows = lse_dtype(query.dtype), (count, *query.shape[:3])
@@ -106,20 +111,28 @@ class _OfNodes:
     fold: FoldOfRows
 
     def __call__(
-        self, kernel: Any, call: KernelCall, nodes: list[Array], numbers: Array, *others: Any
+        self,
+        kernel: Canonicals,
+        call: KernelCall,
+        nodes: list[Array],
+        numbers: Array,
+        *others: Given,
     ) -> Any:
         found = self.fold.over_keys(kernel, call, *others).of_nodes(nodes, numbers)
         return self.fold.rounded(kernel, call, found, *others)
 
-    def like(self, settings: Settings, operands: Operands, *others: Any) -> Any:
-        return self.fold.like(settings, operands, *others[2:])
+    def like(
+        self, settings: Settings, operands: Operands, _: list[Array], numbers: Array, *others: Given
+    ) -> Any:
+        del numbers
+        return self.fold.like(settings, operands, *others)
 
 
-def _key_cotangents(kernel: Any, call: KernelCall, *given: AttentionState) -> Any:
+def _key_cotangents(kernel: Canonicals, call: KernelCall, *given: AttentionState) -> Any:
     return kernel.key_cotangents(call, *given)
 
 
-def _like_keys(settings: Settings, operands: Operands, *_: Any) -> tuple[Array, Array]:
+def _like_keys(settings: Settings, operands: Operands, *_: object) -> tuple[Array, Array]:
     dtype = lse_dtype(operands.query.dtype)
     key, value = (lax.full_like(x, 0, dtype) for x in operands[1:3])
     return key, value
@@ -130,7 +143,7 @@ def _like_state(settings: Settings, operands: Operands) -> tuple[AttentionState,
     return state, state.lse
 
 
-def _like_query(settings: Settings, operands: Operands, *_: Any) -> Array:
+def _like_query(settings: Settings, operands: Operands, *_: object) -> Array:
     return lax.full_like(operands.query, 0, lse_dtype(operands.query.dtype))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ..call._kernel import AbstractKernel, check_dtypes
 from ..call._operands import KernelCall, Operands, cotangents, differentiated, out_dtype
@@ -261,7 +261,7 @@ def _is_empty(operands: Operands) -> bool:
     return 0 in (*operands.query.shape[:2], operands.key.shape[1])
 
 
-def _add(a: Any, b: Any) -> Any:
+def _add(a: PyTree[Array], b: PyTree[Array]) -> Any:
     return jax.tree.map(jnp.add, a, b)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._common import result_like
 from ._programs import Blocks, Item, Program, is_below
@@ -52,7 +52,7 @@ def fold(
     return [x.reshape(batch, tiles, parts, *shape) for x, shape in pairs]
 
 
-def _flat(arrays: Any) -> Any:
+def _flat(arrays: PyTree[Array]) -> Any:
     """Arrays with their first two axes as one, so that no stride depends on the sizes of a call."""
     return jax.tree.map(lambda x: lax.collapse(x, 0, 2), arrays)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ...call._state import holds_keys, safe_shift
@@ -22,7 +23,7 @@ class Result(NamedTuple):
     """A result: `[own, width]`, or a number of each if that is None."""
 
     width: int | None
-    dtype: Any
+    dtype: DTypeLike
 
 
 class Program(NamedTuple):
@@ -54,7 +55,7 @@ def dot(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "i j"]:
     return lax.dot_general(a, b, axes, precision, jnp.float32)
 
 
-def softmax(scale: float, width: int, dtype: Any) -> Program:
+def softmax(scale: float, width: int, dtype: DTypeLike) -> Program:
     """The state `(out, lse)` of rows: softmaxes over keys, as maximum, total and weighed values, and their sink."""
 
     def term(rows: Blocks, keys: Blocks, seen: Array) -> Item:
@@ -159,7 +160,7 @@ def to_keys(scale: float, widths: Sequence[int]) -> Program:
     return Program("to_keys", term, _add, finish, (0.0, 0.0), tuple(widths), results)
 
 
-def along(scale: float, width: int, dtype: Any) -> Program:
+def along(scale: float, width: int, dtype: DTypeLike) -> Program:
     """The tangent of the state, in directions `d_query`, `d_key` and `d_value`, of which some may not be there."""
 
     def term(rows: Blocks, keys: Blocks, seen: Array) -> Item:

@@ -1,6 +1,7 @@
 """The fold of tiles on TPUs: the waiting nodes of the tree stay in the chip's memory."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,7 +51,7 @@ def fold(
     def of_result(b: Array, k: Array, t: Array, p: Array, j: Array, *_: Ref) -> tuple[Any, ...]:
         return b, t, p, k, 0, 0
 
-    def specs(side: Side, place: Any) -> tuple[Any, Any]:
+    def specs(side: Side, place: Callable[..., tuple[Any, ...]]) -> tuple[Any, Any]:
         def spec(x: Array) -> pl.BlockSpec:
             return pl.BlockSpec((None, None, None, *x.shape[3:]), lambda *at: (*place(*at), 0, 0))
 
