@@ -14,7 +14,7 @@ from .._common import result_like
 from ._programs import Blocks, Item, Program, is_below
 from ._tiles import Seen, Side, Walk
 
-PROGRAMS = 512  # at most, each of which folds own tiles in turn
+PROGRAMS = 256  # at most, each of which folds own tiles in turn
 
 
 def fold(
@@ -25,7 +25,7 @@ def fold(
     like = next(iter(own.arrays.values()))
     size, heads = like.shape[2:4]
     total = batch * tiles * parts * heads
-    programs, depth = min(total, PROGRAMS), (walk.most - 1).bit_length() + 1
+    programs, depth = min(total, PROGRAMS), walk.depth
     sizes = tiles, parts, heads, walk.numbers.shape[1], total, programs
     shapes = [(size, heads) if x.width is None else (size, heads, x.width) for x in program.results]
     scratch = [

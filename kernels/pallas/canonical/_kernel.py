@@ -28,7 +28,7 @@ MOST_WIDTH = 256  # whose tiles are on a chip together
 
 @dataclasses.dataclass(frozen=True)
 class AbstractCanonical(AbstractKernel):
-    """Attention whose bits depend on a row and the keys that it sees, as [`Canonical`][] on CPUs.
+    """Attention whose bits depend on a row and the keys that it sees, as `Canonical` on CPUs.
 
     A tile of rows and a leaf of keys are one program, in which no constant depends on the sizes of a call, and the
     canonical tree joins what it returns.

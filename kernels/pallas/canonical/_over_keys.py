@@ -39,8 +39,10 @@ class OverKeys(NamedTuple):
     def whole(self) -> list[Array]:
         """The results, over all leaves."""
         own = self._own()
-        walk, numbers = self._in_parts(own)
-        return self._of(own, *walk.of_parts(self._parts(own, walk), numbers))
+        leaves = self.sides.over_keys(own)
+        walk, numbers = self._in_parts(own, leaves)
+        found = self._parts(own, walk)
+        return self._of(own, *walk.of_parts(found, numbers, leaves.consecutive))
 
     def nodes(self, leaves: int) -> tuple[list[Array], Int[Array, "b nodes"]]:
         """The folds over so many times `LEAF` keys, `[nodes, B, T, N, ...]`, and the number of a leaf of each, or -1.
@@ -78,9 +80,9 @@ class OverKeys(NamedTuple):
     def _own(self) -> Side:
         return self.sides.rows(self.rows | given(sink=self.sides.of.sink()))
 
-    def _in_parts(self, own: Side) -> tuple[Walk, Array]:
+    def _in_parts(self, own: Side, walk: Walk) -> tuple[Walk, Array]:
         """The leaves that each tile may see, in parts where tiles are few, and the numbers of parts in the tree."""
-        walk, wanted = self.sides.over_keys(own), self.least_tiles // math.prod(own.sizes)
+        wanted = self.least_tiles // math.prod(own.sizes)
         if wanted < 2:
             return walk, jnp.zeros_like(walk.numbers[:, :1])
         if walk.consecutive:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ...call._state import holds_keys, safe_shift
+from ...call._state import holds_keys, safe_shift, unfused
 
 Blocks = dict[str, Any]
 Item = tuple[Array, ...]
@@ -191,7 +191,8 @@ def along(scale: float, width: int, dtype: DTypeLike) -> Program:
             total += jnp.exp(rows["sink"].T - jnp.where(some, lse, jnp.inf))
         total = jnp.where(total == 0, 1.0, total)
         energy = item[1] / total
-        out = item[0] / total - energy * rows["out"].astype(jnp.float32)
+        # each rounded, also where XLA:CPU fuses what the kernel is interpreted as
+        out = unfused(item[0] / total) - unfused(energy * rows["out"].astype(jnp.float32))
         out, energy = (without_signs(jnp.where(some, x, 0.0)) for x in (out, energy))
         return out, energy.T
 

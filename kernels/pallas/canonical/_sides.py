@@ -76,7 +76,8 @@ class Sides:
 
     def over_keys(self, rows: Side) -> Walk:
         """The leaves that rows may see."""
-        return self._walk(self._met(rows), self.of.held.numbers, 1)
+        consecutive = self.of.counted or isinstance(self.of.held, Scattered)
+        return self._walk(self._met(rows), self.of.held.numbers, 1, consecutive)
 
     def over_queries(self, held: AbstractSlots) -> Walk:
         """The tiles of queries, by position and head, that may see a leaf."""
@@ -85,7 +86,7 @@ class Sides:
         laid = None if segments is None else held.laid(segments)
         met = self.of.met(Positions(held.positions, laid)).swapaxes(1, 2)
         numbers = held.numbers[:, :, None] * group + jnp.arange(group, dtype=jnp.int32)[None, None]
-        return self._walk(met, lax.collapse(numbers, 1, 3), group)
+        return self._walk(met, lax.collapse(numbers, 1, 3), group, True)
 
     def of_rows(self, x: Array) -> Array:
         """Results of rows `[B, tiles, 1, rows, K, ...]` as `[B, T, N, ...]`; NaN where two keys are one slot's."""
@@ -108,13 +109,12 @@ class Sides:
         segments = rows.ids[1] if self._has_segments else None
         return self.of.met(Positions(rows.ids[0], segments))
 
-    def _walk(self, met: Array, numbers: Array, group: int) -> Walk:
+    def _walk(self, met: Array, numbers: Array, group: int, consecutive: bool) -> Walk:
         first, stop = (group * x[..., None] for x in block_spans(met))
         batch = self.of.batch
         numbers, first, stop = (
             jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (numbers, first, stop)
         )
-        consecutive = self.of.counted or isinstance(self.of.held, Scattered)
         # a leaf without keys, which may be in the middle, is of the same place as that before it
         numbers = numbers if consecutive else lax.cummax(numbers, axis=1)
         return Walk(numbers, first, stop, numbers.shape[1], consecutive)

@@ -10,6 +10,9 @@ from jaxtyping import Array, Bool, Int
 Ids = tuple[Array, ...]
 
 
+LEVELS = 32  # of a tree, at most
+
+
 class Side(NamedTuple):
     """Queries or keys in tiles.
 
@@ -46,6 +49,11 @@ class Walk(NamedTuple):
     most: int
     consecutive: bool
 
+    @property
+    def depth(self) -> int:
+        """How many nodes of a part may wait: one a level of the tree below it, or each where numbers have gaps."""
+        return (self.most - 1).bit_length() + 1 if self.consecutive else min(self.most, LEVELS)
+
     def in_parts(self, wanted: int) -> tuple["Walk", Array]:
         """The same, of about so many parts, each of one subtree, and the numbers of these, `[B, parts]`."""
         count = self.numbers.shape[1]
@@ -63,16 +71,19 @@ class Walk(NamedTuple):
 
     def _cut(self, begin: Int[Array, "#b 1 parts"], size: int) -> "Walk":
         first, stop = (jnp.clip(x, begin, begin + size) for x in (self.first, self.stop))
-        return self._replace(first=first, stop=stop, most=size)
+        # a part is within one subtree of so many tiles
+        return self._replace(first=first, stop=stop, most=size, consecutive=True)
 
-    def of_parts(self, found: list[Array], numbers: Array) -> tuple[Side, "Walk"]:
+    def of_parts(
+        self, found: list[Array], numbers: Array, consecutive: bool
+    ) -> tuple[Side, "Walk"]:
         """The items of parts, `[B, tiles, parts, ...]`, as the other side, and which each own tile is folded with."""
         batch, tiles, parts = self.first.shape
         arrays = {str(i): lax.collapse(x, 1, 3) for i, x in enumerate(found)}
         first = parts * jnp.arange(tiles, dtype=jnp.int32)[None, :, None]
         first = jnp.broadcast_to(first, (batch, tiles, 1))
         numbers = jnp.tile(numbers, (1, tiles))
-        return Side(arrays, ()), Walk(numbers, first, first + parts, parts, False)
+        return Side(arrays, ()), Walk(numbers, first, first + parts, parts, consecutive)
 
 
 # of the ids of own and other tiles, which broadcast; None: parts of a fold, which are all there

@@ -17,7 +17,8 @@ from ..tpu._layout import LEAST_GRANTED
 from ._programs import Blocks, Program, is_below
 from ._tiles import Seen, Side, Walk
 
-DEPTH = 16  # nodes that may wait
+# Nodes that may wait: one a level of the tree over 2^16 tiles in a row; else of that over all positions.
+IN_A_ROW, DEPTH = 17, 24
 
 
 def fold(
@@ -27,9 +28,10 @@ def fold(
     batch, tiles, parts = walk.first.shape
     like = next(iter(own.arrays.values()))
     size, heads = like.shape[2:4]
-    if walk.most > 2 ** (DEPTH - 1):
+    depth = IN_A_ROW if walk.consecutive else DEPTH
+    if walk.consecutive and walk.depth > depth:
         raise NotImplementedError(
-            f"reproducible: wanted at most {2 ** (DEPTH - 1)} tiles on a device, got {walk.most}"
+            f"reproducible: wanted at most {2 ** (depth - 1)} tiles on a device, got {walk.most}"
         )
     tables = (
         jnp.stack([jnp.int32(x) for x in (tiles, parts, walk.numbers.shape[1])]),
@@ -72,8 +74,8 @@ def fold(
             out_specs=([pl.BlockSpec((None, None, None, None, *x), of_result) for x in blocks],),
             scratch_shapes=[
                 [pltpu.VMEM((size, n), jnp.float32) for n in program.widths],
-                [pltpu.VMEM((DEPTH, size, n), jnp.float32) for n in program.widths],
-                pltpu.SMEM((DEPTH,), jnp.int32),
+                [pltpu.VMEM((depth, size, n), jnp.float32) for n in program.widths],
+                pltpu.SMEM((depth,), jnp.int32),
                 pltpu.SMEM((2,), jnp.int32),
             ],
         ),

@@ -1,7 +1,6 @@
 """The law of the canonical kernels for TPUs and GPUs, interpreted: a row has the same bytes however it is computed.
 
-That a tile is the same text in all programs, tests/tpu and tests/cuda show. Calls are not compiled with what is around
-them, as XLA:CPU fuses what the interpreter emits.
+That a tile is the same text in all programs, tests/tpu and tests/cuda show.
 """
 
 import functools
@@ -14,6 +13,7 @@ from energy_attn import masks, scores
 from energy_attn.kernels import AttentionState, KernelCall, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import cotangents as cotangents_of
+from energy_attn.kernels.dispatch._lowering import platform_here
 from energy_attn.kernels.dispatch._registry import attend as attend_operands
 from energy_attn.kernels.pallas.canonical._kernel import CanonicalGPU, CanonicalTPU
 from energy_attn.kernels.xla._canonical import Canonical
@@ -153,14 +153,14 @@ def test_sinks(name):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_nodes(name):
-    """Nodes of two devices, each with every other leaf, that are folded in another order than on one device."""
+    """Nodes of two devices, each with every other two leaves, that are folded in another order than on one device."""
     rng, tokens = np.random.default_rng(4), tokens_of("causal", length=1900)
     cache = cache_of(tokens, 8 * LEAF, rng)
     # without some leaves, so that numbers of those beside each other differ in any bits
     gone = np.repeat(rng.random(64) < 0.5, LEAF // 8) | np.isin(np.arange(8 * LEAF) // LEAF, (2, 5))
     cache = cache._replace(positions=np.where(gone, -1, cache.positions).astype(np.int32))
-    one, own = (type(KERNELS[name])(run) for run in (None, LEAF))
-    place = np.arange(8 * LEAF) // LEAF % 2
+    one, own = (type(KERNELS[name])(run) for run in (None, 2 * LEAF))
+    place = np.arange(8 * LEAF) // (2 * LEAF) % 2
     shards = [cache.at(place == device) for device in range(2)]
     d_out, d_lse = (rng.standard_normal((1, 1900, HEADS, *x)) for x in ((VALUE_WIDTH,), ()))
     cotangent = AttentionState(*(jax.numpy.asarray(x, np.float32) for x in (d_out, d_lse)))
@@ -170,14 +170,15 @@ def test_nodes(name):
         positions = {"query_positions": rows.positions, "key_positions": keys.positions}
         arrays = rows.query, keys.key, keys.value, None, None, None
         given = check_call(*arrays, is_causal=True, **positions)
-        return KernelCall(given.operands, given.settings, "cpu")
+        return KernelCall(given.operands, given.settings, platform_here())
 
+    # not compiled together: XLA:CPU fuses what the interpreter emits of a tile with what is around it
     def across():
         calls = [call(x) for x in shards]
 
         def fold(method, *others):
             folds = [getattr(own, method)(x, *others) for x in calls]
-            nodes, numbers = zip(*(x.nodes(1) for x in folds), strict=True)
+            nodes, numbers = zip(*(x.nodes(2) for x in folds), strict=True)
             joined = [jax.numpy.concatenate(x) for x in zip(*nodes, strict=True)]
             return folds[0].of_nodes(joined, jax.numpy.concatenate(numbers, 1))
 
@@ -190,12 +191,24 @@ def test_nodes(name):
     def alone():
         whole = call(cache)
         state = one.forward(whole)
-        same_bytes(own.forward(whole), state)  # read where its keys lie
         directions = cotangents_of(whole.operands.query, None, None, None)
         to_query = one.query_cotangent(whole, state, cotangent)
-        return state, to_query, one.tangent(whole, state, directions)
+        return state, to_query, one.tangent(whole, state, directions), own.forward(whole)
 
-    same_bytes(across(), alone())
+    *found, in_place = alone()
+    same_bytes(across(), tuple(found))
+    same_bytes(in_place, found[0])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_gaps_between_leaves(name):
+    """More nodes that wait than those of as many leaves in a row: one that is written in another's place."""
+    tokens = tokens_of("full", length=6 * LEAF)
+    blocks = np.asarray([0, 16, 24, 28, 30, 31], np.int32)
+    positions = (LEAF * blocks[:, None] + np.arange(LEAF, dtype=np.int32)).reshape(-1)
+    keys, rows = tokens._replace(positions=positions), tokens.at(slice(40))
+    kernels = type(KERNELS[name])(LEAF), Canonical(LEAF)
+    close(*(attend("full", rows, keys, kernel) for kernel in kernels), name, 1e-5)
 
 
 @pytest.mark.parametrize("name", KERNELS)
