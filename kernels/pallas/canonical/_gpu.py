@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, PyTree
 
 from .._common import result_like
-from ._programs import Blocks, Item, Program, is_below
+from ._programs import Blocks, Item, Program, is_below, present
 from ._tiles import Seen, Side, Walk
 
 PROGRAMS = 256  # at most, each of which folds own tiles in turn
@@ -153,14 +153,7 @@ def _loaded(
     found = {name: triton.load(_block(x, tile, head)) for name, x in arrays.items()}
     found = {name: x if x.ndim == 2 else x[None] for name, x in found.items()}
     ids = tuple(triton.load(_block(x, tile))[None] for x in refs)
-    if ids:
-        there = ids[0] >= 0
-
-        def kept(x: Array) -> Array:
-            return jnp.where(there if x.shape[0] == 1 else there.T, x, jnp.zeros_like(x))
-
-        found = {name: kept(x) for name, x in found.items()}
-    return found, ids
+    return present(found, ids), ids
 
 
 def _block(ref: Ref, place: Array, head: Array | None = None) -> Any:
