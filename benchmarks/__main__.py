@@ -21,6 +21,7 @@ from . import (
     masks,
     observables,
     queue,
+    reproducible,
     speculative,
     windows,
 )
@@ -41,6 +42,8 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "speculative": speculative.CASES,
     "queue": queue.CASES,
     "windows": windows.CASES,
+    "reproducible_cpu": reproducible.CPU,
+    "reproducible_gpu": reproducible.GPU,
 }
 
 

@@ -120,7 +120,10 @@ def canonical_of(cache: AbstractTokens) -> tuple[Candidate, ...]:
     """The canonical kernels, which know where the keys of a cache are."""
     if cache.window is not None:  # a slot may have a token of the next lap
         return reproducible_kernels()
-    return reproducible_kernels(cache.slots.block if cache.slots.devices > 1 else LEAF)
+    capacity, block, devices = cache.slots
+    # on one device, token n is in slot n
+    run = block if devices > 1 else max(LEAF, 1 << (capacity - 1).bit_length())
+    return reproducible_kernels(run)
 
 
 def state_of(

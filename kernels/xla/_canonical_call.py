@@ -62,18 +62,6 @@ class Tile(NamedTuple):
     key_at: tuple[Array, Array | None]
 
 
-class Sizes(NamedTuple):
-    """The constants of a platform's format, powers of two: a leaf divides `LEAF`.
-
-    Attributes:
-        leaf: keys of a leaf.
-        rows: rows of a tile.
-    """
-
-    leaf: int
-    rows: int
-
-
 class CanonicalCall:
     """The operands of a call beside the slots of its keys."""
 
@@ -82,9 +70,9 @@ class CanonicalCall:
         operands: Operands,
         settings: Settings,
         in_order: bool,
-        sizes: Sizes | None = None,
+        rows: int | None = None,
     ):
-        leaf, rows = (LEAF, None) if sizes is None else sizes
+        """`rows`: of a tile, where that is a constant of the platform's format."""
         self.counted = operands.query_positions is None
         self.operands = operands = positioned(operands)
         assert operands.query_positions is not None and operands.key_positions is not None
@@ -97,9 +85,9 @@ class CanonicalCall:
         self.mask: AbstractMask = bound(settings, operands)
         self.score = bound_score(settings, operands)
         self.held: AbstractSlots = (
-            InOrder(operands.key_positions, leaf, self.counted)
+            InOrder(operands.key_positions, LEAF, self.counted)
             if self.counted or in_order
-            else Scattered(operands.key_positions, leaf)
+            else Scattered(operands.key_positions, LEAF)
         )
         self.keys = in_slots(self.held, operands.key_segments)
 

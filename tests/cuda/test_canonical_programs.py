@@ -19,11 +19,11 @@ from tests.support.machine_code import allocated
 from tests.support.target import nodes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
-CALLS = (2, 1000, 1000), (1, 1, 7777)  # batch, queries, keys
-KERNELS = {
-    *("softmax_leaves", "softmax_parts", "to_queries_leaves", "to_queries_parts"),
-    *("to_keys", "tangent_leaves", "tangent_parts"),
-}
+CALLS = (2, 200, 1000), (1, 1, 7777)  # batch, queries, keys, which are folded in parts
+WHOLE = (2, 4000, 1000)  # not in parts, for its many tiles of queries
+PRODUCT = re.compile(r"\bw?g?mma|fma\.rn\.f32")
+FOLDS = {"softmax", "to_queries", "tangent"}
+KERNELS = {f"{name}_{what}" for name in FOLDS for what in ("leaves", "parts")} | {"to_keys"}
 
 
 def derivatives(query, key, value):
@@ -55,22 +55,45 @@ def code(folder):
     return found
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-def test_a_tile_is_one_program(capability, tmp_path):
+def of_a_block(entry):
+    """The code of the inner loop of most products, over the blocks of a leaf, with registers by order."""
+    lines = [re.sub(r"\s*//.*", "", x) for x in entry.splitlines()]
+    places = {x.split(":")[0]: at for at, x in enumerate(lines) if x.startswith("$L")}
+    jumps = ((at, re.search(r"bra(?:\.uni)?\s+(\$\w+)", x)) for at, x in enumerate(lines))
+    loops = [(places[x[1]], at) for at, x in jumps if x and places[x[1]] < at]
+    inner = [x for x in loops if not any(x[0] <= y[0] and y[1] < x[1] for y in loops)]
+    text = max(("\n".join(lines[a:b]) for a, b in inner), key=lambda x: len(PRODUCT.findall(x)))
+    names = {}
+
+    def named(x):
+        return x[1] + str(names.setdefault(x[0], len(names)))
+
+    return re.sub(r"(%[a-z]+)\d+", named, re.sub(r"\$L\w+", "", text))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((8, 0), "bfloat16"), ((9, 0), "bfloat16"), ((9, 0), "float32")]
+)
+def test_a_tile_is_one_program(capability, dtype, tmp_path):
     """A constant in a kernel, an offset among them, that depends on the lengths of a call."""
     texts = []
-    for number, call in enumerate(CALLS):
+    for number, call in enumerate((*CALLS, WHOLE)):
         (folder := tmp_path / str(number)).mkdir()
-        compiled(derivatives, capability, "bfloat16", *call, folder)
+        compiled(derivatives, capability, dtype, *call, folder)
         texts.append(code(folder))
-    assert texts[0].keys() == KERNELS
-    assert texts[0] == texts[1]
-    for name in ("softmax_leaves", "to_queries_leaves", "to_keys", "tangent_leaves"):
-        assert "mma" in texts[0][name]  # products of matrices
+    *in_parts, whole = texts
+    assert in_parts[0].keys() == KERNELS
+    assert in_parts[0] == in_parts[1]
+    assert whole.keys() == FOLDS | {"to_keys"}
+    assert whole["to_keys"] == in_parts[0]["to_keys"]
+    for name in FOLDS:
+        block = of_a_block(whole[name])
+        assert block == of_a_block(in_parts[0][f"{name}_leaves"])
+        assert len(PRODUCT.findall(block)) > 100
 
 
 def test_registers(tmp_path):
-    """Tiles of 16 bits that do not fit into the registers of their threads."""
+    """Tiles of 16 bits whose blocks do not fit into the registers of their threads."""
     run = functools.partial(attention, is_causal=True, reproducible=True)
     compiled(run, (9, 0), "bfloat16", *CALLS[0], tmp_path)
     spilled = {name: size for file in tmp_path.glob("*.ptx") for name, size, _ in allocated(file)}

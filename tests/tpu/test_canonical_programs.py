@@ -18,10 +18,7 @@ from tests.support.tpu import compiled, devices, every_chip
 from tests.support.tpu_schedule import alone
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
-KERNELS = {
-    *("softmax_leaves", "softmax_parts", "to_queries_leaves", "to_queries_parts"),
-    *("to_keys", "tangent_leaves", "tangent_parts"),
-}
+KERNELS = {"softmax", "to_queries", "to_keys", "tangent"}
 
 
 def test_a_tile_is_one_program():
@@ -33,7 +30,7 @@ def test_a_tile_is_one_program():
             assert kernels.keys() == KERNELS, chip
             assert kernels == calls[0], chip
             # a product, an exponential and a sum of 128 rows and 256 keys
-            assert {"vadd.f32", "vmul.f32", "vpop.erf"} <= kernels["softmax_leaves"].keys()
+            assert {"vadd.f32", "vmul.f32", "vpop.erf"} <= kernels["softmax"].keys()
 
 
 @every_chip
@@ -46,7 +43,7 @@ def test_widest(chip):
         return out, back(out)
 
     shapes = [("float32", 1, n, heads, 256) for n, heads in ((600, 4), (900, 2), (900, 2))]
-    compiled(chip, with_gradients, *shapes, kernels=5)
+    compiled(chip, with_gradients, *shapes, kernels=3)
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v5p"])

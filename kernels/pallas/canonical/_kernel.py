@@ -16,12 +16,12 @@ from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
 from ...xla._blockwise import cast_like
-from ...xla._canonical_call import LEAF, Sizes, check_not_learnt, check_whole
+from ...xla._canonical_call import LEAF, check_not_learnt, check_whole
 from .._rows import pairs_of
 from ..gpu._chip import named_gpu
 from . import _programs as programs
 from ._over_keys import OverKeys
-from ._sides import Sides, given, width_of
+from ._sides import Sides, Sizes, given, width_of
 
 MOST_WIDTH = 256  # whose tiles are on a chip together
 
@@ -115,7 +115,7 @@ class AbstractCanonical(AbstractKernel):
         """Those of the keys and values of a call, likewise."""
         check_not_learnt(call.operands, call.settings)
         # the sums of a key are over queries alone, so that keys may be read as they lie
-        sides = self._sides(call, in_order=True)
+        sides = self._sides(call, 1)
         arrays = {"key": call.operands.key, "value": call.operands.value}
         widths = [x.shape[-1] for x in arrays.values()]
         program = programs.to_keys(call.settings.scale, [width_of(x) for x in widths])
@@ -157,11 +157,11 @@ class AbstractCanonical(AbstractKernel):
         width: int,
     ) -> OverKeys:
         keys = {"key": call.operands.key, "value": call.operands.value} | moved
-        sides = self._sides(call, self.in_order)
+        sides = self._sides(call, self.subtree)
         return OverKeys(sides, program, rows, keys, self._fold(call), self.least_tiles, width)
 
-    def _sides(self, call: KernelCall, in_order: bool) -> Sides:
-        return Sides(call, self.sizes[call.operands.query.dtype.itemsize], in_order)
+    def _sides(self, call: KernelCall, subtree: int) -> Sides:
+        return Sides(call, self.sizes[call.operands.query.dtype.itemsize], subtree)
 
     def _fold(self, call: KernelCall) -> Callable[..., list[Array]]:
         def fold(*args: Any) -> list[Array]:
@@ -171,9 +171,10 @@ class AbstractCanonical(AbstractKernel):
         return fold
 
     @property
-    def in_order(self) -> bool:
-        """Whether runs are of whole leaves."""
-        return self.run is not None and self.run % LEAF == 0
+    def subtree(self) -> int:
+        """The most leaves that are one of each run, 0 where runs are not of whole leaves."""
+        leaves, rest = divmod(self.run or 1, LEAF)
+        return 0 if rest else leaves & -leaves
 
     @staticmethod
     @abc.abstractmethod
@@ -188,7 +189,7 @@ class CanonicalTPU(AbstractCanonical):
     platforms = ("tpu",)
     interpreted = ("cpu", "cuda", "rocm")
     exported = True
-    sizes: ClassVar[dict[int, Sizes]] = {2: Sizes(256, 128), 4: Sizes(256, 128)}
+    sizes: ClassVar[dict[int, Sizes]] = {2: Sizes(128, 128), 4: Sizes(128, 128)}
     dtypes = ("bfloat16", "float32")
     least_tiles = 1
 
@@ -200,16 +201,16 @@ class CanonicalTPU(AbstractCanonical):
 
 
 class CanonicalGPU(AbstractCanonical):
-    """In tiles of 64 rows and leaves of 64 keys; of 16 and 32 in float32."""
+    """In tiles of 64 rows, of which 64 keys of a leaf at a time are added; of 16 and 32 in float32."""
 
     name = "canonical_gpu"
     platforms = ("cuda",)
     interpreted = ("cpu", "tpu")
     exported = False
     # products of float32 are made of single instructions, of which larger tiles have too many
-    sizes: ClassVar[dict[int, Sizes]] = {2: Sizes(64, 64), 4: Sizes(32, 16)}
+    sizes: ClassVar[dict[int, Sizes]] = {2: Sizes(64, 256), 4: Sizes(16, 256)}
     dtypes = ("bfloat16", "float16", "float32")
-    least_tiles = 256
+    least_tiles = 512
 
     def check(self, call: KernelCall) -> None:
         """Likewise; and for GPUs older than compute capability 8.0, and JAX without Pallas on Triton."""

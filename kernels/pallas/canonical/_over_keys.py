@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from ...xla._canonical_call import LEAF
 from ...xla._canonical_passes import in_tiles, node_numbers
 from ._programs import Program, of_part, of_parts
 from ._sides import Sides, given, widened
-from ._tiles import Side, Walk
+from ._tiles import Side, Walk, subtree_for
 
 
 class OverKeys(NamedTuple):
@@ -40,8 +39,11 @@ class OverKeys(NamedTuple):
         """The results, over all leaves."""
         own = self._own()
         leaves = self.sides.over_keys(own)
-        walk, numbers = self._in_parts(own, leaves)
-        found = self._parts(own, walk)
+        wanted = self.least_tiles // math.prod(own.sizes)
+        if wanted < 2:
+            return self._rows(self._over_leaves(self.program, own, leaves))
+        walk, numbers = self._in_parts(leaves, wanted)
+        found = self._over_leaves(of_part(self.program), own, walk)
         return self._of(own, *walk.of_parts(found, numbers, leaves.consecutive))
 
     def nodes(self, leaves: int) -> tuple[list[Array], Int[Array, "b nodes"]]:
@@ -50,10 +52,10 @@ class OverKeys(NamedTuple):
         There must be a power of two of them, of which the first has a position that is a multiple of all.
         """
         own, held = self._own(), self.sides.of.held
-        size = leaves * LEAF // self.sides.leaf
-        walk = self.sides.over_keys(own).in_runs(size)
-        found = [self._cut(self.sides.of_parts(x), 5) for x in self._parts(own, walk)]
-        numbers = node_numbers(held, size)
+        walk = self.sides.over_keys(own).in_runs(leaves)
+        nodes = self._over_leaves(of_part(self.program), own, walk)
+        found = [self._cut(self.sides.of_parts(x), 5) for x in nodes]
+        numbers = node_numbers(held, leaves)
         return found, jnp.broadcast_to(numbers, (self.sides.of.batch, numbers.shape[1]))
 
     def of_nodes(self, nodes: Sequence[Array], numbers: Int[Array, "b nodes"]) -> list[Array]:
@@ -80,26 +82,23 @@ class OverKeys(NamedTuple):
     def _own(self) -> Side:
         return self.sides.rows(self.rows | given(sink=self.sides.of.sink()))
 
-    def _in_parts(self, own: Side, walk: Walk) -> tuple[Walk, Array]:
-        """The leaves that each tile may see, in parts where tiles are few, and the numbers of parts in the tree."""
-        wanted = self.least_tiles // math.prod(own.sizes)
-        if wanted < 2:
-            return walk, jnp.zeros_like(walk.numbers[:, :1])
+    def _in_parts(self, walk: Walk, wanted: int) -> tuple[Walk, Array]:
+        """The leaves that each tile may see, in about so many parts, and the numbers of parts in the tree."""
         if walk.consecutive:
             return walk.in_parts(wanted)
         # whole leaves in order, perhaps of a cache
-        size = LEAF // self.sides.leaf
+        size = min(subtree_for(walk.numbers.shape[1], wanted), self.sides.subtree)
         numbers = node_numbers(self.sides.of.held, size)
         numbers = jnp.broadcast_to(numbers, (self.sides.of.batch, numbers.shape[1]))
         return walk.in_runs(size), lax.cummax(jnp.maximum(numbers, 0), axis=1)
 
-    def _parts(self, own: Side, walk: Walk) -> list[Array]:
-        keys = self.sides.keys(self.keys)
-        return self.fold(of_part(self.program), own, keys, walk, self.sides.seen)
+    def _over_leaves(self, program: Program, own: Side, walk: Walk) -> list[Array]:
+        return self.fold(program, own, self.sides.keys(self.keys), walk, self.sides.seen)
 
     def _of(self, own: Side, nodes: Side, walk: Walk) -> list[Array]:
-        own = own._replace(ids=())
-        found = self.fold(of_parts(self.program), own, nodes, walk, lambda *_: None)
+        return self._rows(self.fold(of_parts(self.program), own, nodes, walk, lambda *_: None))
+
+    def _rows(self, found: list[Array]) -> list[Array]:
         return [self._cut(self.sides.of_rows(x), 4) for x in found]
 
     def _cut(self, x: Array, axes: int) -> Array:

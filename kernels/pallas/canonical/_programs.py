@@ -31,21 +31,25 @@ class Program(NamedTuple):
 
     Attributes:
         name: of the kernel.
-        term: the item of two tiles and of which pairs are visible.
+        term: the item of two tiles and of which pairs are visible, added to one before it in the same leaf, if any.
         join: that of two items; joining `identity` changes no bit.
         finish: the results, of the own tile and of the folded item.
         identity: the numbers that fill the item of nothing.
         widths: of the arrays of an item.
         results: their types.
+        to_items: results are items, of which those of absent rows are anything.
+        of_items: tiles of the other side are such results.
     """
 
     name: str
-    term: Callable[[Blocks, Blocks, Any], Item]
+    term: Callable[..., Item]
     join: Callable[[Item, Item], Item]
     finish: Callable[[Blocks, Item], tuple[Array, ...]]
     identity: tuple[float, ...]
     widths: tuple[int, ...]
     results: tuple[Result, ...]
+    to_items: bool = False
+    of_items: bool = False
 
 
 def dot(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "i j"]:
@@ -58,13 +62,18 @@ def dot(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "i j"]:
 def softmax(scale: float, width: int, dtype: DTypeLike) -> Program:
     """The state `(out, lse)` of rows: softmaxes over keys, as maximum, total and weighed values, and their sink."""
 
-    def term(rows: Blocks, keys: Blocks, seen: Array) -> Item:
+    def term(rows: Blocks, keys: Blocks, seen: Array, before: Item | None = None) -> Item:
         scores = _scores(rows["query"], keys["key"], seen, scale)
         maximum = scores.max(-1, keepdims=True)
+        if before is not None:
+            maximum = jnp.maximum(maximum, before[0])
         weights = jnp.exp(scores - safe_shift(maximum))
         value = keys["value"]
-        total = weights.sum(-1, keepdims=True)
-        return maximum, total, dot(weights.astype(value.dtype), value, (1, 0))
+        sums = weights.sum(-1, keepdims=True), dot(weights.astype(value.dtype), value, (1, 0))
+        if before is not None:
+            decay = _decay(before[0], maximum)
+            sums = before[1] * decay + sums[0], before[2] * decay + sums[1]
+        return maximum, *sums
 
     def finish(rows: Blocks, item: Item) -> tuple[Array, ...]:
         if "sink" in rows:
@@ -76,7 +85,7 @@ def softmax(scale: float, width: int, dtype: DTypeLike) -> Program:
         # the score of a finite product may overflow
         total = jnp.where(maximum == jnp.inf, jnp.nan, total)
         out = jnp.where(empty, 0.0, weighed / total)
-        lse = jnp.where(empty, -jnp.inf, maximum + jnp.log(total))
+        lse = jnp.where(empty, -jnp.inf, maximum + unfused(jnp.log(total)))
         return without_signs(out), lse.T
 
     results = Result(width, dtype), Result(None, jnp.float32)
@@ -88,14 +97,15 @@ def softmax(scale: float, width: int, dtype: DTypeLike) -> Program:
 def join_softmax(a: Item, b: Item) -> Item:
     """The softmax over both; exactly one of them where the other is over nothing."""
     maximum = jnp.maximum(a[0], b[0])
-    shift = safe_shift(maximum)
+    x, y = _decay(a[0], maximum), _decay(b[0], maximum)
+    # each rounded, so that a node has the same bits in all kernels
+    return maximum, *(unfused(p * x) + unfused(q * y) for p, q in zip(a[1:], b[1:], strict=True))
 
-    def decay(old: Array) -> Array:
-        at_most = jnp.where(holds_keys(old), jnp.exp(old - shift), 0.0)
-        return jnp.where(old == maximum, 1.0, at_most)
 
-    x, y = decay(a[0]), decay(b[0])
-    return maximum, a[1] * x + b[1] * y, a[2] * x + b[2] * y
+def _decay(old: Array, new: Array) -> Array:
+    """By what sums over a maximum are multiplied for a new one, exactly 1 where it is the same."""
+    at_most = jnp.where(holds_keys(old), jnp.exp(old - safe_shift(new)), 0.0)
+    return jnp.where(old == new, 1.0, at_most)
 
 
 def _as_it_is(own: Blocks, item: Item) -> tuple[Array, ...]:
@@ -114,23 +124,23 @@ def of_part(program: Program) -> Program:
     """A program whose results are the items of parts of a fold, as they are."""
     results = tuple(Result(None if n == 1 else n, jnp.float32) for n in program.widths)
     name = f"{program.name}_leaves"
-    return program._replace(name=name, finish=_as_it_is, results=results)
+    return program._replace(name=name, finish=_as_it_is, results=results, to_items=True)
 
 
 def of_parts(program: Program) -> Program:
     """The same program, of what `of_part` returns in place of tiles of the other side."""
-    return program._replace(name=f"{program.name}_parts", term=_as_item)
+    return program._replace(name=f"{program.name}_parts", term=_as_item, of_items=True)
 
 
 def to_queries(scale: float, width: int) -> Program:
     """The gradient of queries: sums over their keys."""
 
-    def term(rows: Blocks, keys: Blocks, seen: Array) -> Item:
+    def term(rows: Blocks, keys: Blocks, seen: Array, before: Item | None = None) -> Item:
         query, d_out, lse, delta = _backward(rows)
         scores = _scores(query, keys["key"], seen, scale)
         weights = jnp.exp(scores - lse)
         change = weights * (dot(d_out, keys["value"], (1, 1)) - delta)
-        return (dot(change.astype(keys["key"].dtype), keys["key"], (1, 0)),)
+        return _added(before, (dot(change.astype(keys["key"].dtype), keys["key"], (1, 0)),))
 
     def finish(rows: Blocks, item: Item) -> tuple[Array, ...]:
         del rows
@@ -144,13 +154,13 @@ def to_queries(scale: float, width: int) -> Program:
 def to_keys(scale: float, widths: Sequence[int]) -> Program:
     """The gradients of keys and values: sums over queries."""
 
-    def term(keys: Blocks, rows: Blocks, seen: Array) -> Item:
+    def term(keys: Blocks, rows: Blocks, seen: Array, before: Item | None = None) -> Item:
         query, d_out, lse, delta = _backward(rows)
         scores = _scores(keys["key"], query, seen, scale)
         weights = jnp.exp(scores - lse.T)
         change = weights * (dot(keys["value"], d_out, (1, 1)) - delta.T)
         to_value = dot(weights.astype(d_out.dtype), d_out, (1, 0))
-        return dot(change.astype(query.dtype), query, (1, 0)), to_value
+        return _added(before, (dot(change.astype(query.dtype), query, (1, 0)), to_value))
 
     def finish(keys: Blocks, item: Item) -> tuple[Array, ...]:
         del keys
@@ -163,7 +173,7 @@ def to_keys(scale: float, widths: Sequence[int]) -> Program:
 def along(scale: float, width: int, dtype: DTypeLike) -> Program:
     """The tangent of the state, in directions `d_query`, `d_key` and `d_value`, of which some may not be there."""
 
-    def term(rows: Blocks, keys: Blocks, seen: Array) -> Item:
+    def term(rows: Blocks, keys: Blocks, seen: Array, before: Item | None = None) -> Item:
         lse = rows["lse"].T
         some = holds_keys(lse)
         query, value = _kept(rows["query"], some), keys["value"]
@@ -182,7 +192,8 @@ def along(scale: float, width: int, dtype: DTypeLike) -> Program:
             found.append(dot(change.astype(value.dtype), value, (1, 0)))
         if "d_value" in keys:
             found.append(dot(weights.astype(value.dtype), keys["d_value"], (1, 0)))
-        return sum(found[1:], found[0]), energy, weights.sum(-1, keepdims=True)
+        item = sum(found[1:], found[0]), energy, weights.sum(-1, keepdims=True)
+        return _added(before, item)
 
     def finish(rows: Blocks, item: Item) -> tuple[Array, ...]:
         lse = rows["lse"].T
@@ -224,6 +235,10 @@ def without_signs(x: Array) -> Array:
 
 def _add(a: Item, b: Item) -> Item:
     return tuple(map(operator.add, a, b))
+
+
+def _added(before: Item | None, item: Item) -> Item:
+    return item if before is None else _add(before, item)
 
 
 def _scores(own: Array, other: Array, seen: Array, scale: float) -> Array:

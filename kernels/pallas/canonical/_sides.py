@@ -1,6 +1,7 @@
 """The operands of a call in tiles, and which of them each tile is folded with."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jaxtyping import Array, Bool
 
 from ...call._operands import KernelCall
 from ...masks._visibility import visible
-from ...xla._canonical_call import CanonicalCall, Sizes
+from ...xla._canonical_call import CanonicalCall
 from ...xla._canonical_call import Side as Positions
 from ...xla._canonical_passes import from_tiles, in_tiles, rows_of
 from ...xla._canonical_slots import AbstractSlots, InOrder, Scattered
@@ -19,14 +20,28 @@ from ._tiles import Ids, Side, Walk
 _LEAST = 16  # of a width, which is a power of two
 
 
+class Sizes(NamedTuple):
+    """The constants of a platform's format, powers of two.
+
+    Attributes:
+        rows: of a tile, of all heads of a key head.
+        queries: of a tile of one head, over which gradients of keys are folded.
+    """
+
+    rows: int
+    queries: int
+
+
 class Sides:
     """The queries and keys of a call in tiles of a platform's sizes."""
 
-    def __init__(self, call: KernelCall, sizes: Sizes, in_order: bool):
+    def __init__(self, call: KernelCall, sizes: Sizes, subtree: int):
+        """`subtree`: how many leaves of keys are one, where keys lie in such; 0 for keys in any order."""
+        self.subtree = subtree
         self._settings = settings = call.settings
-        self.of = of = CanonicalCall(call.operands, settings, in_order, sizes=sizes)
-        self.leaf, operands = sizes.leaf, of.operands
-        self._rows = sizes.rows
+        self.of = of = CanonicalCall(call.operands, settings, subtree > 0, sizes.rows)
+        operands = of.operands
+        self._queries = sizes.queries
         self._pairs = pairs_of(operands, settings)
         features = features_of(operands, self._pairs)
         self._has_segments = operands.query_segments is not None
@@ -60,7 +75,7 @@ class Sides:
 
     def queries(self, arrays: dict[str, Array]) -> tuple[AbstractSlots, Side]:
         """Queries `[B, T, N, ...]` of one head by their positions, and their slots."""
-        of, size = self.of, self._rows
+        of, size = self.of, self._queries
         positions, group = of.operands.query_positions, of.group
         assert positions is not None
         held = InOrder(positions, size, True) if of.counted else Scattered(positions, size)
@@ -76,8 +91,12 @@ class Sides:
 
     def over_keys(self, rows: Side) -> Walk:
         """The leaves that rows may see."""
-        consecutive = self.of.counted or isinstance(self.of.held, Scattered)
-        return self._walk(self._met(rows), self.of.held.numbers, 1, consecutive)
+        numbers, held = self.of.held.numbers, self.of.held
+        is_one = held.tiles <= self.subtree  # of which leaves without keys have numbers, too
+        if is_one:
+            numbers = jnp.arange(held.tiles, dtype=jnp.int32)[None]
+        consecutive = is_one or self.of.counted or isinstance(held, Scattered)
+        return self._walk(self._met(rows), numbers, 1, consecutive)
 
     def over_queries(self, held: AbstractSlots) -> Walk:
         """The tiles of queries, by position and head, that may see a leaf."""

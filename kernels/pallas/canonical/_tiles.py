@@ -57,7 +57,7 @@ class Walk(NamedTuple):
     def in_parts(self, wanted: int) -> tuple["Walk", Array]:
         """The same, of about so many parts, each of one subtree, and the numbers of these, `[B, parts]`."""
         count = self.numbers.shape[1]
-        size = 1 << (max(-(-count // wanted), 1) - 1).bit_length()
+        size = subtree_for(count, wanted)
         # the first subtree may be cut by the first tile
         parts = -(-(count + size - 1) // size)
         first = self.numbers[:, :1]
@@ -84,6 +84,11 @@ class Walk(NamedTuple):
         first = jnp.broadcast_to(first, (batch, tiles, 1))
         numbers = jnp.tile(numbers, (1, tiles))
         return Side(arrays, ()), Walk(numbers, first, first + parts, parts, consecutive)
+
+
+def subtree_for(count: int, wanted: int) -> int:
+    """The tiles of the smallest subtrees of which so many have no more than are wanted."""
+    return 1 << (max(-(-count // wanted), 1) - 1).bit_length()
 
 
 # of the ids of own and other tiles, which broadcast; None: parts of a fold, which are all there

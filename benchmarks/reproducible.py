@@ -1,0 +1,102 @@
+"""What `reproducible=True` costs: prompts, their gradients, and steps of a scan over a cache, beside those without."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+import energy_attn
+from energy_attn.distributed import KVCache
+
+from .runner import OURS, Case, Run, Sides
+
+REPRODUCIBLE = "our reproducible"
+STEPS = 32
+
+
+def _draw(dtype: str, *shapes: tuple[int, ...]) -> list[Array]:
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, x, dtype) for key, x in zip(keys, shapes, strict=True)]
+
+
+def _prompt(reproducible: bool, *arrays: Array) -> Array:
+    return energy_attn.attention(*arrays, is_causal=True, reproducible=reproducible)
+
+
+def _gradients(reproducible: bool, *arrays: Array) -> Any:
+    def loss(*arrays: Array) -> Array:
+        return _prompt(reproducible, *arrays).astype(jnp.float32).sum()
+
+    return jax.grad(loss, (0, 1, 2))(*arrays)
+
+
+def _steps(reproducible: bool, cache: KVCache, *tokens: Array) -> Array:
+    def step(cache: KVCache, token: tuple[Array, ...]) -> tuple[KVCache, Array]:
+        query, key, value = token
+        cache = cache.append(key, value)
+        return cache, cache.attend(query, reproducible=reproducible).out
+
+    return lax.scan(step, cache, tokens)[1]
+
+
+def _both(program: Callable[..., Any], *arrays: Any) -> Sides:
+    def side(reproducible: bool) -> Run:
+        return functools.partial(jax.jit(functools.partial(program, reproducible)), *arrays)
+
+    sides = {OURS: False, REPRODUCIBLE: True}
+    return {name: functools.partial(side, given) for name, given in sides.items()}
+
+
+def of_prompt(dtype: str, B: int, T: int, N: int, K: int, H: int) -> Sides:
+    """A causal prompt."""
+    return _both(_prompt, *_draw(dtype, (B, T, N, H), (B, T, K, H), (B, T, K, H)))
+
+
+def of_gradients(dtype: str, B: int, T: int, N: int, K: int, H: int) -> Sides:
+    """The gradients of a causal prompt."""
+    return _both(_gradients, *_draw(dtype, (B, T, N, H), (B, T, K, H), (B, T, K, H)))
+
+
+def of_steps(dtype: str, B: int, S: int, N: int, K: int, H: int) -> Sides:
+    """Steps, each of a token of each text, the last of which fills a cache of `S` slots but for as many."""
+    S = max(S, 4 * STEPS)
+    key, value = _draw(dtype, *[(B, S - 2 * STEPS, K, H)] * 2)
+    cache = KVCache.empty(B, S, K, H, dtype=dtype).append(key, value)
+    return _both(_steps, cache, *_draw(dtype, *((STEPS, B, 1, n, H) for n in (N, K, K))))
+
+
+SIDES = {"prompt": of_prompt, "gradients": of_gradients, "steps": of_steps}
+
+
+def _case(name: str, dtype: str, B: int, length: int, N: int, K: int, H: int) -> Case:
+    axis = "S" if name == "steps" else "T"
+    return Case(name, dtype, {"B": B, axis: length, "N": N, "K": K, "H": H}, SIDES[name])
+
+
+CPU = tuple(
+    _case(name, dtype, 1, length, 8, K, 64)
+    for name, dtype, length, K in (
+        *(("prompt", dtype, 256, 2) for dtype in ("float32", "bfloat16")),
+        *(("prompt", dtype, 1024, K) for dtype in ("float32", "bfloat16") for K in (2, 8)),
+        *(("gradients", dtype, 1024, 2) for dtype in ("float32", "bfloat16")),
+        *(("steps", dtype, 1024, K) for dtype in ("float32", "bfloat16") for K in (2, 8)),
+    )
+)
+GPU = tuple(
+    _case(*case)
+    for case in (
+        ("prompt", "bfloat16", 4, 1024, 8, 2, 64),
+        *(("prompt", "bfloat16", 1, length, 32, 8, 128) for length in (1024, 4096, 16384)),
+        *(("gradients", "bfloat16", 1, length, 32, 8, 128) for length in (1024, 4096)),
+        ("steps", "bfloat16", 1, 1024, 8, 2, 64),
+        *(("steps", "bfloat16", 1, length, 32, 8, 128) for length in (8192, 65536)),
+        ("steps", "bfloat16", 16, 8192, 8, 4, 64),
+        ("prompt", "float32", 1, 1024, 8, 2, 64),
+        ("gradients", "float32", 1, 1024, 8, 2, 64),
+        ("steps", "float32", 1, 4096, 8, 2, 64),
+    )
+)
