@@ -175,10 +175,14 @@ def unfused(scores: Array) -> Array:
     return jnp.where(scores == scores, scores, scores + scores)
 
 
-def exp_of_each(x: Array) -> Array:
-    """`exp(x)`, in bits that do not depend on the shape: XLA:CPU takes another one for a few odd numbers of entries."""
-    x = lax.optimization_barrier(jnp.broadcast_to(x[..., None], (*x.shape, 8)))
-    return lax.optimization_barrier(jnp.exp(x))[..., 0]
+def of_each(f: Callable[..., Array], *arrays: Array) -> Array:
+    """`f(*arrays)`, computed of each entry, in bits that do not depend on the shape.
+
+    XLA:CPU takes another exponential or logarithm for a few odd numbers of entries, and where the last axis is short.
+    """
+    size, shape = arrays[0].size, arrays[0].shape
+    rows = [jnp.pad(x.reshape(-1), (0, -size % 8)) for x in arrays]
+    return lax.optimization_barrier(f(*lax.optimization_barrier(rows)))[:size].reshape(shape)
 
 
 def divided(cotangent: AttentionState, factor: Array) -> AttentionState:

@@ -20,7 +20,7 @@ from ..call._operands import (
     differentiated,
     without_lengths,
 )
-from ..call._state import AttentionState, divided, exp_of_each
+from ..call._state import AttentionState, divided, of_each
 from ..xla._blockwise import Blockwise, empty_like
 from ..xla._canonical import Canonical
 from ..xla._tangent import tangent
@@ -245,8 +245,8 @@ def _backward(
     cotangent: AttentionState,
 ) -> Operands:
     if knows_rest(kernel):
-        exp = exp_of_each if isinstance(kernel, Canonical) else jnp.exp
-        cotangent = divided(cotangent, exp(-rest))
+        is_canonical = isinstance(kernel, Canonical)
+        cotangent = divided(cotangent, of_each(jnp.exp, -rest) if is_canonical else jnp.exp(-rest))
     return kernel.backward(call, state, cotangent)
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 
 from ..call._kernel import AbstractKernel, check_dtypes
 from ..call._operands import KernelCall, Operands, cotangents, differentiated, out_dtype
-from ..call._state import AttentionState, holds_keys, unfused
+from ..call._state import AttentionState, holds_keys, of_each, unfused
 from ..masks._abstract import AbstractMask
 from ..masks._lengths import Lengths
 from ._blockwise import cast_like, empty_like
@@ -231,7 +231,7 @@ class Canonical(AbstractKernel):
             _, _, out, lse, sink = given
             total = found[2]
             if sink is not None:
-                total = total + jnp.exp(sink - jnp.where(holds_keys(lse), lse, jnp.inf))
+                total = total + of_each(jnp.exp, sink - jnp.where(holds_keys(lse), lse, jnp.inf))
             total = jnp.where(total == 0, 1.0, total)
             energy = found[1] / total
             # XLA divides by a product with the inverse

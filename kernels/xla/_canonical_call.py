@@ -21,8 +21,9 @@ from ._tile_program import computed
 # The format: whoever changes one of these, or a program of `_canonical_tiles`, counts it up.
 FORMAT = 1
 LEAF = 256  # keys of a leaf
-ROWS = 128  # rows of a tile, of a fold over keys
-QUERIES = 64  # queries of a tile of one head, of a fold over queries
+ROWS = 512  # rows of a tile, of a fold over keys
+TOGETHER = 4096  # rows of all key heads, whose scores of a leaf are 4 MiB
+QUERIES = 256  # queries of a tile of one head, of a fold over queries
 
 
 class Side(NamedTuple):
@@ -175,13 +176,12 @@ class CanonicalCall:
 
 
 def tile_rows(rows: int, key_heads: int) -> int:
-    """The rows of a tile: as many as the call has, in powers of two from 4 to `ROWS`.
+    """The rows of a tile: as many as the call has, in powers of two from 2 to `ROWS`, fewer for many key heads.
 
-    XLA:CPU multiplies one row by another program than it does 2 to 32, and takes another exponential for a few odd
-    numbers of entries: those of all key heads together are a multiple of 8.
+    XLA:CPU multiplies one row by another program than it does 2 and more.
     """
-    least = 4 if key_heads % 2 == 0 else 8
-    return min(max(least, 1 << (rows - 1).bit_length()), ROWS)
+    most = min(ROWS, max(TOGETHER // key_heads, 2))
+    return min(max(2, 1 << (rows - 1).bit_length()), 1 << (most.bit_length() - 1))
 
 
 def in_slots(held: AbstractSlots, segments: Array | None) -> Side:

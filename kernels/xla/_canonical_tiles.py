@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..call._state import holds_keys, precision, safe_shift, unfused
+from ..call._state import holds_keys, of_each, precision, safe_shift, unfused
 from ._products import row_maximum, row_sum
 from ._softmax import normalised
 
@@ -92,7 +92,7 @@ def join_parts(a: Part, b: Part) -> Part:
     """The softmax over both; the weight of the larger is exactly 1."""
     maximum = jnp.maximum(a.maximum, b.maximum)
     shift = safe_shift(maximum)
-    x, y = lax.optimization_barrier((jnp.exp(a.maximum - shift), jnp.exp(b.maximum - shift)))
+    x, y = (of_each(jnp.exp, old - shift) for old in (a.maximum, b.maximum))
     total = unfused(a.total * x) + unfused(b.total * y)
     weighed = unfused(a.weighed * x[..., None]) + unfused(b.weighed * y[..., None])
     return Part(maximum, total, weighed)
@@ -105,7 +105,7 @@ def of_sink(sink: Float[Array, "K rows"], like: Part) -> Part:
 
 def finished(whole: Part) -> tuple[Array, Array, Array]:
     """`out`, `lse`, and what rounding took from it."""
-    total, lse, rest = normalised(whole.total, whole.maximum)
+    total, lse, rest = normalised(whole.total, whole.maximum, functools.partial(of_each, jnp.log))
     return whole.weighed / total[..., None], lse, rest
 
 

@@ -1,5 +1,6 @@
 """The softmax of a row of scores and its free energy."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -37,7 +38,9 @@ def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
     return Softmax(weights, total, lse.squeeze(axis))
 
 
-def normalised(total: Array, maximum: Array) -> tuple[Array, Array, Array]:
+def normalised(
+    total: Array, maximum: Array, log: Callable[[Array], Array] = jnp.log
+) -> tuple[Array, Array, Array]:
     """`total` and `lse` of a `Softmax`, from the sum of its weights and the largest score.
 
     Also returns the rounding error of `lse`, `F - lse`, as a constant for derivatives.
@@ -46,7 +49,7 @@ def normalised(total: Array, maximum: Array) -> tuple[Array, Array, Array]:
     total = jnp.where(has_keys, total, 1.0)
     # the weights are finite even if a score is not
     total = jnp.where(maximum == jnp.inf, jnp.nan, total)
-    energy = jnp.log(total)
+    energy = log(total)
     lse = jnp.where(has_keys, maximum + energy, -jnp.inf)
     rounding = jnp.where(has_keys, (maximum - lse) + energy, 0.0)
     return total, lse, lax.stop_gradient(rounding)

@@ -4,6 +4,7 @@ A function is traced, and evaluated primitive by primitive, so that scores and l
 elsewhere. The insides of its loops and branches are left as they are.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
-from ..call._state import unfused
+from ..call._state import of_each, unfused
 from ._products import row_sum
 
 # calls of a function, by name, and where they have its jaxpr
@@ -69,7 +70,12 @@ def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     if name == "reduce_sum" and jnp.issubdtype(given[0].dtype, jnp.floating):
         return [_sum(given[0], params["axes"])]
     if name in _APPROXIMATED:
-        return [_alone(lambda *x: eqn.primitive.bind(*x, **params), *map(jnp.asarray, given))]
+        given = jnp.broadcast_arrays(*given)
+        return [
+            _alone(
+                functools.partial(of_each, functools.partial(eqn.primitive.bind, **params)), *given
+            )
+        ]
     if name == "div":  # or XLA divides by a product with the inverse, here and there
         given = list(lax.optimization_barrier(given))
     found = eqn.primitive.bind(*given, **params)

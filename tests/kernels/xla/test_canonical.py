@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.xla._canonical import Canonical
 from tests.support.compare import close
 from tests.support.flags import LEVEL, flags
@@ -255,6 +255,33 @@ def test_number_of_threads():
     """A product whose sum is cut by the number of threads, which XLA:CPU takes from NPROC."""
     program = "from tests.kernels.xla.test_canonical import digest; print(digest())"
     assert len({spawn("-c", program, NPROC=str(threads)) for threads in (1, 2, 16)}) == 1
+
+
+def test_short_axes():
+    """An exponential that is another one where the last axis, of the rows of a head, is short."""
+    rng = np.random.default_rng(0)
+    shapes = [(1, 1500, heads, 64) for heads in (32, 8, 8)]
+    arrays = [jnp.asarray(rng.standard_normal(x), jnp.float32) for x in shapes]
+    places = jnp.arange(1500, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def run(query, positions):
+        given = {"query_positions": positions, "key_positions": places, "is_causal": True}
+        return local_attention(query, *arrays[1:], implementation=Canonical(), **given)
+
+    whole = run(arrays[0], places)
+    for first in range(1480, 1500):
+        some = slice(first, first + 1)
+        found = run(arrays[0][:, some], places[:, some])
+        same_bytes(found, at(whole, (slice(None), some)))
+
+
+@pytest.mark.smoke
+def test_short_axes_as_users_compile():
+    """Likewise, in programs that LLVM makes vectors of, which the suite's are not; by the newest JAX, too."""
+    file = "tests/kernels/xla/test_canonical.py"
+    some = "short_axes and not as_users"
+    spawn("-m", "pytest", file, "-k", some, XLA_FLAGS=flags(given=f"{LEVEL}=3"))
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from energy_attn.kernels import AttentionState, local_attention, scores
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._state import exp_of_each
+from energy_attn.kernels.call._state import of_each
 from energy_attn.kernels.dispatch._registry import attend as attend_operands
 from energy_attn.kernels.xla._canonical import Canonical
 from tests.support.arrays import array
@@ -199,12 +200,14 @@ def test_odd_sizes(heads, key_heads, width, value_width, dtype):
 
 
 def test_exponentials():
-    """An exponential of a few numbers that is another one than that of many."""
-    x, run = np.random.default_rng(4).uniform(-9, 4, 512).astype(np.float32), jax.jit(exp_of_each)
-    for size in (3, 5, 13):
-        for first in range(0, 500, 50):
+    """An exponential of a few numbers, or where the last axis is short, that is another one than that of many."""
+    x = np.random.default_rng(4).uniform(-9, 4, 8192).astype(np.float32)
+    run = jax.jit(functools.partial(of_each, jnp.exp))
+    for shape in ((3,), (5,), (13,), (8, 4), (16, 3)):
+        size = math.prod(shape)
+        for first in range(0, 8000, 800 if len(shape) == 1 else 80):
             some = slice(first, first + size)
-            same_bytes(run(x[some]), run(x)[some])
+            same_bytes(run(x[some].reshape(shape)).reshape(-1), run(x)[some])
 
 
 @pytest.mark.parametrize("batched", few([True, False], True))
