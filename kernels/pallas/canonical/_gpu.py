@@ -54,7 +54,9 @@ def fold(
         name=f"attention_canonical_{program.name}",
     )(
         jnp.stack([jnp.int32(x) for x in sizes]),
-        *(x.reshape(-1) for x in walk[:3]),
+        # one more is read, and not used, where the last tile meets nothing
+        jnp.pad(walk.numbers.reshape(-1), (0, 1)),
+        *(x.reshape(-1) for x in (walk.first, walk.stop)),
         *((_flat(x.arrays), _flat(x.ids)) for x in (own, other)),
     )
     pairs = zip(found, shapes, strict=False)
@@ -162,9 +164,8 @@ def _kernel(
 
         item_of, count = one_tile, end - begin
         if program.of_items:
-            low, high = (
-                lax.div(numbers[start + begin] + x, jnp.int32(GROUP)) for x in (0, end - begin - 1)
-            )
+            number = numbers[start + begin]
+            low, high = (lax.div(number + x, jnp.int32(GROUP)) for x in (0, end - begin - 1))
             item_of = some_items
             count = jnp.where((dense == 1) & (count > 0), high - low + 1, count)
 

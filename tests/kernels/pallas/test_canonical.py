@@ -46,6 +46,14 @@ ROWS = [(kernel, option) for option in OPTIONS for kernel in KERNELS]
 rows = pytest.mark.parametrize(("name", "option"), few_rows(ROWS, 2))
 
 
+def array_tokens(rng, length, first):
+    """Random ones at positions from `first` on."""
+    sizes = (HEADS, 16), (2, 16), (2, VALUE_WIDTH)
+    arrays = (rng.standard_normal((length, *x)).astype(np.float32) for x in sizes)
+    places = np.arange(first, first + length, dtype=np.int32)
+    return Tokens._make((*arrays, places, np.zeros_like(places)))
+
+
 def tokens_of(option, seed=0, length=LENGTH):
     return prompt(DTYPES[option], seed).at(slice(length))
 
@@ -124,16 +132,19 @@ def test_values(name, option):
 @pytest.mark.parametrize("name", KERNELS)
 def test_in_parts(name, monkeypatch):
     """A fold in parts, for calls of few rows, in another order than in one kernel, or that rounds less."""
-    kernel, tokens, rng = KERNELS[name], tokens_of("causal", length=700), np.random.default_rng(5)
-    seeds = tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in tokens[:3])
-    weights = attend("causal", tokens, tokens, kernel)
+    kernel, rng, first = KERNELS[name], np.random.default_rng(5), 2 * LEAF + 90
+    # 19 leaves, of which the first is the third of the tree
+    keys = array_tokens(rng, 18 * LEAF, first)
+    rows = keys.at(slice(17 * LEAF - 20, 17 * LEAF + 20))
+    seeds = tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in (rows[0], *keys[1:3]))
+    weights = attend("causal", rows, keys, kernel)
     found = []
     for least_tiles in (1, 1 << 16):
         monkeypatch.setattr(type(kernel), "least_tiles", least_tiles)
         jax.clear_caches()
-        call = functools.partial(attend, "causal", tokens, tokens, kernel)
-        to_query = gradients("causal", tokens, tokens, weights, kernel=kernel)[0]
-        found.append((call(), to_query, tangent("causal", tokens, tokens, seeds, kernel=kernel)))
+        state = attend("causal", rows, keys, kernel)
+        to_query = gradients("causal", rows, keys, weights, kernel=kernel)[0]
+        found.append((state, to_query, tangent("causal", rows, keys, seeds, kernel=kernel)))
     same_bytes(*found)
 
 
