@@ -70,12 +70,8 @@ def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     if name == "reduce_sum" and jnp.issubdtype(given[0].dtype, jnp.floating):
         return [_sum(given[0], params["axes"])]
     if name in _APPROXIMATED:
-        given = jnp.broadcast_arrays(*given)
-        return [
-            _alone(
-                functools.partial(of_each, functools.partial(eqn.primitive.bind, **params)), *given
-            )
-        ]
+        of_arrays = functools.partial(of_each, functools.partial(eqn.primitive.bind, **params))
+        return [_alone(of_arrays, *jnp.broadcast_arrays(*given))]
     if name == "div":  # or XLA divides by a product with the inverse, here and there
         given = list(lax.optimization_barrier(given))
     found = eqn.primitive.bind(*given, **params)

@@ -47,9 +47,8 @@ def shared(batch: int, count: int, devices: int) -> Share:
     units = -(-batch * places // size)
     units += -units % devices
     here = [np.flatnonzero(numbers // size == unit) for unit in range(units)]
-    most = max(
-        2, *map(len, here)
-    )  # of one XLA knows which, and fuses what it reads of it with others
+    # two at least: of one XLA knows which, and fuses what it reads of it with what is around
+    most = max(2, *map(len, here))
     tiles = np.stack([np.pad(x, (0, most - len(x)), constant_values=-1) for x in here])
     return Share(tiles, np.where(tiles < 0, -1, numbers[tiles]).astype(np.int32))
 

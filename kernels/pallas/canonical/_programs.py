@@ -211,18 +211,6 @@ def along(scale: float, width: int, dtype: DTypeLike) -> Program:
     return Program("tangent", term, _add, finish, (0.0, 0.0, 0.0), (width, 1, 1), results)
 
 
-def present(arrays: Blocks, ids: tuple[Array, ...]) -> Blocks:
-    """The arrays of a tile with zeros where there is nothing, by the positions that are the first of its ids."""
-    if not ids:
-        return arrays
-    there = ids[0] >= 0
-
-    def kept(x: Array) -> Array:
-        return jnp.where(there if x.shape[0] == 1 else there.T, x, jnp.zeros((), x.dtype))
-
-    return {name: kept(x) for name, x in arrays.items()}
-
-
 def is_below(low: Array, high: Array) -> Array:
     """Whether the highest bit of a number is below that of another."""
     return (low < high) & (low < (low ^ high))

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from .._common import result_like
 from ..tpu._chip import target_chip
 from ..tpu._layout import LEAST_GRANTED
-from ._programs import Blocks, Program, is_below, present
+from ._programs import Blocks, Program, is_below
 from ._tiles import Seen, Side, Walk
 
 # Nodes that may wait: one a level of the tree over 2^16 tiles in a row; else of that over all positions.
@@ -185,7 +185,15 @@ def _kernel(
 def _loaded(arrays: Blocks, ids: tuple[Ref, ...]) -> tuple[Blocks, tuple[Array, ...]]:
     """The arrays of a tile, with zeros where there is nothing, and its ids."""
     loaded = tuple(x[...] for x in ids)
-    return present({name: x[...] for name, x in arrays.items()}, loaded), loaded
+    found = {name: x[...] for name, x in arrays.items()}
+    if not loaded:
+        return found, loaded
+    there = loaded[0] >= 0
+
+    def kept(x: Array) -> Array:
+        return jnp.where(there if x.shape[0] == 1 else there.T, x, jnp.zeros((), x.dtype))
+
+    return {name: kept(x) for name, x in found.items()}, loaded
 
 
 def _write(refs: list[Ref], arrays: tuple[Array, ...]) -> None:
