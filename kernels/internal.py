@@ -124,6 +124,7 @@ from .reductions._weights import take_rows as take_rows
 from .reductions._weights import weights_of_keys as weights_of_keys
 from .scores._structure import BoundScore as BoundScore
 from .scores._structure import ScoreStructure as ScoreStructure
+from .scores._structure import floating as floating
 from .scores._structure import split_score as split_score
 from .xla._blocks import outer as outer
 from .xla._blocks import product as product
@@ -133,8 +134,13 @@ from .xla._blockwise import empty_like as empty_like
 from .xla._blockwise import row_cotangents as row_cotangents
 from .xla._by_head import backward_by_head as backward_by_head
 from .xla._canonical import Canonical as Canonical
+from .xla._canonical import given_rows as given_rows
 from .xla._canonical_call import FORMAT as FORMAT
 from .xla._canonical_call import LEAF as LEAF
+from .xla._canonical_call import CanonicalCall as CanonicalCall
+from .xla._canonical_sums import Sums as Sums
+from .xla._canonical_sums import Units as Units
+from .xla._canonical_sums import tree_sum as tree_sum
 from .xla._canonical_tree import Fold as Fold
 from .xla._canonical_tree import folded as folded
 from .xla._canonical_tree import insert as insert

@@ -72,6 +72,8 @@ def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:
 
 def joined(x: Array, axes: tuple[str, ...], axis: int) -> Array:
     """The parts of an array on all devices, end to end along `axis`."""
+    if not axes:
+        return x
     if x.size == 0:  # HLO gathers no empty arrays
         devices = lax.axis_size(axes)
         shape = (n * devices if i == axis else n for i, n in enumerate(x.shape))
@@ -122,6 +124,8 @@ def as_invariant(tree: Tree, axes: tuple[str, ...]) -> Tree:
     and sends nothing. It is of bits, as XLA:CPU returns minus infinity for the maximum of a NaN. It has no
     derivative.
     """
+    if not axes:
+        return tree
     groups = [[i] for i in range(lax.axis_size(axes))]
     largest = functools.partial(lax.pmax, axis_name=axes, axis_index_groups=groups)
 

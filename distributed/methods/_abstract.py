@@ -20,6 +20,7 @@ class LocalCall(NamedTuple):
         operands: the arrays of this device, split as `AbstractMethod.split` says.
         axes: the mesh axes that share the sequence.
         queries_sharded: whether queries are a part, or equal on all devices.
+        others: the mesh axes that share batch and heads, of which the operands' indices say which are this device's.
     """
 
     names: tuple[Candidate, ...]
@@ -27,6 +28,7 @@ class LocalCall(NamedTuple):
     operands: Operands
     axes: Axes
     queries_sharded: bool
+    others: Axes = ()
 
 
 class Split(NamedTuple):

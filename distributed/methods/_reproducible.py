@@ -19,14 +19,20 @@ from energy_attn.kernels.internal import (
     CallOnDevice,
     Candidate,
     Canonical,
+    CanonicalCall,
     FoldOfRows,
     KernelCall,
     Operands,
+    Sums,
+    Units,
     check_call_of,
+    floating,
     function_call,
+    given_rows,
     is_reproducible,
     positioned,
     reproducible_kernels,
+    tree_sum,
     vary_over,
     vary_together,
     varying_axes,
@@ -60,16 +66,19 @@ class Reproducible(AbstractMethod):
 
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `check_call_of` does."""
-        (*_, given), settings, operands, axes, queries_sharded = call
+        (*_, given), settings, operands, axes, queries_sharded, others = call
         operands = positioned(operands)
         length = given.run if isinstance(given, Canonical) else None
-        kernel = _Across(length, axes, queries_sharded)
+        kernel = _Across(length, axes, queries_sharded, others)
         check_call_of(kernel, KernelCall(operands, settings))
-        # The derivative of a cast is a sum over devices, so that those of `axes` are left to the kernel.
-        others = frozenset().union(*map(varying_axes, jax.tree.leaves(operands))) - set(axes)
+        # The derivative of a cast is a sum over devices, so that those of known axes are left to the kernel.
+        varying = frozenset().union(*map(varying_axes, jax.tree.leaves(operands))) - set(axes)
+        shared = vary_over(varying - set(others), (operands.score_arrays, operands.sink))
+        operands = vary_over(varying, operands)._replace(score_arrays=shared[0], sink=shared[1])
         run = functools.partial(function_call, Attention((kernel,), settings))
-        operands = vary_over(others, operands)
-        return run(operands) if kernel.folds_own else _by_heads(run, operands, lax.axis_size(axes))
+        if kernel.folds_own or any(map(floating, operands.score_arrays)):
+            return run(operands)
+        return _by_heads(run, operands, lax.axis_size(axes))
 
 
 def _by_heads(
@@ -98,6 +107,11 @@ def _by_heads(
     return jax.tree.map(lambda x: lax.collapse(jnp.moveaxis(x, 0, 2), 2, 4), found)
 
 
+def has_shared(operands: Operands) -> bool:
+    """Whether a call has arrays that parts of the batch share, whose gradients are sums over it."""
+    return operands.sink is not None or any(map(floating, operands.score_arrays))
+
+
 def located(
     names: tuple[Candidate, ...], operands: Operands, devices: int
 ) -> tuple[tuple[Candidate, ...], Operands]:
@@ -114,10 +128,14 @@ def method_for(names: Sequence[Candidate], method: AbstractMethod) -> AbstractMe
 
 @dataclasses.dataclass(frozen=True)
 class _Across(Canonical):
-    """The canonical kernel over keys that are sharded along `axes`, inside `jax.shard_map`."""
+    """The canonical kernel over keys that are sharded along `axes`, inside `jax.shard_map`.
+
+    Batch and heads may be shared by the devices of `others`.
+    """
 
     axes: Axes = ()
     queries_sharded: bool = False
+    others: Axes = ()
 
     @property
     def in_order(self) -> bool:
@@ -160,15 +178,52 @@ class _Across(Canonical):
     def key_cotangents(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> tuple[Array, Array]:
-        operands, state, cotangent = vary_together((call.operands, state, cotangent), self.axes)
+        operands, *given = self._with_all_queries(call.operands, state, cotangent)
+        return CallOnDevice(operands, call.settings).key_cotangents(*given)
+
+    def sink_cotangent(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> Array:
+        """The terms of all rows are gathered, one number each."""
+        operands, state, cotangent = self._varying((call.operands, state, cotangent))
+        terms = self.sink_terms(call._replace(operands=operands), state, cotangent)
+        positions = operands.query_positions
         if self.queries_sharded:
-            operands = operands._replace(
-                query=self._all(operands.query),
-                query_positions=self._all(operands.query_positions),
-                query_segments=self._all(operands.query_segments),
-            )
-            state, cotangent = self._all((state, cotangent))
-        return CallOnDevice(operands, call.settings).key_cotangents(state, cotangent)
+            terms, positions = self._all((terms, positions))
+        operands = operands._replace(query_positions=positions, query_segments=None)
+        units = Sums(self._of(call._replace(operands=operands))).of_rows(terms)
+        sink: Any = call.operands.sink
+        apart = tuple(axis for axis in self.others if axis not in varying_axes(sink))
+        found = units.found if sink.ndim == 2 else _of_all(units, apart).of_heads()
+        return as_invariant(found, self.axes + (apart if sink.ndim == 1 else ()))
+
+    def array_cotangents(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> tuple[Any, ...]:
+        """Each device folds its share of the leaves; their nodes are gathered, for each head of the batch."""
+        operands, *given = self._with_all_queries(call.operands, state, cotangent)
+        operands = self._with_keys_of_all(self._varying(operands))
+        sums = Sums(CanonicalCall(operands, call.settings, in_order=False))
+        rows = given_rows(operands.query, *self._varying(given))
+        share = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
+        shares = lax.axis_size(self.axes) if self.axes else 1
+        nodes = sums.nodes_of_arrays(rows, list(operands[1:3]), share, shares)
+        nodes, numbers = jax.tree.map(lambda x: joined(x, self.axes, 0), nodes)
+        units = Units(jax.vmap(tree_sum, (1, 1))(numbers, nodes), sums.numbers)
+        return as_invariant(_of_all(units, self.others).summed(), self.axes + self.others)
+
+    def _varying(self, tree: Tree) -> Tree:
+        return vary_together(tree, self.axes + self.others)
+
+    def _with_all_queries(
+        self, operands: Operands, state: AttentionState, cotangent: AttentionState
+    ) -> tuple[Operands, AttentionState, AttentionState]:
+        operands, state, cotangent = vary_together((operands, state, cotangent), self.axes)
+        if not self.queries_sharded:
+            return operands, state, cotangent
+        names = "query", "query_positions", "query_segments"
+        found = {name: self._all(getattr(operands, name)) for name in names}
+        return operands._replace(**found), *self._all((state, cotangent))
 
     def _fold(self, fold: FoldOfRows, call: KernelCall, *others: Any) -> Any:
         """The results for rows, whose type does not vary where all devices have the same queries."""
@@ -187,11 +242,17 @@ class _Across(Canonical):
 
     def _with_all_keys(self, operands: Operands) -> Operands:
         operands = vary_together(operands, self.axes)
-        if self.folds_own:
-            return operands
+        return operands if self.folds_own else self._with_keys_of_all(operands)
+
+    def _with_keys_of_all(self, operands: Operands) -> Operands:
         names = "key", "value", "key_positions", "key_segments"
         return operands._replace(**{name: self._all(getattr(operands, name)) for name in names})
 
     def _all(self, tree: Tree) -> Tree:
         """Arrays `[B, L, ...]` of which each device has a part of `L`, whole."""
         return jax.tree.map(lambda x: joined(x, self.axes, 1), tree)
+
+
+def _of_all(units: Units, axes: Axes) -> Units:
+    """Units of all devices that share batch and heads."""
+    return jax.tree.map(lambda x: joined(x, axes, 0), units)

@@ -114,7 +114,7 @@ class Ring(AbstractMethod):
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `attend` does, and as `check_both_ways` where keys go around both ways."""
         call = call._replace(operands=vary_together(call.operands, call.axes))
-        names, settings, operands, axes, queries_sharded = call
+        names, settings, operands, axes, queries_sharded, _ = call
         if self._rotates_keys(operands, queries_sharded):
             return keys_around(self, call)
         if queries_sharded:
@@ -145,7 +145,7 @@ def check_ring(method: Any) -> None:
 
 def keys_around(method: Any, call: LocalCall) -> AttentionState:
     """The state of this device's queries, as keys go around, by a `Ring` or a `Hybrid`."""
-    names, settings, operands, axes, _ = call
+    names, settings, operands, axes, *_ = call
     size, dtype = operands.key.shape[1], method.gradient_dtype
     if not method.bidirectional:
         return attend_in_turn(names, settings, Around(axes, size, dtype, OneWay()), operands)

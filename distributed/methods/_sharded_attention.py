@@ -32,7 +32,7 @@ from ._plan import (
     other_explicit_axes,
     reshard_explicit,
 )
-from ._reproducible import located, method_for
+from ._reproducible import has_shared, located, method_for
 from ._sink import beside_sink
 from ._tree import Tree
 
@@ -73,7 +73,8 @@ def with_indices(plan: ShardingPlan, settings: Settings, operands: Operands) -> 
     """Operands with what mask and score read, since a device's part does not count from 0."""
     if plan.sequence:
         operands = with_default_positions(operands, settings)
-    return operands if settings.score is None else _with_indices(plan, operands)
+    counts = settings.score is not None or operands.sink is not None
+    return _with_indices(plan, operands) if counts else operands
 
 
 def as_parts(plan: ShardingPlan, operands: Operands) -> Operands:
@@ -161,9 +162,10 @@ def _run_sharded(
 def _attend(
     plan: ShardingPlan, names: tuple[Candidate, ...], settings: Settings, operands: Operands
 ) -> AttentionState:
-    if not plan.sequence:
+    others = plan.batch + plan.heads
+    if not plan.sequence and not (is_reproducible(names) and has_shared(operands)):
         return attend(names, settings, operands)
-    call = LocalCall(names, settings, operands, plan.sequence, plan.queries)
+    call = LocalCall(names, settings, operands, plan.sequence, plan.queries, others)
     return plan.method.attend(call)
 
 

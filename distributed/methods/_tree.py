@@ -83,7 +83,7 @@ class Tree(AbstractMethod):
         """One kernel and one fold of states. Raises as `attend` does."""
         if call.queries_sharded:
             return _of_shards(call, self.merge)
-        names, settings, operands, axes, _ = call
+        names, settings, operands, axes, *_ = call
         state = attend(names, with_unrounded_out(settings), operands)
         merge = choose_merge(self.merge, state, axes, self.topology)
         return rounded(fold_across(merge, axes, state), operands, settings)
@@ -94,7 +94,7 @@ def _of_shards(call: LocalCall, merge: str) -> AttentionState:
 
     Raises as `attend` does.
     """
-    names, settings, operands, axes, _ = call
+    names, settings, operands, axes, *_ = call
     devices, query_len = lax.axis_size(axes), operands.query.shape[1]
     state = attend(names, with_unrounded_out(settings), with_all_queries(operands, axes))
 

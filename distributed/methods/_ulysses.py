@@ -72,7 +72,7 @@ def exchange_heads(
     Bias and mask are for these heads. Positions and segments of keys are those of all devices of `axes` and `around`,
     those of queries of all on `axes`; or they are its own. Raises as `over_sequence` does.
     """
-    _, settings, operands, axes, _ = call
+    _, settings, operands, axes, *_ = call
 
     def exchange(x: Array) -> Array:
         return lax.all_to_all(x, axes, 2, 1, tiled=True)

@@ -89,13 +89,14 @@ class Settings(NamedTuple):
         learnt: whether a backward has to compute the cotangents of the score's arrays; otherwise zeros
             will do.
         bias_learnt: whether it has to compute that of the bias.
+        sink_learnt: whether it has to compute that of the sink.
         part: whether these are some of the queries of a larger array: a kernel that wants another layout
             then copies them alone.
 
     Examples:
         >>> from energy_attn.kernels import Settings
         >>> Settings._fields
-        ('scale', 'mask', 'unrounded', 'score', 'scored_width', 'learnt', 'bias_learnt', 'part')
+        ('scale', 'mask', 'unrounded', 'score', 'scored_width', 'learnt', 'bias_learnt', 'sink_learnt', 'part')
     """
 
     scale: float
@@ -105,6 +106,7 @@ class Settings(NamedTuple):
     scored_width: int | None = None
     learnt: bool = True
     bias_learnt: bool = True
+    sink_learnt: bool = True
     part: bool = False
 
     @property
@@ -139,16 +141,17 @@ def cotangents(
     value: Array | None,
     bias: Array | None,
     score_arrays: tuple[Array | None, ...] = (),
+    sink: Array | None = None,
 ) -> Operands:
     """Cotangents in the form of the operands: None for masks, positions and segments."""
     arrays: Any = query, key, value, bias, *[None] * 6, score_arrays
-    return Operands(*arrays)
+    return Operands(*arrays, sink=sink)
 
 
 def differentiated(operands: Operands) -> Operands:
     """Those of operands, or of their tangents, that are differentiated; None for the others."""
     arrays = (x if x is None or floating(x) else None for x in operands.score_arrays)
-    return cotangents(*operands[:4], tuple(arrays))
+    return cotangents(*operands[:4], tuple(arrays), operands.sink)
 
 
 def map_some(f: Callable[..., Any], first: Operands, *rest: Any) -> Operands:

@@ -81,13 +81,14 @@ def keep_moved(found: Operands, moved: Operands) -> Operands:
     # a kernel that takes no scores may return None for their arrays
     pairs = zip(found.score_arrays or (), moved.score_arrays, strict=True)
     arrays = tuple(x if some else None for x, some in pairs)
-    return cotangents(query, key, value, bias, arrays)
+    return cotangents(query, key, value, bias, arrays, None if moved.sink is None else found.sink)
 
 
 def wanting(settings: Settings, moved: Operands) -> Settings:
     """The settings of a backward of which the cotangents in `moved` are kept."""
     learnt = any(x is not None for x in moved.score_arrays)
-    return settings._replace(learnt=learnt, bias_learnt=moved.bias is not None)
+    biased, sunk = moved.bias is not None, moved.sink is not None
+    return settings._replace(learnt=learnt, bias_learnt=biased, sink_learnt=sunk)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +163,6 @@ class Attention(AbstractFunction):
         return first.forward(as_read(first, KernelCall(args, self.settings)))
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
-        if tangents.sink is not None:
-            raise NotImplementedError(
-                "sink: wanted jax.lax.stop_gradient of it beside reproducible=True, as its gradient is a sum over all "
-                "rows, got one that is differentiated"
-            )
         state, rest = function_call(_WithRest(self.kernels, self.settings), primals)
         state, rest = named(state), named_rest(rest)
         saved = Saved(primals, state, rest)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel, check_dtypes
 from ..call._operands import KernelCall, Operands, cotangents, differentiated, out_dtype
@@ -21,8 +21,9 @@ from ..call._state import AttentionState, holds_keys, of_each, unfused
 from ..masks._abstract import AbstractMask
 from ..masks._lengths import Lengths
 from ._blockwise import cast_like, empty_like
-from ._canonical_call import LEAF, CanonicalCall, Tile, check_not_learnt, check_whole
-from ._canonical_passes import OverKeys, over_queries
+from ._canonical_call import LEAF, CanonicalCall, Tile, check_whole
+from ._canonical_passes import OverKeys, add, of_rows, over_queries
+from ._canonical_sums import Sums
 from ._canonical_tiles import (
     Part,
     backward_rows,
@@ -48,8 +49,8 @@ class Canonical(AbstractKernel):
     and values.
 
     It knows the keys of its call alone: methods that merge the states of several devices' keys do so in an order of
-    their own. It takes the sink of a call, the last item of a row's fold. Gradients that are sums over all rows, of a
-    bias, of a score's parameters and of a sink, and derivatives of second order, raise `NotImplementedError`.
+    their own. It takes the sink of a call, the last item of a row's fold. Derivatives of second order raise
+    `NotImplementedError`.
 
     Attributes:
         run: of how many keys each run of the array is, whose positions follow each other from a multiple of that number
@@ -115,15 +116,63 @@ class Canonical(AbstractKernel):
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        """Gradients of queries are folded over leaves, those of keys and values over tiles of queries."""
-        zeros = jax.tree.map(jnp.zeros_like, differentiated(call.operands))
+        """Gradients of queries are folded over leaves, those of keys and values over tiles of queries.
+
+        Those of a bias, of a score's arrays and of a sink are `Sums`, computed where they are wanted.
+        """
+        operands, settings, _ = call
+        given = call, state, cotangent
+        others = jax.tree.map(jnp.zeros_like, differentiated(operands))
+        if not _is_empty(operands):
+            if operands.bias is not None and settings.bias_learnt:
+                others = others._replace(bias=self.bias_cotangent(*given))
+            if jax.tree.leaves(others.score_arrays) and settings.learnt:
+                others = others._replace(score_arrays=self.array_cotangents(*given))
+        if operands.sink is not None and settings.sink_learnt:
+            others = others._replace(sink=self.sink_cotangent(*given))
         found = cotangents(
-            self.query_cotangent(call, state, cotangent),
-            *self.key_cotangents(call, state, cotangent),
-            zeros.bias,
-            zeros.score_arrays,
+            self.query_cotangent(*given),
+            *self.key_cotangents(*given),
+            others.bias,
+            others.score_arrays,
+            others.sink,
         )
-        return jax.tree.map(without_signs, cast_like(found, call.operands))
+        return jax.tree.map(without_signs, cast_like(found, operands))
+
+    def sink_cotangent(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> Array:
+        """That of the sink."""
+        units = Sums(self._of(call)).of_rows(self.sink_terms(call, state, cotangent))
+        sink: Any = call.operands.sink
+        return units.found if sink.ndim == 2 else units.of_heads()
+
+    def sink_terms(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> Array:
+        r"""What each row adds to that, $-e^{b - F} \delta$, `[B, T, N]`."""
+        of = self._of(call)
+
+        def term(given: tuple) -> Array:
+            rows = backward_rows(*given[0])
+            return unfused(of_each(jnp.exp, given[1] - rows.lse) * -rows.delta)
+
+        rows = given_rows(call.operands.query, state, cotangent), of.sink()
+        return of_rows(of, rows, term)
+
+    def bias_cotangent(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> Array:
+        """That of the bias."""
+        rows = given_rows(call.operands.query, state, cotangent)
+        return Sums(self._of(call)).of_bias(rows, list(call.operands[1:3]))
+
+    def array_cotangents(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> tuple[Any, ...]:
+        """Those of the score's arrays."""
+        rows = given_rows(call.operands.query, state, cotangent)
+        return Sums(self._of(call)).of_arrays(rows, list(call.operands[1:3]))
 
     def query_cotangent(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -146,7 +195,7 @@ class Canonical(AbstractKernel):
             return weighed_sum(pullback(d_scores(rows, scores, value)[1]), key)
 
         none = of.empty(key.shape[2], of.rows, query.shape[-1])
-        rows = _given_rows(query, state, cotangent)
+        rows = given_rows(query, state, cotangent)
 
         def scaled(_: tuple, x: Array) -> Array:
             return x * of.scale
@@ -161,11 +210,7 @@ class Canonical(AbstractKernel):
     def key_cotangents(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> tuple[Array, Array]:
-        """Those of the keys and values of a call, likewise: folded over tiles of queries.
-
-        Raises `NotImplementedError` where the bias or parameters of the score are differentiated.
-        """
-        check_not_learnt(call.operands, call.settings)
+        """Those of the keys and values of a call, likewise: folded over tiles of queries."""
         query, key, value = call.operands[:3]
         # the sums of a key are over queries alone, so that keys may be read as they lie
         of, heads = CanonicalCall(call.operands, call.settings, in_order=True), key.shape[2]
@@ -183,11 +228,11 @@ class Canonical(AbstractKernel):
 
         return over_queries(
             of,
-            _given_rows(query, state, cotangent),
+            given_rows(query, state, cotangent),
             (key, value),
             (of.empty(heads, LEAF, key.shape[-1]), of.empty(heads, LEAF, value.shape[-1])),
             to_keys,
-            _add,
+            add,
             lambda x: (x[0] * of.scale, x[1]),
         )
 
@@ -208,7 +253,7 @@ class Canonical(AbstractKernel):
         moved = [x for x in directions[1:3] if x is not None]
 
         def term(given: tuple, tile: Tile, key: Array, value: Array, *changes: Array) -> tuple:
-            query, d_query, out, lse, _ = given
+            query, d_query, out, lse = given[:4]
             d_key, d_value = _placed(changes, directions[1:3])
             some = holds_keys(lse)
             query = jnp.where(some[..., None], query, 0.0)
@@ -228,20 +273,23 @@ class Canonical(AbstractKernel):
             return total, energy, sums(weights)
 
         def finish(given: tuple, found: tuple) -> tuple[Array, Array]:
-            _, _, out, lse, sink = given
-            total = found[2]
+            out, lse, sink, d_sink = given[2:]
+            energy, total = found[1:]
             if sink is not None:
-                total = total + of_each(jnp.exp, sink - jnp.where(holds_keys(lse), lse, jnp.inf))
+                weight = of_each(jnp.exp, sink - jnp.where(holds_keys(lse), lse, jnp.inf))
+                total = total + weight
+                energy = energy if d_sink is None else energy + unfused(weight * d_sink)
             total = jnp.where(total == 0, 1.0, total)
-            energy = found[1] / total
+            energy = energy / total
             # XLA divides by a product with the inverse
             change = unfused(found[0] / total[..., None]) - unfused(energy[..., None] * out)
             return jnp.where(holds_keys(lse)[..., None], change, 0.0), energy
 
         none = of.empty(heads, of.rows)
-        rows = operands.query, directions.query, state.out, state.lse, of.sink()
+        sinks = of.sink(), of.of_heads(directions.sink, 0.0)
+        rows = operands.query, directions.query, state.out, state.lse, *sinks
         identity = of.empty(heads, of.rows, width), none, none
-        return OverKeys(of, rows, (*operands[1:3], *moved), identity, term, _add, finish)
+        return OverKeys(of, rows, (*operands[1:3], *moved), identity, term, add, finish)
 
     def rounded_tangent(self, state: AttentionState, found: tuple[Array, Array]) -> AttentionState:
         """The tangent, from the results of `tangent_over_keys`."""
@@ -261,11 +309,7 @@ def _is_empty(operands: Operands) -> bool:
     return 0 in (*operands.query.shape[:2], operands.key.shape[1])
 
 
-def _add(a: PyTree[Array], b: PyTree[Array]) -> Any:
-    return jax.tree.map(jnp.add, a, b)
-
-
-def _given_rows(query: Array, state: AttentionState, cotangent: AttentionState) -> tuple:
+def given_rows(query: Array, state: AttentionState, cotangent: AttentionState) -> tuple:
     """What the tiles of a backward know of their rows."""
     return query, cotangent.out, state.out, state.lse, cotangent.lse
 

@@ -13,7 +13,6 @@ from ..call._state import lse_dtype, unfused
 from ..masks._abstract import AbstractMask
 from ..masks._visibility import meeting, visible
 from ..scores._abstract import At
-from ..scores._structure import floating
 from ._canonical_slots import AbstractSlots, InOrder, Scattered, entry
 from ._canonical_tiles import raw_scores
 from ._tile_program import computed
@@ -107,18 +106,22 @@ class CanonicalCall:
 
     def sink(self) -> Float[Array, "B T N"] | None:
         """The sink of each row, minus infinity where a query is absent."""
-        sink, positions = self.operands.sink, self.operands.query_positions
-        if sink is None or positions is None:
+        return self.of_heads(self.operands.sink, -jnp.inf)
+
+    def of_heads(self, x: Array | None, absent: float) -> Float[Array, "B T N"] | None:
+        """`[N]` or `[B, N]` for each row."""
+        positions = self.operands.query_positions
+        if x is None or positions is None:
             return None
-        sink = jnp.atleast_2d(sink).astype(self.dtype)[:, None]
-        sink = jnp.where(positions[:, :, None] >= 0, sink, -jnp.inf)
-        return jnp.broadcast_to(sink, self.operands.query.shape[:3])
+        x = jnp.atleast_2d(x).astype(self.dtype)[:, None]
+        x = jnp.where(positions[:, :, None] >= 0, x, absent)
+        return jnp.broadcast_to(x, self.operands.query.shape[:3])
 
     def scores(self, query: Array, key: Array, tile: Tile) -> Float[Array, "K rows keys"]:
         """The scores of a tile, minus infinity where a key is hidden."""
         raw, score = raw_scores(query, key, self.scale), self.score
         if score is not None:
-            raw = computed(score, raw, self._at(tile))
+            raw = computed(score, raw, self.at(tile))
         return self._masked(raw, tile)
 
     def scores_and_pullback(self, query: Array, key: Array, tile: Tile) -> tuple[Array, Any]:
@@ -146,7 +149,7 @@ class CanonicalCall:
         if score is None:
             return self._masked(raw, tile), change
         change = None if change is None else jnp.broadcast_to(change, raw.shape).astype(raw.dtype)
-        found = computed(score.jvp, raw, self._at(tile), change, arrays)
+        found = computed(score.jvp, raw, self.at(tile), change, arrays)
         scores, change = lax.optimization_barrier(found)
         return self._masked(scores, tile), change
 
@@ -165,7 +168,7 @@ class CanonicalCall:
             seen = seen & _pairs(self.operands.mask, tile)
         return lax.optimization_barrier(jnp.where(seen, scores, -jnp.inf))
 
-    def _at(self, tile: Tile) -> At:
+    def at(self, tile: Tile) -> At:
         """Batch, head and positions of the scores of a tile, for a score."""
         batches, heads = self.operands.batch_indices, self.operands.head_indices
         batch = tile.batch if batches is None else batches[tile.batch]
@@ -207,17 +210,3 @@ def check_whole(settings: Settings) -> None:
         )
     if settings.scored_width is not None:
         raise NotImplementedError("source: wanted None beside a score, got an array")
-
-
-def check_not_learnt(operands: Operands, settings: Settings) -> None:
-    """Raises `NotImplementedError` for gradients that are sums over all scores of a call, in no order of their own."""
-    if settings.bias_learnt and operands.bias is not None:
-        raise NotImplementedError(
-            f"bias: wanted none that is differentiated, or jax.lax.stop_gradient of it, got one of shape "
-            f"{operands.bias.shape}: its gradient would depend on the order of a sum"
-        )
-    if settings.score is not None and settings.learnt and any(map(floating, operands.score_arrays)):
-        raise NotImplementedError(
-            f"score: wanted parameters that are not differentiated, or jax.lax.stop_gradient of them, got "
-            f"{settings.score.name}: their gradients would depend on the order of a sum"
-        )

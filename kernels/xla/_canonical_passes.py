@@ -6,12 +6,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, PyTree
 
 from . import _canonical_tree as tree
 from ._canonical_call import QUERIES, CanonicalCall, Side, Tile, in_slots
 from ._canonical_slots import AbstractSlots, InOrder, Scattered, entry
 from ._each import each
+
+
+def add(a: PyTree[Array], b: PyTree[Array]) -> Any:
+    """The sum of each pair."""
+    return jax.tree.map(jnp.add, a, b)
 
 
 class OverKeys(NamedTuple):
@@ -32,7 +37,7 @@ class OverKeys(NamedTuple):
 
     def whole(self) -> Any:
         """The results, over all leaves."""
-        held, row_of = self.call.held, self._row_of()
+        held, row_of = self.call.held, tile_of(self.rows, self.call)
         fold = self._folds()
 
         def one(n: Array) -> Any:
@@ -53,7 +58,7 @@ class OverKeys(NamedTuple):
             first = node * leaves
             return fold(tile, first, jnp.minimum(first + leaves, held.tiles))
 
-        found = each(one, self._tiles() * count, call.operands.query)
+        found = each(one, tile_count(self.call) * count, call.operands.query)
 
         def of_each(x: Array) -> Array:
             x = x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
@@ -64,49 +69,35 @@ class OverKeys(NamedTuple):
 
     def of_nodes(self, nodes: Sequence[Array], numbers: Int[Array, "b nodes"]) -> Any:
         """The results, over nodes of all devices."""
-        call, row_of = self.call, self._row_of()
+        call, row_of = self.call, tile_of(self.rows, self.call)
         in_each = jax.vmap(lambda x: in_tiles(x, call))
         items = jax.tree.unflatten(jax.tree.structure(self.identity), map(in_each, nodes))
 
         def one(n: Array) -> Any:
-            batch, index = _digits(n, self._tiles() // call.batch)
+            batch, index = _digits(n, tile_count(self.call) // call.batch)
             some = jax.tree.map(lambda x: x[:, batch, index], items)
             whole = tree.folded(numbers[batch], some, self.identity, self.join)
             return self.finish(row_of(n), whole)
 
         return self._results(one)
 
-    def _tiles(self) -> int:
-        call = self.call
-        return call.batch * -(-call.queries * call.group // call.rows)
-
-    def _row_of(self) -> Callable[[Array], Any]:
-        call = self.call
-        rows, count = jax.tree.map(lambda x: in_tiles(x, call), self.rows), self._tiles()
-
-        def row_of(n: Array) -> Any:
-            batch, index = _digits(n, count // call.batch)
-            return jax.tree.map(lambda x: x[batch, index].astype(call.dtype), rows)
-
-        return row_of
-
     def _folds(self) -> Callable[[Array, Array, Array], Any]:
         """The fold of the `n`-th tile over leaves from one number to another."""
-        call, held, row_of = self.call, self.call.held, self._row_of()
+        call, held, row_of = self.call, self.call.held, tile_of(self.rows, self.call)
         of_rows = (
             rows_of(x, call) for x in (call.operands.query_positions, call.operands.query_segments)
         )
         side = Side(*of_rows)  # pyright: ignore[reportArgumentType]
-        following = _following(call.met(side))
+        live_after = following(call.met(side))
         first_heads = jnp.arange(call.key_heads, dtype=jnp.int32)[:, None] * call.group
-        count = self._tiles() // call.batch
+        count = tile_count(self.call) // call.batch
 
         def fold(n: Array, first: Array, stop: Array) -> Any:
             batch, index = _digits(n, count)
             row = row_of(n)
             at, live, numbers = (
                 side.at(batch, index),
-                entry(following, batch)[index],
+                entry(live_after, batch)[index],
                 entry(held.numbers, batch),
             )
             numbered = index * call.rows + jnp.arange(call.rows, dtype=jnp.int32)
@@ -129,8 +120,15 @@ class OverKeys(NamedTuple):
 
     def _results(self, one: Callable[[Array], Any]) -> Any:
         call = self.call
-        found = each(one, self._tiles(), call.operands.query)
+        found = each(one, tile_count(self.call), call.operands.query)
         return jax.tree.map(lambda x: call.held.checked(from_tiles(x, call)), found)
+
+
+def of_rows(call: CanonicalCall, rows: Any, f: Callable[[Any], Any]) -> Any:
+    """`f` of each tile of rows, as `OverKeys` has them, which returns the like."""
+    row_of = tile_of(rows, call)
+    found = each(lambda n: f(row_of(n)), tile_count(call), call.operands.query)
+    return jax.tree.map(lambda x: from_tiles(x, call), found)
 
 
 def node_numbers(held: AbstractSlots, leaves: int) -> Int[Array, "b nodes"]:
@@ -159,7 +157,7 @@ def over_queries(
     flat, form = jax.tree.flatten(rows)
     by_member = [_by_member(x if x.ndim == 4 else x[..., None], call) for x in flat]
     side = in_slots(of_rows, operands.query_segments)
-    following = _following(call.met(side).swapaxes(1, 2))
+    live_after = following(call.met(side).swapaxes(1, 2))
     first_heads = jnp.arange(call.key_heads, dtype=jnp.int32)[:, None] * group
     depth = of_rows.depth + group.bit_length()
 
@@ -168,7 +166,7 @@ def over_queries(
         parts = held.read(keys, batch, batch, leaf, call.dtype)
         at, live, tokens = (
             call.keys.at(batch, leaf),
-            entry(following, batch)[leaf],
+            entry(live_after, batch)[leaf],
             held.tokens(batch, leaf),
         )
         numbers = entry(of_rows.numbers, batch)
@@ -199,12 +197,29 @@ def _digits(n: Array, size: int) -> tuple[Array, Array]:
     return lax.div(n, jnp.full_like(n, size)), lax.rem(n, jnp.full_like(n, size))
 
 
-def _following(met: Bool[Array, "b x y"]) -> Int[Array, "b x z"]:
+def following(met: Bool[Array, "b x y"]) -> Int[Array, "b x z"]:
     """The first `y` from each on that is met, their number if there is none; one entry more."""
     count = met.shape[-1]
     numbers = jnp.where(met, jnp.arange(count, dtype=jnp.int32)[None, None], count)
     numbers = jnp.pad(numbers, ((0, 0), (0, 0), (0, 1)), constant_values=count)
     return lax.cummin(numbers, axis=2, reverse=True)
+
+
+def tile_count(call: CanonicalCall) -> int:
+    """The tiles of rows of a call."""
+    return call.batch * -(-call.queries * call.group // call.rows)
+
+
+def tile_of(rows: Any, call: CanonicalCall) -> Callable[[Array], Any]:
+    """The function that returns the `n`-th tile of arrays of rows."""
+    tiles = jax.tree.map(lambda x: in_tiles(x, call), rows)
+    count = tile_count(call) // call.batch
+
+    def row_of(n: Array) -> Any:
+        batch, index = _digits(n, count)
+        return jax.tree.map(lambda x: x[batch, index].astype(call.dtype), tiles)
+
+    return row_of
 
 
 def rows_of(x: Array | None, call: CanonicalCall) -> Array | None:

@@ -3,6 +3,7 @@
 import abc
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
@@ -45,8 +46,12 @@ class AbstractSlots(abc.ABC):
         """A tile `[K, size, W]` of `row` of each array `[_, S, K, W]`, with zeros in empty slots."""
 
     @abc.abstractmethod
+    def taken(self, x: Array, batch: Array) -> Array:
+        """`[tiles * size, ...]` of an entry as `[S, ...]`: zeros for absent tokens."""
+
     def unlaid(self, x: Array) -> Array:
-        """`[B, tiles * size, ...]` as `[B, S, ...]`: zeros for absent tokens."""
+        """`[B, tiles * size, ...]` as `[B, S, ...]`, likewise."""
+        return jax.vmap(self.taken)(x, jnp.arange(len(x), dtype=jnp.int32))
 
     @abc.abstractmethod
     def checked(self, x: Array) -> Array:
@@ -108,10 +113,10 @@ class InOrder(AbstractSlots):
             return whole()
         return last() if self.tiles == 1 else lax.cond(tile == self.tiles - 1, last, whole)
 
-    def unlaid(self, x: Array) -> Array:
+    def taken(self, x: Array, batch: Array) -> Array:
         """The first of them."""
-        present = self.positions.reshape(len(self.positions), -1)[:, : self._length] >= 0
-        return jnp.where(_like(present, x), x[:, : self._length], 0.0)
+        present = entry(self.positions, batch).reshape(-1)[: self._length] >= 0
+        return jnp.where(_like(present, x), x[: self._length], 0.0)
 
     def checked(self, x: Array) -> Array:
         """As it is."""
@@ -187,12 +192,10 @@ class Scattered(AbstractSlots):
             return one_by_one()
         return lax.cond(first >= 0, in_a_row, one_by_one)
 
-    def unlaid(self, x: Array) -> Array:
+    def taken(self, x: Array, batch: Array) -> Array:
         """Each from its slot."""
-        place = jnp.broadcast_to(self._place, (len(x), self._length))
-        there = _like(place < x.shape[1], x)
-        x = jnp.take_along_axis(x, _like(jnp.minimum(place, x.shape[1] - 1), x), 1)
-        return jnp.where(there, x, 0.0)
+        place = entry(self._place, batch)
+        return jnp.where(_like(place < len(x), x), x[jnp.minimum(place, len(x) - 1)], 0.0)
 
     def checked(self, x: Array) -> Array:
         """Two tokens of one position, or tokens in too many tiles."""

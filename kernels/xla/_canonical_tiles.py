@@ -72,7 +72,7 @@ def weighed_sum(weights: Float[Array, "K rows keys"], value: Float[Array, "K key
     return jnp.concatenate(found, -1)[..., :width] if found else weights[..., :0]
 
 
-def sums(x: Float[Array, "K rows keys"]) -> Float[Array, "K rows"]:
+def sums(x: Float[Array, "*rows keys"]) -> Float[Array, "*rows"]:
     """The sum over keys."""
     return _of_rows(row_sum, x)
 

@@ -24,7 +24,12 @@ def each(f: Callable[[Array], Any], count: int, like: Array) -> Any:
     def add(n: Array, found: Any) -> Any:
         return jax.tree.map(lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, n, 0), found, f(n))
 
-    return lax.fori_loop(jnp.int32(0), _hidden_p.bind(jnp.int32(count)), add, begin)
+    return lax.fori_loop(jnp.int32(0), hidden(count), add, begin)
+
+
+def hidden(count: int) -> Array:
+    """The number, which XLA does not know. Raises as `each`."""
+    return _hidden_p.bind(jnp.int32(count))
 
 
 def _lower(ctx: mlir.LoweringRuleContext, x: Any, *, on: str) -> Any:

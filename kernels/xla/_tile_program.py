@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array
 
+from .._varying import vary_together
 from ..call._state import of_each, unfused
 from ._products import row_sum
 
@@ -65,6 +66,7 @@ def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
         if isinstance(inner, ClosedJaxpr):
             return evaluated(inner.jaxpr, inner.consts, given)
         return evaluated(inner, (), given)
+    given = vary_together(given)  # constants of the function do not
     if name == "dot_general":
         given = list(lax.optimization_barrier(given))  # of matrices as they lie in memory
     if name == "reduce_sum" and jnp.issubdtype(given[0].dtype, jnp.floating):

@@ -16,7 +16,8 @@ from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
 from ...xla._blockwise import cast_like
-from ...xla._canonical_call import LEAF, check_not_learnt, check_whole
+from ...xla._canonical import Canonical
+from ...xla._canonical_call import LEAF, check_whole
 from .._rows import pairs_of
 from ..gpu._chip import named_gpu
 from . import _programs as programs
@@ -88,8 +89,17 @@ class AbstractCanonical(AbstractKernel):
             *self.key_cotangents(*given),
             zeros.bias,
             zeros.score_arrays,
+            self.sink_cotangent(*given) if call.settings.sink_learnt else zeros.sink,
         )
         return cast_like(found, call.operands)
+
+    def sink_cotangent(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> Array | None:
+        """That of the sink; None: there is none. Raises `NotImplementedError` in a program for TPUs and GPUs."""
+        if call.operands.sink is None:
+            return None
+        return Canonical().sink_cotangent(call, state, cotangent)
 
     def query_cotangent(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -113,7 +123,6 @@ class AbstractCanonical(AbstractKernel):
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> tuple[Array, Array]:
         """Those of the keys and values of a call, likewise."""
-        check_not_learnt(call.operands, call.settings)
         # the sums of a key are over queries alone, so that keys may be read as they lie
         sides = self._sides(call, 1)
         arrays = {"key": call.operands.key, "value": call.operands.value}
@@ -136,7 +145,12 @@ class AbstractCanonical(AbstractKernel):
     def tangent_over_keys(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> OverKeys:
-        """The tangent of each row over leaves."""
+        """The tangent of each row over leaves. Raises `NotImplementedError` in the direction of a sink."""
+        if directions.sink is not None:
+            raise NotImplementedError(
+                f"sink: wanted none that moves beside reproducible=True in a program for {call.platform}, "
+                "got its tangent"
+            )
         width = state.out.shape[-1]
         program = programs.along(call.settings.scale, width_of(width), state.out.dtype)
         rows = {"query": call.operands.query, "out": state.out, "lse": state.lse}

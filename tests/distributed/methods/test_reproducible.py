@@ -23,6 +23,7 @@ from energy_attn.distributed import (
     unshard_sequence,
 )
 from energy_attn.distributed.cost import _reproducible
+from energy_attn.kernels import scores
 from tests.support.arrays import array
 from tests.support.compare import same as same_numbers
 from tests.support.selection import few_rows
@@ -35,6 +36,7 @@ OPTIONS: dict[str, Any] = {
     "full": {},
     "segments": {"is_causal": True},
     "sinks": {"is_causal": True},
+    "scores": {"is_causal": True},
 }
 
 
@@ -66,18 +68,32 @@ def computed(problem: Problem, *arrays, **options):
     ids: Any = {}
     if problem.option == "segments":
         ids = {"query_segment_ids": segments, "key_segment_ids": segments}
-    sink = jnp.linspace(-1, 3, BATCH * problem.heads).reshape(BATCH, -1)
-    sink = sink.astype(d_energy.dtype) if problem.option == "sinks" else None
-    energy = ea.FreeEnergy(reproducible=True, sink=sink, **OPTIONS[problem.option])
+    learned: Any = {}
+    if problem.option == "sinks":
+        sink = jnp.linspace(-1, 3, BATCH * problem.heads).reshape(BATCH, -1)
+        learned = {"sink": sink.astype(d_energy.dtype)}
+    if problem.option == "scores":
+        slopes, sink = (
+            jnp.linspace(*x, problem.heads, dtype=d_energy.dtype) for x in [(0.1, 0.3), (0, 2)]
+        )
+        learned = {"score": scores.Function(wave, slopes), "sink": sink}
+    energy = ea.FreeEnergy(reproducible=True, **OPTIONS[problem.option])
 
-    def state(q, k, v):
+    def state(q, k, v, learned):
         parallel = options.get("parallel")
-        return dataclasses.replace(energy, parallel=parallel).attention(
+        return dataclasses.replace(energy, parallel=parallel, **learned).attention(
             q, k, v, return_energy=True, **ids
         )
 
-    found, pull = jax.vjp(state, q, k, v)
-    return found, pull((d_out, d_energy)), jax.jvp(state, (q, k, v), (d_out, 2 * k, 3 * v))[1]
+    found, pull = jax.vjp(state, q, k, v, learned)
+    moves = d_out, 2 * k, 3 * v, learned
+    return found, pull((d_out, d_energy)), jax.jvp(state, (q, k, v, learned), moves)[1]
+
+
+def wave(score, at, period):
+    """A score with a parameter for each head, that reads positions."""
+    far = (at.query - at.key).astype(score.dtype)
+    return score + jnp.sin(score * period[at.head]) * jnp.tanh(0.01 * far)
 
 
 @functools.cache
@@ -121,7 +137,9 @@ class Way:
                 *arrays
             )
             if self.layout != "contiguous":
-                found = jax.tree.map(lambda x: unshard_sequence(x, parallel), found)
+                found = jax.tree.map(
+                    lambda x: unshard_sequence(x, parallel) if x.ndim > 2 else x, found
+                )
             return jax.device_get(found)
 
 
@@ -147,6 +165,9 @@ WAYS = [
     (Problem("sinks"), Way((2,), "ring", batch=True)),
     (Problem("sinks"), Way((2,), "ring", heads=True)),
     (Problem(heads=2), Way((2, 4), "tree", transform="remat")),
+    (Problem("scores"), Way((3,), "ring", batch=True)),
+    (Problem("scores"), Way((2,), "tree", "zigzag", heads=True)),
+    (Problem("scores", dtype="bfloat16"), Way((1,), batch=True)),
 ]
 
 
@@ -154,6 +175,25 @@ WAYS = [
 def test_ways(problem, way):
     """A fold in the order of arrival; a sum that devices share; keys in leaves by place and not by position."""
     same(way.run(problem), alone(problem))
+
+
+def test_sums_over_types():
+    """Gradients of a sink and of a score's arrays that JAX sums over the devices of an explicit mesh."""
+    rng, shape = np.random.default_rng(2), (4, 70, 4, WIDTH)
+    q, k, v, d_out = (array(rng.standard_normal(shape), "float32") for _ in range(4))
+    learned = jnp.linspace(0, 1, 4), scores.Function(wave, jnp.linspace(0.1, 0.3, 4))
+
+    def gradient(learned, q, k, v, d_out):
+        options = {"is_causal": True, "reproducible": True}
+        run = functools.partial(ea.attention, q, k, v, **options)
+        return jax.vjp(lambda x: run(sink=x[0], score=x[1]), learned)[1](d_out)
+
+    wanted = jax.jit(gradient)(learned, q, k, v, d_out)
+    mesh = make_mesh((4, 2), ("b", "h"), explicit=True)
+    with jax.set_mesh(mesh):
+        place = jax.NamedSharding(mesh, jax.P("b", None, "h"))
+        found = jax.jit(gradient)(learned, *jax.device_put((q, k, v, d_out), place))
+        same(jax.device_get(found), wanted)
 
 
 METHODS = "auto", "tree", "ring", "gather", "ulysses", "hybrid"

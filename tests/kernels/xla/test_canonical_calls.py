@@ -30,7 +30,7 @@ from tests.support.prompts import (
 )
 from tests.support.reference import dense, dense_jvp, dense_vjp
 from tests.support.selection import few, few_rows
-from tests.support.sinks import sink_of, with_key
+from tests.support.sinks import gradient_of, sink_of, with_key
 
 QUICK = "everything", "no_keys", "predicates", "scale_zero_source", "bias_infinite", "mask_heads"
 
@@ -48,11 +48,12 @@ def test_values(problem):
                 **arrays, bias=bias, **problem.options, implementation=Canonical()
             )
 
-        found, pull = jax.vjp(lambda arrays: state(arrays, bias), arrays)
+        found, pull = jax.vjp(state, arrays, bias)
         moved = directions if bias is None else {x: directions[x] for x in arrays}
         d_bias = None if bias is None else directions["bias"]
         moved = jax.jvp(state, (arrays, bias), (moved, d_bias))[1]
-        return found, pull(AttentionState(*cotangent))[0], moved
+        gradients, of_bias = pull(AttentionState(*cotangent))
+        return found, gradients if bias is None else gradients | {"bias": of_bias}, moved
 
     cotangent, directions = cotangents(problem, np.float64), tangents(problem)
     found, gradients, moved = run(arrays, bias, cotangent, directions)
@@ -225,40 +226,28 @@ def test_sink(batched):
         return attend_operands((Canonical(),), call.settings, operands)
 
     cotangent, directions = cotangents(problem, np.float64), tangents(problem)
-    found, pull = jax.vjp(jax.jit(lambda x: state(x, sink)), arrays)
+    found, pull = jax.vjp(jax.jit(state), arrays, sink)
     wanted = with_key(problem, np.asarray(sink))
     close(tuple(found), dense(wanted), "state", 1e-11)
-    of_keys = slice(problem.key.shape[1])
-    exact = {
-        name: x if name == "query" else x[:, of_keys]
-        for name, x in dense_vjp(wanted, *cotangent).items()
-        if name in arrays
-    }
-    close(pull(AttentionState(*cotangent))[0], exact, "gradients", 1e-10)
-    moved = jax.jvp(jax.jit(lambda x: state(x, sink)), (arrays,), (directions,))[1]
+    gradients, of_sink = pull(AttentionState(*cotangent))
+    exact = gradient_of(problem, np.asarray(sink), dense_vjp(wanted, *cotangent))
+    close(gradients | {"sink": of_sink}, exact, "gradients", 1e-10)
+    d_sink = np.random.default_rng(5).standard_normal(sink.shape)
+    moved = jax.jvp(jax.jit(state), (arrays, sink), (directions, jnp.asarray(d_sink)))[1]
     along = {name: np.zeros_like(x) for name, x in wanted.arrays.items()}
     for name, x in directions.items():
         along[name][:, : x.shape[1]] = x
+    along["bias"][..., -1] = np.atleast_2d(d_sink)[..., None]
     close(tuple(moved), dense_jvp(wanted, along), "tangent", 1e-10)
-    with pytest.raises(NotImplementedError, match="sink"):
-        jax.grad(lambda sink: state(arrays, sink).lse.sum())(sink)
 
 
 def test_what_is_declined():
-    """A gradient in the order of the call's sums, or that of another kernel's, without a word."""
+    """A derivative of another kernel's, without a word."""
     tokens = prompt("float32").at(slice(8))
     query, key, value = map(jnp.asarray, tokens[:3])
-    bias = array(np.ones((1, 1, 8, 8)), "float32")
-    score = scores.ALiBi(array(np.ones(HEADS), "float32"))
 
-    def energy(query, bias, score):
-        options = {"bias": bias, "score": score, "implementation": Canonical()}
-        return local_attention(query, key, value, **options).lse.sum()
+    def energy(query):
+        return local_attention(query, key, value, implementation=Canonical()).lse.sum()
 
-    with pytest.raises(NotImplementedError, match="bias"):
-        jax.grad(energy, 1)(query, bias, None)
-    with pytest.raises(NotImplementedError, match="score"):
-        jax.grad(energy, 2)(query, None, score)
     with pytest.raises(NotImplementedError, match="second derivatives"):
-        jax.hessian(energy)(query, None, None)
-    assert jnp.isfinite(jax.grad(energy)(query, bias, score)).all()
+        jax.hessian(energy)(query)

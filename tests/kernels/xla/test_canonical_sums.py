@@ -1,0 +1,127 @@
+"""Gradients of biases, of scores' arrays and of sinks: one order of their sums, whatever is beside the tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from energy_attn.kernels import AttentionState, local_attention, scores
+from energy_attn.kernels.xla._canonical import Canonical
+from tests.support.arrays import array
+from tests.support.compare import close
+from tests.support.flags import LEVEL, flags
+from tests.support.prompts import same_bytes
+from tests.support.selection import few, few_rows
+from tests.support.spawn import spawn
+
+BATCH, ROWS, KEYS, HEADS = 2, 300, 530, 4
+BIASES = [(BATCH, HEADS, ROWS, KEYS), (1, 1, ROWS, 1), (BATCH, 1, 1, KEYS), (1, HEADS, 1, 1)]
+
+
+def wave(score, at, period):
+    """A score whose gradient is a sum of products."""
+    far = (at.query - at.key).astype(score.dtype)
+    return score + jnp.cos(score * period[at.head]) * jnp.tanh(0.01 * far)
+
+
+def learned(dtype, shape):
+    """A bias, a score of several arrays, and a sink."""
+    rng = np.random.default_rng(1)
+    score = scores.Compose(
+        scores.ALiBi(array(np.linspace(0.01, 0.3, HEADS), dtype)),
+        scores.RelativeBias(array(rng.standard_normal((HEADS, 32)), dtype), scores.t5_buckets()),
+        scores.Function(wave, array(np.linspace(0.2, 1.7, HEADS), dtype)),
+    )
+    bias, sink = rng.standard_normal(shape), rng.standard_normal(HEADS)
+    return array(bias, dtype), score, array(sink, dtype)
+
+
+def tokens(dtype, seed=2):
+    """Query, key, value, cotangent, and the positions of rows and keys."""
+    rng = np.random.default_rng(seed)
+    shapes = (ROWS, HEADS, 16), (KEYS, 2, 16), (KEYS, 2, 24), (ROWS, HEADS, 24)
+    arrays = (array(rng.standard_normal((BATCH, *x)), dtype) for x in shapes)
+    places = (np.arange(first, first + n, dtype=np.int32) for first, n in ((230, ROWS), (0, KEYS)))
+    return *arrays, *(np.broadcast_to(x, (BATCH, len(x))) for x in places)
+
+
+@jax.jit
+def gradients(learned, q, k, v, d_out, rows, keys):
+    """Of the bias, the score's arrays and the sink."""
+
+    def state(learned):
+        bias, score, sink = learned
+        places = {"query_positions": rows, "key_positions": keys}
+        options = {"score": score, "sink": sink, "implementation": Canonical(), "is_causal": True}
+        return local_attention(q, k, v, bias=bias, **places, **options)
+
+    found, pull = jax.vjp(state, learned)
+    return pull(AttentionState(d_out, jnp.tanh(found.lse)))[0]
+
+
+def shuffled(x, axis, order, capacity, fill):
+    """Tokens in another order, among absent ones."""
+    if x.shape[axis] == 1:
+        return x
+    junk = np.full((*x.shape[:axis], capacity, *x.shape[axis + 1 :]), fill, x.dtype)
+    index = *[slice(None)] * axis, order
+    junk[index] = x
+    return junk
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), few_rows([("float32", x) for x in BIASES] + [("bfloat16", BIASES[1])], 2)
+)
+def test_order(dtype, shape):
+    """A sum in the order of the tokens in memory, or of absent ones, too."""
+    given, (q, k, v, d_out, rows, keys) = learned(dtype, shape), tokens(dtype)
+    bias, score, sink = given
+    wanted = gradients(given, q, k, v, d_out, rows, keys)
+    rng = np.random.default_rng(3)
+    of_rows, of_keys = rng.permutation(700)[:ROWS], rng.permutation(1300)[:KEYS]
+
+    def moved(x, fill):
+        x = shuffled(np.asarray(x), 2, of_rows, 700, fill)
+        return shuffled(x, 3, of_keys, 1300, fill)
+
+    q, d_out, rows = (
+        shuffled(np.asarray(x), 1, of_rows, 700, fill)
+        for x, fill in ((q, 3), (d_out, 2), (rows, -1))
+    )
+    k, v, keys = (
+        shuffled(np.asarray(x), 1, of_keys, 1300, fill) for x, fill in ((k, 5), (v, 1), (keys, -1))
+    )
+    found = gradients((moved(bias, 1), score, sink), q, k, v, d_out, rows, keys)
+    of_bias = np.asarray(wanted[0])
+    same_bytes(found, (moved(of_bias, 0), *wanted[1:]))
+
+
+@pytest.mark.parametrize("shape", few(BIASES, BIASES[0]))
+def test_values(shape):
+    """A tile, head or entry that is left out or counted twice; another query's position."""
+    given, arrays = learned("float64", shape), tokens("float64")
+
+    def state(learned):
+        (q, k, v, *_, rows, keys), (bias, score, sink) = arrays, learned
+        k, v = (jnp.repeat(x, HEADS // 2, 2) for x in (k, v))
+        raw = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
+        own, other = jnp.asarray(rows[0, None, :, None]), jnp.asarray(keys[0, None, None])
+        heads = jnp.arange(HEADS)[:, None, None]
+        raw = jnp.stack([score(x, scores.At(b, heads, own, other)) for b, x in enumerate(raw)])
+        raw = jnp.where((other <= own)[None], raw + bias, -jnp.inf)
+        energy = jax.nn.logsumexp(raw, 3)
+        energy = jnp.logaddexp(energy, sink[None, :, None])
+        out = jnp.einsum("bnts,bsnh->btnh", jnp.exp(raw - energy[..., None]), v)
+        return AttentionState(out, energy.swapaxes(1, 2))
+
+    found, pull = jax.vjp(state, given)
+    wanted = pull(AttentionState(arrays[3], jnp.tanh(found.lse)))[0]
+    close(jax.tree.leaves(gradients(given, *arrays)), jax.tree.leaves(wanted), "gradients", 1e-11)
+
+
+@pytest.mark.full
+def test_as_users_compile():
+    """Programs that LLVM makes vectors of, and that XLA fuses, which the suite's are not."""
+    file = "tests/kernels/xla/test_canonical_sums.py"
+    marks = "-m", "full or not full"
+    spawn("-m", "pytest", "-x", file, "-k", "order", *marks, XLA_FLAGS=flags(given=f"{LEVEL}=3"))
