@@ -67,11 +67,9 @@ class Sums:
         live = following((self._side.positions >= 0).any(-1)[:, None])
 
         def unit(batch: Array, head: Array) -> Array:
-            present = entry(self._side.positions, batch) >= 0
-
             def item(index: Array) -> Array:
                 (tile,) = self._read([by_head], batch, head, index)
-                return sums(jnp.where(present[index], tile[..., 0], 0.0))
+                return sums(tile[..., 0])
 
             return self._over_tiles(batch, entry(live, batch)[0], item, self._call.empty(1), False)
 

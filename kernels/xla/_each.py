@@ -36,7 +36,7 @@ def _lower(ctx: mlir.LoweringRuleContext, x: Any, *, on: str) -> Any:
     if on != "cpu":
         raise NotImplementedError(
             f"reproducible: wanted a program for CPUs, or on one device attention that the kernels for TPUs and GPUs "
-            f"take, without scores and arrays of biases and masks, got a program for {on}"
+            f"take, without scores, arrays of biases and masks, and gradients of sinks, got a program for {on}"
         )
     return mlir.lower_fun(lax.optimization_barrier, multiple_results=False)(ctx, x)
 

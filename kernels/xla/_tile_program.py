@@ -49,7 +49,8 @@ def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True))
 
     def read(x: Any) -> Any:
-        return x.val if isinstance(x, Literal) else values[x]
+        kind: Any = x.aval
+        return jnp.asarray(x.val, kind.dtype) if isinstance(x, Literal) else values[x]
 
     for eqn in jaxpr.eqns:
         found = _results(eqn, [read(x) for x in eqn.invars])

@@ -345,6 +345,10 @@ def test_refusals():
         ea.attention(q, k, v, reproducible=1)
     with pytest.raises(NotImplementedError, match="scale"):
         ea.attention(q, k, v, reproducible=True, scale=jnp.float32(0.3))
+    options = {"reproducible": True, "is_causal": True}
+    of_sink = jax.jit(jax.grad(lambda x: ea.attention(q, k, v, sink=x, **options).sum()))
+    with pytest.raises(NotImplementedError, match="gradients of sinks, got a program for tpu"):
+        of_sink.trace(jnp.ones(4)).lower(lowering_platforms=("tpu",))
     F = ea.FreeEnergy(reproducible=True).at(q, k, v)
     with pytest.raises(NotImplementedError, match="reproducible"):
         F.entropy()

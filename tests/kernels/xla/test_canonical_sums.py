@@ -47,7 +47,7 @@ def tokens(dtype, seed=2):
 
 @jax.jit
 def gradients(learned, q, k, v, d_out, rows, keys):
-    """Of the bias, the score's arrays and the sink."""
+    """Of the bias, the score's arrays and the sink; of cotangents that no program rounds in another way."""
 
     def state(learned):
         bias, score, sink = learned
@@ -56,7 +56,7 @@ def gradients(learned, q, k, v, d_out, rows, keys):
         return local_attention(q, k, v, bias=bias, **places, **options)
 
     found, pull = jax.vjp(state, learned)
-    return pull(AttentionState(d_out, jnp.tanh(found.lse)))[0]
+    return pull(AttentionState(d_out, 0.3 * found.lse))[0]
 
 
 def shuffled(x, axis, order, capacity, fill):
@@ -115,7 +115,7 @@ def test_values(shape):
         return AttentionState(out, energy.swapaxes(1, 2))
 
     found, pull = jax.vjp(state, given)
-    wanted = pull(AttentionState(arrays[3], jnp.tanh(found.lse)))[0]
+    wanted = pull(AttentionState(arrays[3], 0.3 * found.lse))[0]
     close(jax.tree.leaves(gradients(given, *arrays)), jax.tree.leaves(wanted), "gradients", 1e-11)
 
 
