@@ -91,14 +91,16 @@ class Canonical(AbstractKernel):
         """The softmax of each row over leaves."""
         operands, of = call.operands, self._of(call)
         heads, width = operands.value.shape[2:]
+        dtype = out_dtype(operands, call.settings)
 
         def term(given: tuple, tile: Tile, key: Array, value: Array) -> Part:
             return part(of.scores(given[0], key, tile), value)
 
         def finish(given: tuple, whole: Part) -> tuple[Array, Array, Array]:
-            return finished(
-                whole if given[1] is None else join_parts(whole, of_sink(given[1], whole))
-            )
+            sink = given[1]
+            whole = whole if sink is None else join_parts(whole, of_sink(sink, whole))
+            out, lse, rest = finished(whole)
+            return without_signs(out.astype(dtype)), lse, rest
 
         none = of.empty(heads, of.rows)
         identity = Part(none - jnp.inf, none, of.empty(heads, of.rows, width))
@@ -109,9 +111,9 @@ class Canonical(AbstractKernel):
         self, call: KernelCall, found: tuple[Array, Array, Array]
     ) -> tuple[AttentionState, Array]:
         """The state, from the results of `state_over_keys`."""
+        del call
         out, lse, rest = found
-        out = out.astype(out_dtype(call.operands, call.settings))
-        return AttentionState(without_signs(out), lse), rest
+        return AttentionState(out, lse), rest
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState

@@ -13,6 +13,7 @@ from ..call._state import lse_dtype, unfused
 from ..masks._abstract import AbstractMask
 from ..masks._visibility import meeting, visible
 from ..scores._abstract import At
+from ._canonical_rows import RowTiles
 from ._canonical_slots import AbstractSlots, InOrder, Scattered, entry
 from ._canonical_tiles import raw_scores
 from ._tile_program import computed
@@ -20,8 +21,6 @@ from ._tile_program import computed
 # The format: whoever changes one of these, or a program of `_canonical_tiles`, counts it up.
 FORMAT = 1
 LEAF = 256  # keys of a leaf
-ROWS = 512  # rows of a tile, of a fold over keys
-TOGETHER = 4096  # rows of all key heads, whose scores of a leaf are 4 MiB
 QUERIES = 256  # queries of a tile of one head, of a fold over queries
 
 
@@ -81,7 +80,8 @@ class CanonicalCall:
         self.batch, self.queries, heads = operands.query.shape[:3]
         self.key_heads = operands.key.shape[2]
         self.group = heads // self.key_heads
-        self.rows = rows or tile_rows(self.queries * self.group, self.key_heads)
+        self.tiles = RowTiles(self.batch, self.queries, self.key_heads, self.group)
+        self.rows = rows or self.tiles.rows
         self.mask: AbstractMask = bound(settings, operands)
         self.score = bound_score(settings, operands)
         self.held: AbstractSlots = (
@@ -176,15 +176,6 @@ class CanonicalCall:
         if self.score is None or not self.score.structure.compares:
             return At(batch, head, None, None)  # pyright: ignore[reportArgumentType]
         return At(batch, head, tile.query_at[0][None, :, None], tile.key_at[0][None, None])
-
-
-def tile_rows(rows: int, key_heads: int) -> int:
-    """The rows of a tile: as many as the call has, in powers of two from 2 to `ROWS`, fewer for many key heads.
-
-    XLA:CPU multiplies one row by another program than it does 2 and more.
-    """
-    most = min(ROWS, max(TOGETHER // key_heads, 2))
-    return min(max(2, 1 << (rows - 1).bit_length()), 1 << (most.bit_length() - 1))
 
 
 def in_slots(held: AbstractSlots, segments: Array | None) -> Side:

@@ -37,13 +37,8 @@ class OverKeys(NamedTuple):
 
     def whole(self) -> Any:
         """The results, over all leaves."""
-        held, row_of = self.call.held, tile_of(self.rows, self.call)
-        fold = self._folds()
-
-        def one(n: Array) -> Any:
-            return self.finish(row_of(n), fold(n, jnp.zeros_like(n), jnp.full_like(n, held.tiles)))
-
-        return self._results(one)
+        fold, count = self._folds(), self.call.held.tiles
+        return self._results(lambda n: fold(n, jnp.zeros_like(n), jnp.full_like(n, count)))
 
     def nodes(self, leaves: int) -> tuple[list[Array], Int[Array, "b nodes"]]:
         """The folds over so many leaves at a time, `[nodes, B, T, N, ...]`, and the number of a leaf of each, or -1.
@@ -53,56 +48,43 @@ class OverKeys(NamedTuple):
         call, held, fold = self.call, self.call.held, self._folds()
         count = -(-held.tiles // leaves)
 
-        def one(n: Array) -> Any:
-            tile, node = _digits(n, count)
-            first = node * leaves
-            return fold(tile, first, jnp.minimum(first + leaves, held.tiles))
+        def node(number: Array) -> Any:
+            first = number * leaves
+            stop = jnp.minimum(first + leaves, held.tiles)
+            return call.tiles.each(lambda n: fold(n, first, stop), call.operands.query)
 
-        found = each(one, tile_count(self.call) * count, call.operands.query)
-
-        def of_each(x: Array) -> Array:
-            x = x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
-            return jax.vmap(lambda x: from_tiles(x, call))(x)
-
+        found = each(node, count, call.operands.query)
         numbers = jnp.broadcast_to(node_numbers(held, leaves), (call.batch, count))
-        return [of_each(x) for x in jax.tree.leaves(found)], numbers
+        return jax.tree.leaves(found), numbers
 
     def of_nodes(self, nodes: Sequence[Array], numbers: Int[Array, "b nodes"]) -> Any:
         """The results, over nodes of all devices."""
-        call, row_of = self.call, tile_of(self.rows, self.call)
-        in_each = jax.vmap(lambda x: in_tiles(x, call))
-        items = jax.tree.unflatten(jax.tree.structure(self.identity), map(in_each, nodes))
+        call = self.call
+        items = jax.tree.unflatten(jax.tree.structure(self.identity), list(nodes))
 
-        def one(n: Array) -> Any:
-            batch, index = _digits(n, tile_count(self.call) // call.batch)
-            some = jax.tree.map(lambda x: x[:, batch, index], items)
-            whole = tree.folded(numbers[batch], some, self.identity, self.join)
-            return self.finish(row_of(n), whole)
+        def whole(n: Array) -> Any:
+            some = jax.tree.map(jax.vmap(lambda x: call.tiles.cut(x, n)), items)
+            return tree.folded(numbers[call.tiles.place(n)[0]], some, self.identity, self.join)
 
-        return self._results(one)
+        return self._results(whole)
 
     def _folds(self) -> Callable[[Array, Array, Array], Any]:
         """The fold of the `n`-th tile over leaves from one number to another."""
-        call, held, row_of = self.call, self.call.held, tile_of(self.rows, self.call)
-        of_rows = (
-            rows_of(x, call) for x in (call.operands.query_positions, call.operands.query_segments)
-        )
-        side = Side(*of_rows)  # pyright: ignore[reportArgumentType]
+        call, held, tiles = self.call, self.call.held, self.call.tiles
+        ids = call.operands.query_positions, call.operands.query_segments
+        side = Side(*(None if x is None else tiles.spread(x) for x in ids))  # pyright: ignore[reportArgumentType]
         live_after = following(call.met(side))
         first_heads = jnp.arange(call.key_heads, dtype=jnp.int32)[:, None] * call.group
-        count = tile_count(self.call) // call.batch
 
         def fold(n: Array, first: Array, stop: Array) -> Any:
-            batch, index = _digits(n, count)
-            row = row_of(n)
+            batch, index, _ = tiles.place(n)
+            row = cut_rows(call, self.rows, n)
             at, live, numbers = (
                 side.at(batch, index),
                 entry(live_after, batch)[index],
                 entry(held.numbers, batch),
             )
-            numbered = index * call.rows + jnp.arange(call.rows, dtype=jnp.int32)
-            queries, members = _digits(numbered, call.group)
-            queries = jnp.minimum(queries, call.queries - 1)
+            queries, members = tiles.of_rows(n)
 
             def one_leaf(carry: tuple[Array, tree.Fold]) -> tuple[Array, tree.Fold]:
                 leaf, fold = carry
@@ -118,17 +100,23 @@ class OverKeys(NamedTuple):
 
         return fold
 
-    def _results(self, one: Callable[[Array], Any]) -> Any:
+    def _results(self, whole: Callable[[Array], Any]) -> Any:
+        """`finish(rows, whole(n))` of each tile."""
         call = self.call
-        found = each(one, tile_count(self.call), call.operands.query)
-        return jax.tree.map(lambda x: call.held.checked(from_tiles(x, call)), found)
+        found = call.tiles.each(
+            lambda n: self.finish(cut_rows(call, self.rows, n), whole(n)), call.operands.query
+        )
+        return jax.tree.map(call.held.checked, found)
 
 
 def of_rows(call: CanonicalCall, rows: Any, f: Callable[[Any], Any]) -> Any:
     """`f` of each tile of rows, as `OverKeys` has them, which returns the like."""
-    row_of = tile_of(rows, call)
-    found = each(lambda n: f(row_of(n)), tile_count(call), call.operands.query)
-    return jax.tree.map(lambda x: from_tiles(x, call), found)
+    return call.tiles.each(lambda n: f(cut_rows(call, rows, n)), call.operands.query)
+
+
+def cut_rows(call: CanonicalCall, rows: Any, n: Array) -> Any:
+    """The `n`-th tile of arrays of rows."""
+    return jax.tree.map(lambda x: call.tiles.cut(x, n).astype(call.dtype), rows)
 
 
 def node_numbers(held: AbstractSlots, leaves: int) -> Int[Array, "b nodes"]:
@@ -155,7 +143,7 @@ def over_queries(
     positions: Any = operands.query_positions
     of_rows = InOrder(positions, QUERIES, True) if call.counted else Scattered(positions, QUERIES)
     flat, form = jax.tree.flatten(rows)
-    by_member = [_by_member(x if x.ndim == 4 else x[..., None], call) for x in flat]
+    by_member = [x.reshape(*x.shape[:2], call.key_heads, -1) for x in flat]
     side = in_slots(of_rows, operands.query_segments)
     live_after = following(call.met(side).swapaxes(1, 2))
     first_heads = jnp.arange(call.key_heads, dtype=jnp.int32)[:, None] * group
@@ -175,7 +163,7 @@ def over_queries(
             index, member, fold = carry
             queries = of_rows.tokens(batch, index)
             tile = Tile(batch, first_heads + member, queries, tokens, side.at(batch, index), at)
-            row = of_rows.read(by_member, batch * group + member, batch, index, call.dtype)
+            row = of_rows.read(by_member, batch, batch, index, call.dtype, (member, group))
             row = [x if y.ndim == 4 else x[..., 0] for x, y in zip(row, flat, strict=True)]
             item = term(jax.tree.unflatten(form, row), tile, *parts)
             fold = tree.insert(fold, numbers[index] * group + member, item, join)
@@ -203,56 +191,6 @@ def following(met: Bool[Array, "b x y"]) -> Int[Array, "b x z"]:
     numbers = jnp.where(met, jnp.arange(count, dtype=jnp.int32)[None, None], count)
     numbers = jnp.pad(numbers, ((0, 0), (0, 0), (0, 1)), constant_values=count)
     return lax.cummin(numbers, axis=2, reverse=True)
-
-
-def tile_count(call: CanonicalCall) -> int:
-    """The tiles of rows of a call."""
-    return call.batch * -(-call.queries * call.group // call.rows)
-
-
-def tile_of(rows: Any, call: CanonicalCall) -> Callable[[Array], Any]:
-    """The function that returns the `n`-th tile of arrays of rows."""
-    tiles = jax.tree.map(lambda x: in_tiles(x, call), rows)
-    count = tile_count(call) // call.batch
-
-    def row_of(n: Array) -> Any:
-        batch, index = _digits(n, count)
-        return jax.tree.map(lambda x: x[batch, index].astype(call.dtype), tiles)
-
-    return row_of
-
-
-def rows_of(x: Array | None, call: CanonicalCall) -> Array | None:
-    """Positions or segments `[#B, T]` of rows in tiles, as `in_tiles` of `[B, T, N]` does it."""
-    if x is None:
-        return None
-    x = jnp.repeat(x, call.group, axis=1)
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % call.rows)), constant_values=-1)
-    return x.reshape(len(x), -1, call.rows)
-
-
-def in_tiles(x: Array, call: CanonicalCall) -> Array:
-    """`[B, T, N, ...]` as `[B, tiles, K, rows, ...]`."""
-    rest = x.shape[3:]
-    x = x.reshape(call.batch, call.queries, call.key_heads, call.group, *rest)
-    x = jnp.moveaxis(x, 2, 3).reshape(call.batch, -1, call.key_heads, *rest)
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % call.rows), *[(0, 0)] * (x.ndim - 2)))
-    return jnp.moveaxis(x.reshape(call.batch, -1, call.rows, call.key_heads, *rest), 2, 3)
-
-
-def from_tiles(x: Array, call: CanonicalCall) -> Array:
-    """`[B * tiles, K, rows, ...]` as `[B, T, N, ...]`."""
-    rest = x.shape[3:]
-    x = jnp.moveaxis(x, 1, 2).reshape(call.batch, -1, call.key_heads, *rest)
-    x = x[:, : call.queries * call.group]
-    x = x.reshape(call.batch, call.queries, call.group, call.key_heads, *rest)
-    return jnp.moveaxis(x, 2, 3).reshape(call.batch, call.queries, -1, *rest)
-
-
-def _by_member(x: Array, call: CanonicalCall) -> Array:
-    """`[B, T, N, W]` as `[B * G, T, K, W]`."""
-    x = x.reshape(call.batch, call.queries, call.key_heads, call.group, x.shape[-1])
-    return jnp.moveaxis(x, 3, 1).reshape(-1, call.queries, call.key_heads, x.shape[-1])
 
 
 def _to_keys(x: Array, call: CanonicalCall) -> Array:

@@ -11,6 +11,9 @@ from jaxtyping import Array, Int
 from ..masks._interval import interval
 from ._slice import slice_at
 
+Part = tuple[Array | int, int]
+WHOLE: Part = 0, 1
+
 
 class AbstractSlots(abc.ABC):
     """Which token of an array lies in each slot of each tile.
@@ -41,9 +44,18 @@ class AbstractSlots(abc.ABC):
 
     @abc.abstractmethod
     def read(
-        self, arrays: Sequence[Array], row: Array, batch: Array, tile: Array, dtype: jnp.dtype
+        self,
+        arrays: Sequence[Array],
+        row: Array,
+        batch: Array,
+        tile: Array,
+        dtype: jnp.dtype,
+        part: Part = WHOLE,
     ) -> list[Array]:
-        """A tile `[K, size, W]` of `row` of each array `[_, S, K, W]`, with zeros in empty slots."""
+        """A tile `[K, size, W / parts]` of `row` of each array `[_, S, K, W]`, with zeros in empty slots.
+
+        `part`: the index of a part of the last axis, and how many there are.
+        """
 
     @abc.abstractmethod
     def taken(self, x: Array, batch: Array) -> Array:
@@ -91,15 +103,21 @@ class InOrder(AbstractSlots):
         return x.reshape(len(x), self.tiles, self._size, *x.shape[2:])
 
     def read(
-        self, arrays: Sequence[Array], row: Array, batch: Array, tile: Array, dtype: jnp.dtype
+        self,
+        arrays: Sequence[Array],
+        row: Array,
+        batch: Array,
+        tile: Array,
+        dtype: jnp.dtype,
+        part: Part = WHOLE,
     ) -> list[Array]:
         """A slice; the last tile may be filled up."""
         present = entry(self.positions, batch)[tile] >= 0
         tail = self._length % self._size
 
         def cut(x: Array, first: Array, size: int) -> Array:
-            zero = jnp.zeros_like(tile)
-            x = slice_at(x, (row, first, zero, zero), (1, size, *x.shape[2:]))[0]
+            corner, sizes = _corner(x, row, first, size, part)
+            x = slice_at(x, corner, sizes)[0]
             pads = (0, self._size - size), (0, 0), (0, 0)
             return as_read(jnp.pad(x, pads) if size < self._size else x, present, dtype)
 
@@ -173,20 +191,27 @@ class Scattered(AbstractSlots):
         )
 
     def read(
-        self, arrays: Sequence[Array], row: Array, batch: Array, tile: Array, dtype: jnp.dtype
+        self,
+        arrays: Sequence[Array],
+        row: Array,
+        batch: Array,
+        tile: Array,
+        dtype: jnp.dtype,
+        part: Part = WHOLE,
     ) -> list[Array]:
         """A slice where its tokens lie in a row, else one by one."""
         token, first = self.tokens(batch, tile), entry(self._first, batch)[tile]
-        present, zero = entry(self.positions, batch)[tile] >= 0, jnp.zeros_like(first)
+        present = entry(self.positions, batch)[tile] >= 0
 
         def in_a_row() -> list[Array]:
-            corner = row, jnp.maximum(first, 0), zero, zero
-            sizes = [(1, len(token), *x.shape[2:]) for x in arrays]
-            cut = (slice_at(x, corner, size)[0] for x, size in zip(arrays, sizes, strict=True))
+            places = (_corner(x, row, jnp.maximum(first, 0), len(token), part) for x in arrays)
+            cut = (slice_at(x, *place)[0] for x, place in zip(arrays, places, strict=True))
             return [as_read(x, present, dtype) for x in cut]
 
         def one_by_one() -> list[Array]:
-            return [as_read(x[row, token], present, dtype) for x in arrays]
+            index, parts = part
+            cut = (x.reshape(*x.shape[:3], parts, -1)[row, token, :, index] for x in arrays)
+            return [as_read(x, present, dtype) for x in cut]
 
         if self._length < len(token):
             return one_by_one()
@@ -205,6 +230,15 @@ class Scattered(AbstractSlots):
 def as_read(x: Array, present: Array, dtype: jnp.dtype) -> Array:
     """`[size, K, W]` as `[K, size, W]`; in the branches that slice it, where XLA fuses this with the slice."""
     return jnp.where(present[:, None, None], x.astype(dtype), 0).transpose(1, 0, 2)
+
+
+def _corner(
+    x: Array, row: Array, first: Array, size: int, part: Part
+) -> tuple[tuple[Array, ...], tuple[int, ...]]:
+    """Where a slice of some tokens of `x`, and of a part of its last axis, begins, and its sizes."""
+    index, parts = part
+    zero, width = jnp.zeros_like(first), x.shape[3] // parts
+    return (row, first, zero, zero + index * width), (1, size, x.shape[2], width)
 
 
 def entry(x: Array, batch: Array) -> Array:

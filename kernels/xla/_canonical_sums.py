@@ -63,7 +63,7 @@ class Sums:
 
     def of_rows(self, x: Float[Array, "B T N"]) -> Units:
         """Of numbers of rows."""
-        by_head = _by_head(x[..., None])
+        by_head = x[:, :, None]
         live = following((self._side.positions >= 0).any(-1)[:, None])
 
         def unit(batch: Array, head: Array) -> Array:
@@ -183,15 +183,15 @@ class Sums:
         """`item` of all tiles that meet of a head: summed, or on axes, that of the leaves first."""
         call, held = self._call, self._call.held
         flat, form = jax.tree.flatten(rows)
-        by_head = [_by_head(x if x.ndim == 4 else x[..., None]) for x in flat]
-        keys_by_head = list(map(_by_head, keys))
+        by_head = [lax.collapse(x, 2, x.ndim)[:, :, None] for x in flat]
+        keys_by_head = [lax.collapse(x, 2, 4)[:, :, None] for x in keys]
         met = call.met(self._side)
         live_tiles, live_leaves = following(met.swapaxes(1, 2)), following(met.any(1)[:, None])
 
         def unit(batch: Array, head: Array) -> Any:
             def at_leaf(leaf: Array) -> Any:
-                row = batch * call.key_heads + lax.div(head, jnp.int32(call.group))
-                parts = held.read(keys_by_head, row, batch, leaf, call.dtype)
+                part = lax.div(head, jnp.int32(call.group)), call.key_heads
+                parts = held.read(keys_by_head, batch, batch, leaf, call.dtype, part)
                 tokens, at = held.tokens(batch, leaf), call.keys.at(batch, leaf)
 
                 def at_tile(index: Array) -> Any:
@@ -228,8 +228,8 @@ class Sums:
         )
 
     def _read(self, arrays: list[Array], batch: Array, head: Array, index: Array) -> list[Array]:
-        row = batch * self._call.operands.query.shape[2] + head
-        return self._queries.read(arrays, row, batch, index, self._call.dtype)
+        part = head, self._call.operands.query.shape[2]
+        return self._queries.read(arrays, batch, batch, index, self._call.dtype, part)
 
 
 def _over(
@@ -274,8 +274,3 @@ def _stacked(tree: Any, count: int) -> Any:
 
 def _counted(count: int) -> Int[Array, " count"]:
     return jnp.arange(count, dtype=jnp.int32)
-
-
-def _by_head(x: Array) -> Array:
-    """`[B, S, N, W]` as `[B * N, S, 1, W]`."""
-    return lax.collapse(x.swapaxes(1, 2), 0, 2)[:, :, None]

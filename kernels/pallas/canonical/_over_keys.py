@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from ...xla._canonical_passes import in_tiles, node_numbers
+from ...xla._canonical_passes import node_numbers
 from ._programs import Program, of_part, of_parts
-from ._sides import Sides, given, widened
+from ._sides import Sides, given, in_tiles, widened
 from ._tiles import Side, Walk, subtree_for
 
 

@@ -12,7 +12,6 @@ from ...call._operands import KernelCall
 from ...masks._visibility import visible
 from ...xla._canonical_call import CanonicalCall
 from ...xla._canonical_call import Side as Positions
-from ...xla._canonical_passes import from_tiles, in_tiles, rows_of
 from ...xla._canonical_slots import AbstractSlots, InOrder, Scattered
 from .._rows import block_spans, features_of, pairs_of
 from ._tiles import Ids, Side, Walk
@@ -158,3 +157,30 @@ def width_of(width: int) -> int:
 def given(**arrays: Array | None) -> dict[str, Array]:
     """Those that are not None, by name."""
     return {name: x for name, x in arrays.items() if x is not None}
+
+
+def rows_of(x: Array | None, call: CanonicalCall) -> Array | None:
+    """Positions or segments `[#B, T]` of rows in tiles, as `in_tiles` of `[B, T, N]` does it."""
+    if x is None:
+        return None
+    x = jnp.repeat(x, call.group, axis=1)
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % call.rows)), constant_values=-1)
+    return x.reshape(len(x), -1, call.rows)
+
+
+def in_tiles(x: Array, call: CanonicalCall) -> Array:
+    """`[B, T, N, ...]` as `[B, tiles, K, rows, ...]`."""
+    rest = x.shape[3:]
+    x = x.reshape(call.batch, call.queries, call.key_heads, call.group, *rest)
+    x = jnp.moveaxis(x, 2, 3).reshape(call.batch, -1, call.key_heads, *rest)
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % call.rows), *[(0, 0)] * (x.ndim - 2)))
+    return jnp.moveaxis(x.reshape(call.batch, -1, call.rows, call.key_heads, *rest), 2, 3)
+
+
+def from_tiles(x: Array, call: CanonicalCall) -> Array:
+    """`[B * tiles, K, rows, ...]` as `[B, T, N, ...]`."""
+    rest = x.shape[3:]
+    x = jnp.moveaxis(x, 1, 2).reshape(call.batch, -1, call.key_heads, *rest)
+    x = x[:, : call.queries * call.group]
+    x = x.reshape(call.batch, call.queries, call.group, call.key_heads, *rest)
+    return jnp.moveaxis(x, 2, 3).reshape(call.batch, call.queries, -1, *rest)
