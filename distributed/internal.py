@@ -30,6 +30,7 @@ from .methods._plan import reshard_explicit as reshard_explicit
 from .methods._plan import sharding_plan as sharding_plan
 from .methods._plan import split_along as split_along
 from .methods._plan import whole_along as whole_along
+from .methods._reproducible import laid_out as laid_out
 from .methods._sharded_attention import attend_sharded as attend_sharded
 from .methods._sharded_reduction import Reduction as Reduction
 from .methods._sharded_reduction import fold_covariances as fold_covariances

@@ -22,16 +22,17 @@ def reproduced(
 ) -> Iterator[Transfer]:
     """Those of keys and values of these sizes on a device, and of so many rows of queries."""
     share = -(-shape.keys // topology.devices)
-    if not shape.queries_sharded and shape.layout == "contiguous" and share % LEAF == 0:
-        return _roots(share, shape, topology, tangent, gradient)
+    run = {"contiguous": share, "zigzag": share // 2}.get(shape.layout)
+    if not shape.queries_sharded and run is not None and run % LEAF == 0:
+        nodes = share // (run & -run) if run else 0
+        return _roots(nodes, shape, topology, tangent, gradient)
     return _everything(sizes, rows, shape, topology, tangent, gradient)
 
 
 def _roots(
-    share: int, shape: Shape, topology: Topology, tangent: bool, gradient: bool
+    nodes: int, shape: Shape, topology: Topology, tangent: bool, gradient: bool
 ) -> Iterator[Transfer]:
     """The roots of the trees over a device's own keys, of rows, and their numbers."""
-    nodes = share // (share & -share) if share else 0
     rows = nodes * shape.batch * shape.queries * shape.heads
     state = shape.out_width, 1, 1  # numerator, denominator, maximum
     found = [*state, *(state if tangent else ()), *([shape.width] if gradient else ())]

@@ -42,6 +42,7 @@ from ..cost._reproducible import head_turns
 from ..merge._packing import as_invariant, joined, moved
 from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
+from ._plan import ShardingPlan
 
 Tree = TypeVar("Tree")
 
@@ -112,13 +113,10 @@ def has_shared(operands: Operands) -> bool:
     return operands.sink is not None or any(map(floating, operands.score_arrays))
 
 
-def located(
-    names: tuple[Candidate, ...], operands: Operands, devices: int
-) -> tuple[tuple[Candidate, ...], Operands]:
-    """The kernel of a reproducible call, and operands, that know where the keys are of which a device gets a part."""
-    if operands.key_positions is None and is_reproducible(names):
-        names = reproducible_kernels(-(-operands.key.shape[1] // devices))
-    return names, positioned(operands)
+def laid_out(plan: ShardingPlan, layout: str, keys: int) -> tuple[Candidate, ...]:
+    """The kernels of a reproducible call that know where a layout puts so many keys: in runs on each device."""
+    share = keys if plan.local else -(-keys // plan.devices)
+    return reproducible_kernels({"contiguous": share, "zigzag": share // 2}.get(layout))
 
 
 def method_for(names: Sequence[Candidate], method: AbstractMethod) -> AbstractMethod:

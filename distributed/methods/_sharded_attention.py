@@ -32,7 +32,7 @@ from ._plan import (
     other_explicit_axes,
     reshard_explicit,
 )
-from ._reproducible import has_shared, located, method_for
+from ._reproducible import has_shared, method_for
 from ._sink import beside_sink
 from ._tree import Tree
 
@@ -62,7 +62,7 @@ def _sharded(
     plan = unsharded_if_empty(plan, operands)
     plan = plan._replace(method=method_for(names, plan.method))
     if is_reproducible(names) and plan.sequence:
-        names, operands = located(names, operands, plan.devices)
+        operands = positioned(operands)
     if not isinstance(plan.method, Tree):  # other methods take keys apart
         operands = dequantized(operands)
     operands = with_indices(plan, settings, operands)

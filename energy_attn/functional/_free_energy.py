@@ -16,6 +16,7 @@ from energy_attn.distributed.internal import (
     ShardingPlan,
     attend_sharded,
     in_shard_map,
+    laid_out,
     local_sharding_plan,
     near_plan,
     place_tokens,
@@ -34,6 +35,7 @@ from energy_attn.kernels.internal import (
     check_scored,
     check_source,
     differentiated_by_jax,
+    is_reproducible,
     is_static,
     received,
     split_mask,
@@ -175,6 +177,9 @@ def prepare(
     given = any(options.get(name) is not None for name in ("query_positions", "key_positions"))
     rule = None if given else split_mask(mask)[0]
     plan = plan if given else near_plan(plan, parallel, call.settings, call.operands, rule)
+    if is_reproducible(names) and plan is not None and options.get("key_positions") is None:
+        layout = "contiguous" if parallel is None else parallel.layout
+        names = laid_out(plan, layout, sizes[1]) if plan.sequence else names
     if call.operands.sink is not None:
         cite("sinks")
     if not differentiated_by_jax(names):

@@ -324,6 +324,7 @@ REPRODUCIBLE = (
     (dataclasses.replace(LONG, queries_sharded=False, keys=8196), {"gradient": True}),
     (dataclasses.replace(LEAVES, queries=70, kv_heads=3, dtype="float64"), {"gradient": True}),
     (dataclasses.replace(LEAVES, keys=4 * 256, layout="striped"), {}),
+    (dataclasses.replace(LEAVES, layout="zigzag"), {"gradient": True}),
 )
 
 

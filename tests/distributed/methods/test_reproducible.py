@@ -272,9 +272,8 @@ def test_inside_shard_map(queries):
     same(tuple(found[4][0]), alone(CAUSAL)[0])
 
 
-def over_own_keys(devices: int, q, k, v, d_out, d_energy):
+def over_own_keys(parallel, q, k, v, d_out, d_energy):
     """The state of a few queries, which all devices have, its gradients and a tangent."""
-    parallel = SequenceParallel("s", "tree", queries_sharded=False) if devices > 1 else None
     lengths = jnp.array([2900, 700])
 
     def state(q, k, v):
@@ -298,14 +297,19 @@ def test_own_keys():
     q, d_out = (array(rng.standard_normal((2, 3, 4, WIDTH)), "float32") for _ in range(2))
     k, v = (array(rng.standard_normal((2, 6144, 2, WIDTH)), "float32") for _ in range(2))
     given = q, k, v, d_out, array(rng.standard_normal((2, 3, 4)), "float32")
-    wanted = jax.jit(functools.partial(over_own_keys, 1))(*given)
-    for devices in (4, 8):  # runs of six leaves, of which the tree has two nodes, and of three
+    wanted = jax.jit(functools.partial(over_own_keys, None))(*given)
+    # runs of six leaves, of which the tree has two nodes, and of three; two runs of three, and of twelve
+    for devices, layout in ((4, "contiguous"), (8, "contiguous"), (4, "zigzag"), (1, "zigzag")):
         mesh = make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
+        parallel = SequenceParallel("s", "tree", queries_sharded=False, layout=layout)
         with jax.set_mesh(mesh):
-            run = jax.jit(functools.partial(over_own_keys, devices)).lower(*given).compile()
-            same(jax.device_get(run(*given)), wanted)
+            args = q, shard_sequence(k, parallel), shard_sequence(v, parallel), *given[3:]
+            run = jax.jit(functools.partial(over_own_keys, parallel)).lower(*args).compile()
+            state, (to_query, *to_keys), moved = run(*args)
+            to_keys = [unshard_sequence(x, parallel) for x in to_keys]
+            same(jax.device_get((state, (to_query, *to_keys), moved)), wanted)
         sent = [x.bytes for x in collectives(run)]
-        assert max(sent) < k.nbytes / devices / 4
+        assert max(sent, default=0) < k.nbytes / devices / 4
 
 
 @pytest.mark.parametrize(("devices", "block"), few_rows([(4, 256), (4, 32), (1, 32)], 2))

@@ -241,6 +241,29 @@ def test_sink(batched):
     close(tuple(moved), dense_jvp(wanted, along), "tangent", 1e-10)
 
 
+def test_memory():
+    """Copies of whole arrays, in tiles or in float32."""
+    kinds = [jax.ShapeDtypeStruct((1, 2048, n, 64), jnp.bfloat16) for n in (16, 4, 4, 16)]
+
+    def held(reproducible):
+        run = functools.partial(local_attention, is_causal=True, reproducible=reproducible)
+
+        def forward(query, key, value, d_out):
+            return run(query, key, value).out
+
+        def backward(query, key, value, d_out):
+            found, pull = jax.vjp(run, query, key, value)
+            return pull(AttentionState(d_out, 0 * found.lse))
+
+        return [
+            jax.jit(f).lower(*kinds).compile().memory_analysis().temp_size_in_bytes
+            for f in (forward, backward)
+        ]
+
+    (found, found_back), (plain, plain_back) = map(held, (True, False))
+    assert found < plain and found_back < 1.2 * plain_back
+
+
 def test_what_is_declined():
     """A derivative of another kernel's, without a word."""
     tokens = prompt("float32").at(slice(8))
