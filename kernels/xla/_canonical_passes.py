@@ -143,7 +143,6 @@ def over_queries(
     positions: Any = operands.query_positions
     of_rows = InOrder(positions, QUERIES, True) if call.counted else Scattered(positions, QUERIES)
     flat, form = jax.tree.flatten(rows)
-    by_member = [x.reshape(*x.shape[:2], call.key_heads, -1) for x in flat]
     side = in_slots(of_rows, operands.query_segments)
     live_after = following(call.met(side).swapaxes(1, 2))
     first_heads = jnp.arange(call.key_heads, dtype=jnp.int32)[:, None] * group
@@ -163,6 +162,8 @@ def over_queries(
             index, member, fold = carry
             queries = of_rows.tokens(batch, index)
             tile = Tile(batch, first_heads + member, queries, tokens, side.at(batch, index), at)
+            # inside the loop, as in those over keys, or XLA makes two of an array that it fuses the form into
+            by_member = [x.reshape(*x.shape[:2], call.key_heads, -1) for x in flat]
             row = of_rows.read(by_member, batch, batch, index, call.dtype, (member, group))
             row = [x if y.ndim == 4 else x[..., 0] for x, y in zip(row, flat, strict=True)]
             item = term(jax.tree.unflatten(form, row), tile, *parts)

@@ -75,9 +75,7 @@ class RowTiles(NamedTuple):
         """The `n`-th tile."""
         batch, _, first = self.place(n)
         rest, zero = x.shape[3:], jnp.zeros_like(n)
-        x = x.reshape(
-            *x.shape[:2], self.key_heads, -1
-        )  # in the form in which gradients of keys read it
+        x = x.reshape(*x.shape[:2], self.key_heads, -1)
         x = slice_at(x, (batch, first, zero, zero), (1, self.tokens, *x.shape[2:]))[0]
         x = x.reshape(self.tokens, self.key_heads, self.group, *rest).swapaxes(0, 1)
         x = lax.collapse(x, 1, 3)
