@@ -156,8 +156,8 @@ def check_scored(
     if isinstance(options.get("scale"), jax.Array):
         if options.get("reproducible", False):
             raise NotImplementedError(
-                "scale: wanted a number beside reproducible=True, as the gradient of an array is a sum over all rows, "
-                f"got {received(options.get('scale'))}"
+                "scale: wanted a number beside reproducible=True; scores.Temperature takes an array of one for each "
+                f"head, got {received(options.get('scale'))}"
             )
         key, value = (
             dequantize(x, scale, query.dtype) for x, scale in zip((key, value), scales, strict=True)

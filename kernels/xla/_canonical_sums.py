@@ -21,7 +21,7 @@ from ._canonical_tiles import backward_rows, d_scores, raw_scores, sums
 from ._each import hidden
 from ._tile_program import computed
 
-HEADS = 1 << 16  # more than a call has: each head of an entry of the batch has a number of its own
+HEADS = 1 << 12  # at most: each head of an entry of the batch has a number of its own
 Unit = Callable[[Array, Array], Any]  # (entry of the batch, head)
 Item = Callable[[Tile, Any, list[Array]], Any]  # (tile, rows, keys)
 
@@ -48,18 +48,30 @@ def tree_sum(numbers: Int[Array, " items"], items: PyTree[Array]) -> Any:
 
 
 class Sums:
-    """Sums over the tiles of queries and leaves of keys of a call."""
+    """Sums over the tiles of queries and leaves of keys of a call.
+
+    Two queries of one position make them NaN, as they do gradients of keys. Raises `NotImplementedError` for more heads
+    and entries of the batch than there are numbers.
+    """
 
     def __init__(self, call: CanonicalCall):
         operands, self._call = call.operands, call
+        batch, _, heads, _ = operands.query.shape
+        if heads > HEADS or batch > (1 << 31) // HEADS:
+            raise NotImplementedError(
+                f"query: wanted at most {(1 << 31) // HEADS} entries of the batch and {HEADS} heads for gradients of "
+                f"sinks, biases and scores beside reproducible=True, got {batch} and {heads}"
+            )
         positions: Any = operands.query_positions
         self._queries: AbstractSlots = (
             InOrder(positions, QUERIES, True) if call.counted else Scattered(positions, QUERIES)
         )
         self._side: Side = in_slots(self._queries, operands.query_segments)
-        heads, batches = operands.head_indices, operands.batch_indices
-        self._heads = _counted(operands.query.shape[2]) if heads is None else heads
-        self._batches = _counted(call.batch) if batches is None else batches
+        numbers = operands.batch_indices, operands.head_indices
+        self._batches, self._heads = (
+            _counted(size) if x is None else x
+            for size, x in zip((batch, heads), numbers, strict=True)
+        )
 
     def of_rows(self, x: Float[Array, "B T N"]) -> Units:
         """Of numbers of rows."""
@@ -185,6 +197,7 @@ class Sums:
         flat, form = jax.tree.flatten(rows)
         by_head = [lax.collapse(x, 2, x.ndim)[:, :, None] for x in flat]
         keys_by_head = [lax.collapse(x, 2, 4)[:, :, None] for x in keys]
+        sound = self._queries.checked(held.checked(call.empty(call.batch, 1)))[:, 0]
         met = call.met(self._side)
         live_tiles, live_leaves = following(met.swapaxes(1, 2)), following(met.any(1)[:, None])
 
@@ -210,7 +223,7 @@ class Sums:
                 return self._over_tiles(batch, live, at_tile, zeros, with_tiles)
 
             of_leaf = _stacked(zeros, self._queries.tiles) if with_tiles else zeros
-            return _over(
+            found = _over(
                 entry(live_leaves, batch)[0],
                 entry(held.numbers, batch),
                 at_leaf,
@@ -219,6 +232,7 @@ class Sums:
                 held.depth,
                 None if between is None else between(batch),
             )
+            return jax.tree.map(lambda x: x + sound[batch], found)
 
         return unit
 

@@ -119,6 +119,13 @@ def test_values(shape):
     close(jax.tree.leaves(gradients(given, *arrays)), jax.tree.leaves(wanted), "gradients", 1e-11)
 
 
+def test_two_queries_of_one_position():
+    """One of them that hides the other in a sum, without a word."""
+    *given, rows, keys = tokens("float32")
+    found = gradients(learned("float32", BIASES[0]), *given, np.where(rows == 240, 239, rows), keys)
+    assert all(np.isnan(x).any() for x in jax.tree.leaves(found))
+
+
 @pytest.mark.full
 def test_as_users_compile():
     """Programs that LLVM makes vectors of, and that XLA fuses, which the suite's are not."""
