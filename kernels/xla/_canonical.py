@@ -130,7 +130,8 @@ class Canonical(AbstractKernel):
                 others = others._replace(bias=self.bias_cotangent(*given))
             if jax.tree.leaves(others.score_arrays) and settings.learnt:
                 others = others._replace(score_arrays=self.array_cotangents(*given))
-        if operands.sink is not None and settings.sink_learnt:
+        has_rows = 0 not in operands.query.shape[:2]
+        if operands.sink is not None and settings.sink_learnt and has_rows:
             others = others._replace(sink=self.sink_cotangent(*given))
         found = cotangents(
             self.query_cotangent(*given),

@@ -119,6 +119,23 @@ def test_values(shape):
     close(jax.tree.leaves(gradients(given, *arrays)), jax.tree.leaves(wanted), "gradients", 1e-11)
 
 
+@pytest.mark.parametrize("sizes", [(2, 0, 5), (2, 3, 0), (0, 3, 5)])
+def test_empty(sizes):
+    """A division by the number of tiles; a row without keys whose energy is the sink's."""
+    batch, queries, keys = sizes
+    q, k, v = (jnp.ones((batch, n, HEADS, 8), jnp.float32) for n in (queries, keys, keys))
+    bias, score, sink = learned("float32", (1, 1, 1, 1))
+
+    def energy(learned):
+        bias, score, sink = learned
+        options = {"bias": bias, "score": score, "sink": sink, "implementation": Canonical()}
+        return local_attention(q, k, v, **options).lse.sum()
+
+    *others, of_sink = jax.tree.leaves(jax.grad(energy)((bias, score, sink)))
+    assert not any(x.any() for x in others)
+    np.testing.assert_array_equal(of_sink, np.full(HEADS, batch * queries))
+
+
 def test_two_queries_of_one_position():
     """One of them that hides the other in a sum, without a word."""
     *given, rows, keys = tokens("float32")
