@@ -91,6 +91,11 @@ class CanonicalCall:
         )
         self.keys = in_slots(self.held, operands.key_segments)
 
+    def queries_by_position(self, size: int) -> AbstractSlots:
+        """The queries, in tiles of so many positions."""
+        positions: Any = self.operands.query_positions
+        return InOrder(positions, size, True) if self.counted else Scattered(positions, size)
+
     def met(self, rows: Side) -> Bool[Array, "b tiles leaves"]:
         """Which tiles may see a key of which leaves."""
         segments = None

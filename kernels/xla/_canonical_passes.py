@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from . import _canonical_tree as tree
 from ._canonical_call import QUERIES, CanonicalCall, Side, Tile, in_slots
-from ._canonical_slots import AbstractSlots, InOrder, Scattered, entry
+from ._canonical_slots import AbstractSlots, entry
 from ._each import each
 
 
@@ -91,7 +91,7 @@ class OverKeys(NamedTuple):
                 tokens = held.tokens(batch, leaf)
                 of_keys = call.keys.at(batch, leaf)
                 tile = Tile(batch, first_heads + members[None], queries, tokens, at, of_keys)
-                item = self.term(row, tile, *held.read(self.keys, batch, batch, leaf, call.dtype))
+                item = self.term(row, tile, *held.read(self.keys, batch, leaf, call.dtype))
                 return live[leaf + 1], tree.insert(fold, numbers[leaf], item, self.join)
 
             begin = live[first], tree.start(self.identity, held.depth, numbers[live[first]])
@@ -140,8 +140,7 @@ def over_queries(
     Arguments as those of `OverKeys`. A query's place in its tile is that of its position.
     """
     operands, group, held = call.operands, call.group, call.held
-    positions: Any = operands.query_positions
-    of_rows = InOrder(positions, QUERIES, True) if call.counted else Scattered(positions, QUERIES)
+    of_rows = call.queries_by_position(QUERIES)
     flat, form = jax.tree.flatten(rows)
     side = in_slots(of_rows, operands.query_segments)
     live_after = following(call.met(side).swapaxes(1, 2))
@@ -150,7 +149,7 @@ def over_queries(
 
     def one_leaf(n: Array) -> Any:
         batch, leaf = _digits(n, held.tiles)
-        parts = held.read(keys, batch, batch, leaf, call.dtype)
+        parts = held.read(keys, batch, leaf, call.dtype)
         at, live, tokens = (
             call.keys.at(batch, leaf),
             entry(live_after, batch)[leaf],
@@ -164,7 +163,7 @@ def over_queries(
             tile = Tile(batch, first_heads + member, queries, tokens, side.at(batch, index), at)
             # inside the loop, as in those over keys, or XLA makes two of an array that it fuses the form into
             by_member = [x.reshape(*x.shape[:2], call.key_heads, -1) for x in flat]
-            row = of_rows.read(by_member, batch, batch, index, call.dtype, (member, group))
+            row = of_rows.read(by_member, batch, index, call.dtype, (member, group))
             row = [x if y.ndim == 4 else x[..., 0] for x, y in zip(row, flat, strict=True)]
             item = term(jax.tree.unflatten(form, row), tile, *parts)
             fold = tree.insert(fold, numbers[index] * group + member, item, join)

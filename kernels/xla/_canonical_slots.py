@@ -46,13 +46,12 @@ class AbstractSlots(abc.ABC):
     def read(
         self,
         arrays: Sequence[Array],
-        row: Array,
         batch: Array,
         tile: Array,
         dtype: jnp.dtype,
         part: Part = WHOLE,
     ) -> list[Array]:
-        """A tile `[K, size, W / parts]` of `row` of each array `[_, S, K, W]`, with zeros in empty slots.
+        """A tile `[K, size, W / parts]` of each array `[B, S, K, W]`, with zeros in empty slots.
 
         `part`: the index of a part of the last axis, and how many there are.
         """
@@ -105,7 +104,6 @@ class InOrder(AbstractSlots):
     def read(
         self,
         arrays: Sequence[Array],
-        row: Array,
         batch: Array,
         tile: Array,
         dtype: jnp.dtype,
@@ -116,7 +114,7 @@ class InOrder(AbstractSlots):
         tail = self._length % self._size
 
         def cut(x: Array, first: Array, size: int) -> Array:
-            corner, sizes = _corner(x, row, first, size, part)
+            corner, sizes = _corner(x, batch, first, size, part)
             x = slice_at(x, corner, sizes)[0]
             pads = (0, self._size - size), (0, 0), (0, 0)
             return as_read(jnp.pad(x, pads) if size < self._size else x, present, dtype)
@@ -193,7 +191,6 @@ class Scattered(AbstractSlots):
     def read(
         self,
         arrays: Sequence[Array],
-        row: Array,
         batch: Array,
         tile: Array,
         dtype: jnp.dtype,
@@ -204,13 +201,13 @@ class Scattered(AbstractSlots):
         present = entry(self.positions, batch)[tile] >= 0
 
         def in_a_row() -> list[Array]:
-            places = (_corner(x, row, jnp.maximum(first, 0), len(token), part) for x in arrays)
+            places = (_corner(x, batch, jnp.maximum(first, 0), len(token), part) for x in arrays)
             cut = (slice_at(x, *place)[0] for x, place in zip(arrays, places, strict=True))
             return [as_read(x, present, dtype) for x in cut]
 
         def one_by_one() -> list[Array]:
             index, parts = part
-            cut = (x.reshape(*x.shape[:3], parts, -1)[row, token, :, index] for x in arrays)
+            cut = (x.reshape(*x.shape[:3], parts, -1)[batch, token, :, index] for x in arrays)
             return [as_read(x, present, dtype) for x in cut]
 
         if self._length < len(token):
@@ -233,12 +230,12 @@ def as_read(x: Array, present: Array, dtype: jnp.dtype) -> Array:
 
 
 def _corner(
-    x: Array, row: Array, first: Array, size: int, part: Part
+    x: Array, batch: Array, first: Array, size: int, part: Part
 ) -> tuple[tuple[Array, ...], tuple[int, ...]]:
     """Where a slice of some tokens of `x`, and of a part of its last axis, begins, and its sizes."""
     index, parts = part
     zero, width = jnp.zeros_like(first), x.shape[3] // parts
-    return (row, first, zero, zero + index * width), (1, size, x.shape[2], width)
+    return (batch, first, zero, zero + index * width), (1, size, x.shape[2], width)
 
 
 def entry(x: Array, batch: Array) -> Array:

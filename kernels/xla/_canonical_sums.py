@@ -16,7 +16,7 @@ from ..scores._structure import floating
 from . import _canonical_tree as tree
 from ._canonical_call import LEAF, QUERIES, CanonicalCall, Side, Tile, in_slots
 from ._canonical_passes import add, following
-from ._canonical_slots import AbstractSlots, InOrder, Scattered, depth_of, entry
+from ._canonical_slots import depth_of, entry
 from ._canonical_tiles import backward_rows, d_scores, raw_scores, sums
 from ._each import hidden
 from ._tile_program import computed
@@ -62,10 +62,7 @@ class Sums:
                 f"query: wanted at most {(1 << 31) // HEADS} entries of the batch and {HEADS} heads for gradients of "
                 f"sinks, biases and scores beside reproducible=True, got {batch} and {heads}"
             )
-        positions: Any = operands.query_positions
-        self._queries: AbstractSlots = (
-            InOrder(positions, QUERIES, True) if call.counted else Scattered(positions, QUERIES)
-        )
+        self._queries = call.queries_by_position(QUERIES)
         self._side: Side = in_slots(self._queries, operands.query_segments)
         numbers = operands.batch_indices, operands.head_indices
         self._batches, self._heads = (
@@ -204,7 +201,7 @@ class Sums:
         def unit(batch: Array, head: Array) -> Any:
             def at_leaf(leaf: Array) -> Any:
                 part = lax.div(head, jnp.int32(call.group)), call.key_heads
-                parts = held.read(keys_by_head, batch, batch, leaf, call.dtype, part)
+                parts = held.read(keys_by_head, batch, leaf, call.dtype, part)
                 tokens, at = held.tokens(batch, leaf), call.keys.at(batch, leaf)
 
                 def at_tile(index: Array) -> Any:
@@ -243,7 +240,7 @@ class Sums:
 
     def _read(self, arrays: list[Array], batch: Array, head: Array, index: Array) -> list[Array]:
         part = head, self._call.operands.query.shape[2]
-        return self._queries.read(arrays, batch, batch, index, self._call.dtype, part)
+        return self._queries.read(arrays, batch, index, self._call.dtype, part)
 
 
 def _over(

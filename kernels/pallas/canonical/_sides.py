@@ -12,7 +12,7 @@ from ...call._operands import KernelCall
 from ...masks._visibility import visible
 from ...xla._canonical_call import CanonicalCall
 from ...xla._canonical_call import Side as Positions
-from ...xla._canonical_slots import AbstractSlots, InOrder, Scattered
+from ...xla._canonical_slots import AbstractSlots, Scattered
 from .._rows import block_spans, features_of, pairs_of
 from ._tiles import Ids, Side, Walk
 
@@ -75,9 +75,7 @@ class Sides:
     def queries(self, arrays: dict[str, Array]) -> tuple[AbstractSlots, Side]:
         """Queries `[B, T, N, ...]` of one head by their positions, and their slots."""
         of, size = self.of, self._queries
-        positions, group = of.operands.query_positions, of.group
-        assert positions is not None
-        held = InOrder(positions, size, True) if of.counted else Scattered(positions, size)
+        group, held = of.group, of.queries_by_position(size)
 
         def by_member(x: Array) -> Array:
             x = held.spread(x.reshape(*x.shape[:2], of.key_heads, group, *x.shape[3:]))
