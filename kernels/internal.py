@@ -102,6 +102,8 @@ from .dispatch._registry import explain as explain
 from .dispatch._registry import is_reproducible as is_reproducible
 from .dispatch._registry import reproducible_kernels as reproducible_kernels
 from .dispatch._registry import tried as tried
+from .dispatch._tile_program import computed as computed
+from .dispatch._tile_program import evaluated as evaluated
 from .masks._structure import window_structure as window_structure
 from .masks._visibility import may_meet as may_meet
 from .pallas.gpu._sizes import KernelKind as KernelKind
@@ -147,10 +149,9 @@ from .xla._canonical_tree import insert as insert
 from .xla._canonical_tree import result as result
 from .xla._canonical_tree import start as start
 from .xla._each import each as each
+from .xla._groups import rows_of_groups as rows_of_groups
 from .xla._products import row_sum as row_sum
 from .xla._softmax import softmax as softmax
 from .xla._tangent import TangentSums as TangentSums
 from .xla._tangent import tangent_of as tangent_of
 from .xla._tangent import tangent_sums as tangent_sums
-from .xla._tile_program import computed as computed
-from .xla._tile_program import evaluated as evaluated

@@ -14,7 +14,8 @@ def reproducible(function: Function) -> Function:
 
     XLA computes `a * b + c` with one rounding where it fuses the two, and with two elsewhere: it depends on what is
     computed beside it, and on the number of devices. Here each product is rounded. For what is neither attention nor a
-    layer, such as the update of an optimiser, in which weights are whole on every device.
+    layer, such as the update of an optimiser, in which weights are whole on every device. A program for a TPU or a GPU
+    raises `NotImplementedError` for operations whose order is XLA's there, loops and branches among them.
 
     Args:
         function: of trees of arrays, made of JAX's operations. Its own loops and branches are left as they are.

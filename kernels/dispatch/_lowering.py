@@ -256,7 +256,7 @@ def _lower(
         partitioned=not _is_unpartitioned(context.axis_context),
         exported=is_exported(context),
         symbolic=not all(is_static(*x.shape) for x in ctx.avals_in),
-        device=_device(context, on),
+        device=device_of(context, on),
         call=KernelCall(_operands(ctx.avals_in, **params), params["settings"]),
     )
     kernel = first_fitting(kernels, program)
@@ -303,7 +303,7 @@ def _platform_of(device: Any) -> str:
     return "rocm" if "rocm" in device.client.platform_version else "cuda"
 
 
-def _device(context: mlir.ModuleContext, platform: str) -> Device | None:
+def device_of(context: mlir.ModuleContext, platform: str) -> Device | None:
     """One of the devices of a program; None: not known.
 
     A client, which JAX keeps one program for, has devices of one kind.

@@ -46,6 +46,16 @@ def computed(function: Callable[..., Any], *args: Any) -> Any:
 
 def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr, with the programs below for its matrix products and sums."""
+    return walked(jaxpr, consts, given, _results)
+
+
+def walked(
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    given: Sequence[Any],
+    results: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """The results of a jaxpr by those of each equation, and of those of the functions that it calls."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True))
 
     def read(x: Any) -> Any:
@@ -53,20 +63,31 @@ def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list
         return jnp.asarray(x.val, kind.dtype) if isinstance(x, Literal) else values[x]
 
     for eqn in jaxpr.eqns:
-        found = _results(eqn, [read(x) for x in eqn.invars])
+        found = _called(eqn, [read(x) for x in eqn.invars], results)
         values.update(zip(eqn.outvars, found, strict=True))
     return [read(x) for x in jaxpr.outvars]
 
 
+def _called(
+    eqn: JaxprEqn, given: list[Any], results: Callable[[JaxprEqn, list[Any]], Sequence[Any]]
+) -> Sequence[Any]:
+    if eqn.primitive.name == "reshard":  # to a place of the mesh that the function was traced for
+        return given
+    if eqn.primitive.name not in _CALLS:
+        return results(eqn, given)
+    inner = eqn.params[_CALLS[eqn.primitive.name]]
+    if isinstance(inner, ClosedJaxpr):
+        return walked(inner.jaxpr, inner.consts, given, results)
+    return walked(inner, (), given, results)
+
+
+def without_shardings(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of an equation without those of the mesh that its function was traced for."""
+    return {**params, **dict.fromkeys({"sharding", "out_sharding"} & params.keys())}
+
+
 def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
-    name, params = eqn.primitive.name, eqn.params
-    of_mesh = {"sharding", "out_sharding"} & params.keys()  # that the function was traced for
-    params = {**params, **dict.fromkeys(of_mesh)}
-    if name in _CALLS:
-        inner = params[_CALLS[name]]
-        if isinstance(inner, ClosedJaxpr):
-            return evaluated(inner.jaxpr, inner.consts, given)
-        return evaluated(inner, (), given)
+    name, params = eqn.primitive.name, without_shardings(eqn.params)
     given = vary_together(given)  # constants of the function do not
     if name == "dot_general":
         given = list(lax.optimization_barrier(given))  # of matrices as they lie in memory

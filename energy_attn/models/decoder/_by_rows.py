@@ -93,7 +93,7 @@ def _run(program: ClosedJaxpr) -> Callable[..., list[Array]]:
             given = lax.optimization_barrier([x[n] for x in tiles])
             return lax.optimization_barrier(evaluated(program.jaxpr, weights, given))
 
-        return each(tile, len(tiles[0]), tiles[0])
+        return each(tile, len(tiles[0]), tiles[0], anywhere=True)
 
     @run.def_vmap
     def _(size: int, mapped: list, consts: list, tiles: list) -> tuple[list[Array], list[bool]]:

@@ -1,11 +1,10 @@
 """Rows times the matrix of their group: `jax.lax.ragged_dot`, and tiles of rows on CPUs."""
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from energy_attn.kernels.internal import lse_dtype, vary_together
+from energy_attn.kernels.internal import lse_dtype, rows_of_groups, vary_together
 
 _DIMENSIONS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())),
@@ -46,27 +45,12 @@ def _ragged(x: Array, weight: Array, sizes: Array) -> Array:
 
 
 def _tiles(x: Array, weight: Array, sizes: Array) -> Array:
-    """A product for each tile of rows of one group: as many as there are rows, and one more for each group."""
-    rows, kind = len(x), lse_dtype(x.dtype)
+    """A product for each tile of rows of one group."""
+    kind, rows = lse_dtype(x.dtype), len(x)
+
+    def dot(part: Array, matrix: Array) -> Array:
+        axes = ((1,), (1,)), ((), ())
+        return lax.dot_general(part, matrix, axes, preferred_element_type=kind)
+
     tile = min(rows, max(_LEAST, min(_MOST, rows // len(weight))))
-    state = jnp.zeros((), sizes.dtype), jnp.zeros((rows, weight.shape[1]), kind)
-    # inside a `shard_map` the state of a loop varies over the axes that its arguments do
-    x, weight, ends, state = vary_together((x, weight, jnp.cumsum(sizes), state))
-
-    def step(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        begin, out = state
-        group = (ends <= begin).sum(dtype=ends.dtype)
-        start = jnp.minimum(begin, rows - tile)
-        matrix = lax.dynamic_index_in_dim(weight, group, keepdims=False)
-        part = lax.dynamic_slice_in_dim(x, start, tile)
-        product = lax.dot_general(
-            part, matrix, (((1,), (1,)), ((), ())), preferred_element_type=kind
-        )
-        end = jnp.minimum(ends[group], start + tile)
-        index = start + jnp.arange(tile, dtype=begin.dtype)
-        inside = (index >= begin) & (index < end)
-        old = lax.dynamic_slice_in_dim(out, start, tile)
-        new = jnp.where(inside[:, None], product, old)
-        return end, lax.dynamic_update_slice_in_dim(out, new, start, 0)
-
-    return lax.while_loop(lambda state: state[0] < ends[-1], step, state)[1]
+    return rows_of_groups(dot, x, weight, sizes, tile)

@@ -1,0 +1,119 @@
+"""A program whose results have the same bits in all surroundings: one operation, until it is lowered for a platform."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from .._varying import vary_together
+from ..call._target import lowered_for
+from ..pallas.gpu._chip import named_gpu
+from ..pallas.tile_program import _evaluated as chips
+from ..xla import _tile_program as cpu
+from ._lowering import PLATFORMS, device_of
+
+Function = Callable[..., list[Array]]
+
+
+def computed(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)` of arrays, as `evaluated`."""
+    program, struct = jax.make_jaxpr(function, return_shape=True)(*args)
+    found = evaluated(program.jaxpr, program.consts, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(struct), found)
+
+
+def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr, each of whose entries has the same bits whatever is computed around it.
+
+    Raises `NotImplementedError`, when it is lowered for a TPU or a GPU, for operations whose order is XLA's there.
+    """
+    return _tile_program_p.bind(*consts, *given, jaxpr=jaxpr)
+
+
+def _by_jax(jaxpr: Jaxpr) -> Function:
+    """The function of a jaxpr, as XLA computes it."""
+
+    def run(*flat: Array) -> list[Array]:
+        count = len(jaxpr.constvars)
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, flat[:count]))(*flat[count:])
+
+    return run
+
+
+_tile_program_p = Primitive("tile_program")
+_tile_program_p.multiple_results = True
+_tile_program_p.def_impl(jax.jit(_tile_program_p.bind, static_argnames="jaxpr"))
+
+
+@_tile_program_p.def_abstract_eval
+def _types(*flat: jax.core.ShapedArray, jaxpr: Jaxpr) -> list[Any]:
+    kinds: list[Any] = [x.aval for x in jaxpr.outvars]
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return [jax.core.ShapedArray(x.shape, x.dtype) for x in kinds]
+
+    def like(*flat: Array) -> list[Array]:
+        first = vary_together(flat)[0]
+        return [lax.full_like(first, 0, x.dtype, x.shape) for x in kinds]
+
+    return jax.make_jaxpr(like)(*flat).out_avals
+
+
+def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, jaxpr: Jaxpr) -> tuple[Any, Any]:
+    tangents = list(map(ad.instantiate_zeros, tangents))
+    moved = jax.jvp(_by_jax(jaxpr), tuple(primals), tuple(tangents))[1]
+    return _tile_program_p.bind(*primals, jaxpr=jaxpr), moved
+
+
+def _batch(flat: Sequence[Array], axes: Sequence[int | None], *, jaxpr: Jaxpr) -> tuple[Any, Any]:
+    program = jax.make_jaxpr(jax.vmap(_by_jax(jaxpr), in_axes=tuple(axes)))(*flat)
+    found = evaluated(program.jaxpr, program.consts, flat)
+    return found, [0] * len(found)
+
+
+ad.primitive_jvps[_tile_program_p] = _jvp
+batching.primitive_batchers[_tile_program_p] = _batch
+
+
+def _lower(ctx: Any, *flat: mlir.ir.Value, on: str, jaxpr: Jaxpr) -> Any:
+    count = len(jaxpr.constvars)
+    if on == "cpu":
+        rules = cpu.evaluated
+    else:
+        rules = functools.partial(chips.evaluated, platform=on, chip=_chip(on))
+        # without varying mesh axes, which Pallas does not mix with constants
+        plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+        ctx = ctx.replace(avals_in=plain)
+
+    def run(*flat: Array) -> list[Array]:
+        return rules(jaxpr, flat[:count], flat[count:])
+
+    with lowered_for(device_of(ctx.module_context, on)), named_gpu(on):
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *flat)
+
+
+def _chip(platform: str) -> chips.Chip:
+    """What a platform computes in tiles."""
+    if platform == "tpu":
+        from ..pallas.tile_program import _tpu as tiles
+    elif platform == "cuda":
+        from ..pallas.tile_program import _gpu as tiles
+    else:
+        raise NotImplementedError(
+            f"reproducible: wanted a program for CPUs, TPUs or NVIDIA's GPUs, got one for {platform}"
+        )
+    functions = (
+        functools.partial(f, interpret=False) for f in (tiles.product, tiles.sums, tiles.entries)
+    )
+    return chips.Chip(*functions)
+
+
+for _platform in PLATFORMS:
+    mlir.register_lowering(
+        _tile_program_p, functools.partial(_lower, on=_platform), platform=_platform
+    )

@@ -1,0 +1,222 @@
+"""The operations of a program on TPUs and GPUs, each of which gives an entry bits that depend on its operands alone.
+
+Matrix products and sums are those of Pallas, of tiles of one shape. All else is computed entry by entry, in float32, by
+operations that are the same in all that XLA fuses, and rounded by such as it leaves where they are.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from ...call._state import lse_dtype, unfused
+from ...xla._groups import rows_of_groups, sums_of_groups
+from ...xla._tile_program import walked, without_shardings
+
+_ROWS_OF_A_GROUP = 64  # in a product of a group's matrix, of which each is read once
+
+# of which no result is rounded, or is one of the operands
+_EXACT = frozenset(
+    "abs bitcast_convert_type broadcast_in_dim clamp concatenate copy copy_p cummax cummin dynamic_slice "
+    "dynamic_update_slice expand_dims gather iota max min neg optimization_barrier pad reduce_max reduce_min "
+    "reshape rev select_n sign slice sort split squeeze stop_gradient top_k transpose ceil floor round".split()
+)
+# of each entry, rounded correctly
+_ROUNDED = frozenset("add add_any sub mul square convert_element_type".split())
+# of each entry, in ways of a compiler
+_APPROXIMATED = frozenset(
+    "div integer_pow sqrt rsqrt pow exp exp2 log log1p logistic tanh sin cos".split()
+)
+_PRODUCTS = "dot_general", "ragged_dot_general"  # of numbers as they are
+_SCANNED = 128  # numbers of which a product makes cumulative sums
+_CONTROL = frozenset("cond while scan".split())
+
+
+class Chip(NamedTuple):
+    """What a platform computes in tiles of one shape, in float32; products also of narrower numbers.
+
+    Attributes:
+        product: of `a` `[M, K]` and `b` `[K, N]`, or the transpose of `[N, K]` if the flag is set.
+        sums: of rows `[M, N]`.
+        entries: a function of arrays of one shape, entry by entry.
+    """
+
+    product: Callable[[Array, Array, bool], Array]
+    sums: Callable[[Array], Array]
+    entries: Callable[..., Array]
+
+
+def evaluated(
+    jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any], platform: str, chip: Chip
+) -> list[Any]:
+    """The results of a jaxpr. Raises `NotImplementedError` for operations whose order is XLA's."""
+    # rounded, whatever XLA leaves out before
+    consts, given = ([narrowed(_wide(x), x.dtype) for x in arrays] for arrays in (consts, given))
+    return walked(jaxpr, consts, given, functools.partial(_results, platform, chip))
+
+
+def _results(platform: str, chip: Chip, eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
+    name, params = eqn.primitive.name, without_shardings(eqn.params)
+    if name == "cond" and (branch := _for_platform(params, platform)):
+        results = functools.partial(_results, platform, chip)
+        return walked(branch.jaxpr, branch.consts, given[1:], results)
+    kinds: list[Any] = [x.aval for x in eqn.outvars]
+    of_floats = any(_is_floating(x.dtype) for x in kinds)
+    if name in _CONTROL or (of_floats and not _is_taken(name)):
+        raise NotImplementedError(
+            f"reproducible: wanted operations whose order is known in a program for {platform}, got {name}"
+        )
+    if of_floats and name not in _EXACT:
+        kind = kinds[0].dtype
+        if lse_dtype(kind) != jnp.float32:
+            raise NotImplementedError(
+                f"reproducible: wanted numbers of at most 32 bits in a program for {platform}, got {name} of {kind}"
+            )
+        given = given if name in _PRODUCTS else [_wide(x) for x in given]
+        if name == "convert_element_type":
+            found = given[0].astype(jnp.float32)
+        elif name in _ROUNDED:
+            # a product is rounded before it is added to another number
+            found = unfused(eqn.primitive.bind(*given, **params))
+        elif name in _APPROXIMATED:
+            f = functools.partial(eqn.primitive.bind, **params)
+            found = unfused(chip.entries(f, *jnp.broadcast_arrays(*given)))
+        else:
+            found = _ORDERED[name](params, chip, *given)
+        return [narrowed(found, kind)]
+    found = eqn.primitive.bind(*given, **params)
+    return found if eqn.primitive.multiple_results else [found]
+
+
+def _is_taken(name: str) -> bool:
+    return any(name in names for names in (_EXACT, _ROUNDED, _APPROXIMATED, _ORDERED))
+
+
+def _for_platform(params: dict[str, Any], platform: str) -> ClosedJaxpr | None:
+    """The branch of `jax.lax.platform_dependent` for a platform; None: it is another choice."""
+    platforms = params.get("branches_platforms")
+    if platforms is None:
+        return None
+    return next(
+        branch
+        for branch, names in zip(params["branches"], platforms, strict=True)
+        if names is None or platform in names
+    )
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(lse_dtype(x.dtype)) if _is_floating(x.dtype) else x
+
+
+def narrowed(x: Array, kind: DTypeLike) -> Array:
+    """`x` of float32 as numbers of `kind`. XLA may leave out a conversion to 16 bits and back, this rounding not."""
+    if kind == jnp.bfloat16:
+        x = lax.reduce_precision(x, 8, 7)
+    if kind == jnp.float16:
+        # the spacing of the numbers around 0.75 is that of the smallest of float16
+        small = jnp.copysign(unfused(x + 0.75) - 0.75, x)
+        x = jnp.where(jnp.abs(x) < 2.0**-14, small, lax.reduce_precision(x, 5, 10))
+    return x.astype(kind)
+
+
+def _is_floating(kind: DTypeLike) -> bool:
+    return jnp.issubdtype(kind, jnp.floating)
+
+
+def _dot_general(params: dict[str, Any], chip: Chip, a: Array, b: Array) -> Array:
+    (over_a, over_b), batch = params["dimension_numbers"]
+    if any(batch):
+        raise NotImplementedError(
+            "reproducible: wanted matrix products of rows and weights in a program for TPUs or GPUs, "
+            f"got one over batch axes of {a.shape} and {b.shape}"
+        )
+    free_a, free_b = (
+        [i for i in range(x.ndim) if i not in axes] for x, axes in ((a, over_a), (b, over_b))
+    )
+    shape = [*(a.shape[i] for i in free_a), *(b.shape[i] for i in free_b)]
+    depth = math.prod(a.shape[i] for i in over_a)
+    a = a.transpose(*free_a, *over_a).reshape(-1, depth)
+    # weights stay as they lie, where they can
+    if is_transposed := list(over_b) == list(range(b.ndim - len(over_b), b.ndim)):
+        b = b.reshape(-1, depth)
+    else:
+        b = b.transpose(*over_b, *free_b).reshape(depth, -1)
+    return chip.product(a, b, is_transposed).reshape(shape)
+
+
+def _ragged_dot_general(
+    params: dict[str, Any], chip: Chip, a: Array, b: Array, sizes: Array
+) -> Array:
+    """Rows of groups, in their order, times the matrix of each; or the sum of each group's outer products."""
+    numbers, tile = params["ragged_dot_dimension_numbers"], min(len(a), _ROWS_OF_A_GROUP)
+    ((over_a,), (over_b,)), _ = numbers.dot_dimension_numbers
+    groups = list(numbers.rhs_group_dimensions)
+    if (a.ndim, b.ndim, over_a, groups) == (2, 3, 1, [0]):
+        return rows_of_groups(lambda x, y: chip.product(x, y, over_b == 2), a, b, sizes, tile)
+    if (a.ndim, b.ndim, over_a, over_b, groups) == (2, 2, 0, 0, []):
+        return sums_of_groups(lambda x, y: chip.product(x, y, False), a, b, sizes, tile)
+    raise NotImplementedError(
+        f"reproducible: wanted rows of groups in a program for TPUs or GPUs, got {numbers} of {a.shape} and {b.shape}"
+    )
+
+
+def _reduce_sum(params: dict[str, Any], chip: Chip, x: Array) -> Array:
+    axes = params["axes"]
+    kept = [i for i in range(x.ndim) if i not in axes]
+    shape = [x.shape[i] for i in kept]
+    return chip.sums(x.transpose(*kept, *axes).reshape(math.prod(shape), -1)).reshape(shape)
+
+
+def _cumsum(params: dict[str, Any], chip: Chip, x: Array) -> Array:
+    axis = params["axis"]
+    x = jnp.moveaxis(lax.rev(x, [axis]) if params["reverse"] else x, axis, -1)
+    found = jnp.moveaxis(_cumulative(chip, x.reshape(-1, x.shape[-1])).reshape(x.shape), -1, axis)
+    return lax.rev(found, [axis]) if params["reverse"] else found
+
+
+def _cumulative(chip: Chip, x: Array) -> Array:
+    """The cumulative sums of rows: within parts, and of the parts before."""
+    rows, count = x.shape
+    parts = jnp.pad(x, ((0, 0), (0, -count % _SCANNED))).reshape(-1, _SCANNED)
+    below = jnp.tri(_SCANNED, dtype=jnp.float32)
+    found = chip.product(parts, below, True).reshape(rows, -1, _SCANNED)
+    if found.shape[1] > 1:
+        before = _cumulative(chip, found[:, :-1, -1])
+        found += jnp.pad(before, ((0, 0), (1, 0)))[..., None]
+    return found.reshape(rows, -1)[:, :count]
+
+
+def _scatter_add(
+    params: dict[str, Any], chip: Chip, x: Array, indices: Array, updates: Array
+) -> Array:
+    """One after the other: where two are of one entry, XLA adds them in any order."""
+    del chip
+    numbers = params["dimension_numbers"]
+    own = [i for i in range(updates.ndim) if i not in numbers.update_window_dims]
+    turns = [i for i in range(indices.ndim - 1) if i not in numbers.scatter_indices_batching_dims]
+    sizes = [indices.shape[i] for i in turns]
+
+    def one(turn: Array, x: Array) -> Array:
+        place, update, index = indices, updates, turn
+        for axis, size in zip(reversed(turns), reversed(sizes), strict=True):
+            this, index = lax.rem(index, jnp.int32(size)), lax.div(index, jnp.int32(size))
+            place = lax.dynamic_slice_in_dim(place, this, 1, axis)
+            update = lax.dynamic_slice_in_dim(update, this, 1, own[axis])
+        return lax.scatter_add(x, place, update, numbers, unique_indices=True, mode=params["mode"])
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(math.prod(sizes)), one, x)
+
+
+_ORDERED: dict[str, Callable[..., Array]] = {
+    "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot_general,
+    "reduce_sum": _reduce_sum,
+    "cumsum": _cumsum,
+    "scatter-add": _scatter_add,
+}

@@ -1,0 +1,112 @@
+"""Products, sums and functions on TPUs, of tiles of one shape: the same bits in all surroundings."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Ref, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from ..canonical._programs import dot
+
+LANES = 128
+# Rows, columns and the depth of a step at most: constants of the format.
+HEIGHT, WIDTH, STEP = 128, 512, 1024
+
+
+def product(
+    a: Float[Array, "m k"], b: Float[Array, "..."], is_transposed: bool, *, interpret: bool
+) -> Float[Array, "m n"]:
+    """`a` times `b` `[K, N]`, or the transpose of `b` `[N, K]`, summed in float32."""
+    (rows, depth), columns = a.shape, b.shape[0 if is_transposed else 1]
+    width, step = (
+        min(most, size + -size % LANES) for most, size in ((WIDTH, columns), (STEP, depth))
+    )
+    a = jnp.pad(a, ((0, -rows % HEIGHT), (0, 0)))
+    of_b = pl.BlockSpec((step, width), lambda i, j, k: (k, j))
+    if is_transposed:
+        of_b = pl.BlockSpec((width, step), lambda i, j, k: (j, k))
+    found = pl.pallas_call(
+        functools.partial(_product, depth, is_transposed),
+        grid=(len(a) // HEIGHT, pl.cdiv(columns, width), pl.cdiv(depth, step)),
+        in_specs=[pl.BlockSpec((HEIGHT, step), lambda i, j, k: (i, k)), of_b],
+        out_specs=pl.BlockSpec((HEIGHT, width), lambda i, j, k: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((len(a), columns), jnp.float32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        interpret=interpret,
+        name="tile_program_product",
+    )(a, b)
+    return found[:rows]
+
+
+def sums(x: Float[Array, "m n"], *, interpret: bool) -> Float[Array, " m"]:
+    """The sums of rows."""
+    rows, count = x.shape
+    x = jnp.pad(x, ((0, -rows % HEIGHT), (0, -count % WIDTH)))
+    found = pl.pallas_call(
+        _sums,
+        grid=(len(x) // HEIGHT, x.shape[1] // WIDTH),
+        in_specs=[pl.BlockSpec((HEIGHT, WIDTH), lambda i, j: (i, j))],
+        out_specs=pl.BlockSpec((HEIGHT, 1), lambda i, j: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct((len(x), 1), jnp.float32),
+        scratch_shapes=[pltpu.VMEM((HEIGHT, WIDTH), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="tile_program_sums",
+    )(x)
+    return found[:rows, 0]
+
+
+def entries(
+    f: Callable[..., Array], *arrays: Float[Array, "..."], interpret: bool
+) -> Float[Array, "..."]:
+    """A function of arrays of one shape, entry by entry, of which XLA:TPU has one program."""
+    del interpret
+    # but it divides by products with the inverse, here and there
+    return f(*lax.optimization_barrier(arrays))
+
+
+def _product(depth: int, is_transposed: bool, a: Ref, b: Ref, out: Ref) -> None:
+    """One step. The sum of an entry stays in the block of the result, which is on the chip."""
+    kind = a.dtype if a.dtype == b.dtype else jnp.float32
+    k, axis = pl.program_id(2), 1 if is_transposed else 0
+    x, y = a[...], b[...]
+    if depth % a.shape[1]:  # behind the last number there is anything
+        left = depth - k * a.shape[1]
+        x, y = _first(x, 1, left), _first(y, axis, left)
+    part = dot(x.astype(kind), y.astype(kind), (1, axis))
+
+    @pl.when(k == 0)
+    def _() -> None:
+        out[...] = part
+
+    @pl.when(k > 0)
+    def _() -> None:
+        out[...] += part
+
+
+def _sums(x: Ref, out: Ref, total: Ref) -> None:
+    j = pl.program_id(1)
+
+    @pl.when(j == 0)
+    def _() -> None:
+        total[...] = x[...]
+
+    @pl.when(j > 0)
+    def _() -> None:
+        total[...] += x[...]
+
+    @pl.when(j == pl.num_programs(1) - 1)
+    def _() -> None:
+        out[...] = total[...].sum(1, keepdims=True)
+
+
+def _first(x: Array, axis: int, count: Array) -> Array:
+    """The first numbers of a block along an axis, and zeros. Mosaic has no masks for two bytes on all chips."""
+    there = lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
+    return jnp.where(there, x.astype(jnp.float32), 0.0)

@@ -1,0 +1,168 @@
+"""The rules of programs for TPUs and GPUs, interpreted: values, and bits that do not depend on the other rows.
+
+That nothing else in such programs rounds, and that a tile is the same text in all, tests/tpu and tests/cuda show.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from energy_attn.kernels.dispatch import _tile_program
+from energy_attn.kernels.pallas.tile_program import _gpu, _tpu
+from energy_attn.kernels.pallas.tile_program._evaluated import Chip, evaluated, narrowed
+from tests.support.arrays import array
+from tests.support.compare import close, same
+from tests.support.llama import CONFIG, GPT_OSS, build
+from tests.support.selection import few_rows
+
+TILES = {"cuda": _gpu, "tpu": _tpu}
+CHIPS = {
+    name: Chip(*(functools.partial(f, interpret=True) for f in (x.product, x.sums, x.entries)))
+    for name, x in TILES.items()
+}
+platforms = pytest.mark.parametrize("platform", CHIPS)
+ROWS, WIDTH, GROUPS = 70, 300, 4
+_RNG = np.random.default_rng(0)
+X = _RNG.standard_normal((ROWS, WIDTH))
+WEIGHT = _RNG.standard_normal((GROUPS, 50, WIDTH))
+TOKENS = _RNG.integers(0, 9, ROWS).astype(np.int32)  # of which many are the same
+SIZES = np.array([10, 0, 33, 20], np.int32)  # the last rows are of no group
+TO_GROUPS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+
+
+def ragged(x, weight):
+    return lax.ragged_dot_general(x, weight, array(SIZES), TO_GROUPS)
+
+
+def gradient_of(f, index):
+    """The gradient of the sum of squares of `f`, of one of its arguments."""
+    return lambda *x: jax.grad(lambda *x: (f(*x) ** 2).sum(), index)(*x)
+
+
+FUNCTIONS = {
+    "softmax": lambda x, w: jax.nn.softmax(x),
+    "norm": lambda x, w: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) + x,
+    "gelu": lambda x, w: jax.nn.gelu(x),
+    "silu": lambda x, w: jax.nn.silu(x),
+    "angles": lambda x, w: jnp.sin(1e4 * x) + jnp.cos(1e4 * x) ** 3,
+    "cumulative": lambda x, w: jnp.cumsum(x, 1) + lax.cumsum(x, 0, reverse=True),
+    "embedding": gradient_of(lambda x, w: x[array(TOKENS)], 0),
+    "chosen": gradient_of(lambda x, w: jnp.take_along_axis(x, array(TOKENS)[:, None], 1), 0),
+    "map": lambda x, w: x @ w[0].T,
+    "gradient of a map": gradient_of(lambda x, w: x @ w[0].T, 1),
+    "groups": ragged,
+    "gradient of groups": gradient_of(ragged, 1),
+    "gradient of rows of groups": gradient_of(ragged, 0),
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def by_rules(platform, f, *arrays):
+    program = jax.make_jaxpr(f)(*arrays)
+    return evaluated(program.jaxpr, program.consts, arrays, platform, CHIPS[platform])[0]
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"), few_rows([(x, y) for y in FUNCTIONS for x in CHIPS], 2)
+)
+def test_values(platform, name):
+    """A wrong sum, product or rule, in float32 and beside float64."""
+    f, given = FUNCTIONS[name], (array(X), array(WEIGHT))
+    wanted = np.asarray(f(*given))
+    narrow = [x.astype(jnp.float32) for x in given]
+    if name == "angles":  # of the same numbers
+        wanted = np.asarray(f(narrow[0].astype(jnp.float64), None))
+    close(by_rules(platform, f, *narrow), wanted.astype(np.float32), tolerance=2e-6)
+
+
+@platforms
+@pytest.mark.parametrize(
+    "kinds", [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32")]
+)
+@pytest.mark.parametrize("sizes", [(1, 7, 3), (5, 48, 72), (70, 1100, 517)])
+def test_products(platform, kinds, sizes):
+    """Edges of tiles, numbers of two types, and a row whose bits depend on how many there are."""
+    rows, depth, columns = sizes
+    rng = np.random.default_rng(1)
+    a, b = (
+        jnp.asarray(rng.standard_normal(x), kind)
+        for x, kind in zip(((rows, depth), (columns, depth)), kinds, strict=True)
+    )
+    product = CHIPS[platform].product
+    found = product(a, b, True)
+    close(found, (np.float64(a) @ np.float64(b).T).astype(np.float32), tolerance=1e-6)
+    close(product(a, b.T, False), found, tolerance=1e-6)
+    same(product(a[:1], b, True), found[:1])
+
+
+@platforms
+def test_sums_of_rows(platform):
+    """A sum whose order depends on how many rows there are."""
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((129, 1300)), jnp.float32)
+    found = CHIPS[platform].sums(x)
+    close(found, np.float64(x).sum(1).astype(np.float32), tolerance=1e-6)
+    for rows in 1, 9, 128:
+        same(CHIPS[platform].sums(x[:rows]), found[:rows])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_rounding(kind):
+    """A number that is rounded otherwise than XLA's conversion does it: ties, small and large ones, signs of zeros."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(20000) * 10.0 ** rng.uniform(-10, 6, 20000)).astype(np.float32)
+    ends = [0.0, -0.0, np.inf, -np.inf, 65519.0, 65520.0, -6e-8, 3e-8, 2.0**-14, 1 + 2.0**-8, 1e-39]
+    x = jnp.asarray(np.concatenate([x, np.asarray(ends, np.float32)]))
+    found, wanted = (
+        np.asarray(y).view(np.uint16)
+        for y in (jax.jit(narrowed, static_argnums=1)(x, kind), x.astype(kind))
+    )
+    np.testing.assert_array_equal(found, wanted)
+    assert np.isnan(narrowed(jnp.float32(np.nan), kind))
+
+
+@pytest.mark.parametrize(
+    ("f", "what"),
+    [
+        (lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x), "got while"),
+        (lambda x: lax.erfc(x), "got erfc"),
+        (lambda x: jnp.einsum("bi,bi->b", x, x), "got one over batch axes"),
+        (lambda x: x.astype(jnp.float64) + 1, "numbers of at most 32 bits"),
+    ],
+)
+def test_declined(f, what):
+    """An operation whose order is XLA's, which it may choose by timing."""
+    with pytest.raises(NotImplementedError, match=f"reproducible: wanted .*{what}"):
+        jax.eval_shape(functools.partial(by_rules, "cuda", f), jnp.ones((2, 3), jnp.float32))
+
+
+@pytest.fixture
+def on_chip(monkeypatch, request):
+    """Decoders computed by the rules for a chip, on CPUs."""
+
+    def rules(*program):
+        return evaluated(*program, request.param, CHIPS[request.param])
+
+    monkeypatch.setattr(_tile_program.cpu, "evaluated", rules)
+
+
+@pytest.mark.parametrize("on_chip", CHIPS, indirect=True)
+@pytest.mark.parametrize("config", [CONFIG, GPT_OSS], ids=["llama", "gpt_oss"])
+def test_decoders(on_chip, config):
+    """A rule that a layer needs, or its derivative, and a wrong one."""
+    model = build(config, jnp.float32, scale=0.3)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 40, (2, 150)), jnp.int32)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def both(model, tokens, reproducible):
+        def loss(model):
+            return model.log_probs(tokens, reproducible=reproducible).mean()
+
+        return jax.value_and_grad(loss)(model)
+
+    found, wanted = (jax.tree.map(np.asarray, both(model, tokens, x)) for x in (True, False))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        close(x / np.abs(y).max(), y / np.abs(y).max(), tolerance=2e-5)
