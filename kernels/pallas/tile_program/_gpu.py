@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
-from ..canonical._programs import dot
+from ._dot import dot_of
 
 # Rows, columns and the depth of a step of a product, by the bytes of a number: constants of the format, as are the
 # others. Products of float32 are made of single instructions, of which larger tiles have too many.
@@ -25,7 +25,7 @@ def product(
 ) -> Float[Array, "m n"]:
     """`a` times `b` `[K, N]`, or the transpose of `b` `[N, K]`, summed in float32."""
     rows, columns = len(a), b.shape[0 if is_transposed else 1]
-    tile = TILES[max(a.dtype.itemsize, b.dtype.itemsize)]
+    tile = TILES[_bytes(a, b)]
     a = _padded(a, tile[0])
     found = pl.pallas_call(
         functools.partial(_product, tile, is_transposed),
@@ -76,6 +76,12 @@ def entries(
     return found[:size].reshape(shape)
 
 
+def _bytes(a: Array, b: Array) -> int:
+    """Those of the numbers that are multiplied."""
+    of_thirds = jnp.bfloat16 in (a.dtype, b.dtype)
+    return 2 if of_thirds else max(a.dtype.itemsize, b.dtype.itemsize)
+
+
 def _padded(x: Array, block: int) -> Array:
     """`x` with zeros behind, to two blocks or four: with no mask a kernel is the same code for all numbers but one."""
     return jnp.pad(x, ((0, -len(x) % (2 * block)), *[(0, 0)] * (x.ndim - 1)))
@@ -84,7 +90,6 @@ def _padded(x: Array, block: int) -> Array:
 def _product(tile: tuple[int, int, int], is_transposed: bool, a: Ref, b: Ref, out: Ref) -> None:
     height, width, step = tile
     depth, columns = a.shape[1], out.shape[1]
-    kind = a.dtype if a.dtype == b.dtype else jnp.float32
     rows = pl.program_id(0) * height + lax.iota(jnp.int32, height)
     places = pl.program_id(1) * width + lax.iota(jnp.int32, width)
     is_column = _is_inside(places, columns, width)
@@ -95,7 +100,7 @@ def _product(tile: tuple[int, int, int], is_transposed: bool, a: Ref, b: Ref, ou
         x = _load(a, (rows, None), (at, is_term))
         sides = (places, is_column), (at, is_term)
         y = _load(b, *(sides if is_transposed else reversed(sides)))
-        return total + dot(x.astype(kind), y.astype(kind), (1, 1 if is_transposed else 0))
+        return total + dot_of(x, y, (1, 1 if is_transposed else 0))
 
     steps = jnp.int32(pl.cdiv(depth, step))
     total = lax.fori_loop(jnp.int32(0), steps, add, jnp.zeros((height, width), jnp.float32))

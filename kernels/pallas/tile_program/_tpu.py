@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from ..canonical._programs import dot
+from ._dot import dot_of
 
 LANES = 128
 # Rows, columns and the depth of a step at most: constants of the format.
@@ -73,13 +73,12 @@ def entries(
 
 def _product(depth: int, is_transposed: bool, a: Ref, b: Ref, out: Ref) -> None:
     """One step. The sum of an entry stays in the block of the result, which is on the chip."""
-    kind = a.dtype if a.dtype == b.dtype else jnp.float32
     k, axis = pl.program_id(2), 1 if is_transposed else 0
     x, y = a[...], b[...]
     if depth % a.shape[1]:  # behind the last number there is anything
         left = depth - k * a.shape[1]
         x, y = _first(x, 1, left), _first(y, axis, left)
-    part = dot(x.astype(kind), y.astype(kind), (1, axis))
+    part = dot_of(x.astype(a.dtype), y.astype(b.dtype), (1, axis))
 
     @pl.when(k == 0)
     def _() -> None:

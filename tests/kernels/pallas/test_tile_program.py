@@ -100,6 +100,22 @@ def test_products(platform, kinds, sizes):
 
 
 @platforms
+def test_thirds(platform):
+    """A bit of a number of float32 that its three parts lose, or a NaN that they make of an infinity."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((60, 8)) * 10.0 ** rng.uniform(
+        -30, 38, (60, 8)
+    )  # parts of smaller ones are flushed
+    x = jnp.asarray(np.clip(x, -3.4e38, 3.4e38), jnp.float32)
+    product, one = CHIPS[platform].product, jnp.eye(8, dtype=jnp.bfloat16)
+    same(product(x, one, True), x)
+    same(product(one, x, True), x.T)
+    for number in np.inf, -np.inf, np.nan:
+        found = product(jnp.full((1, 1), number, jnp.float32), jnp.ones((1, 1), jnp.bfloat16), True)
+        np.testing.assert_array_equal(found, number)
+
+
+@platforms
 def test_sums_of_rows(platform):
     """A sum whose order depends on how many rows there are."""
     x = jnp.asarray(np.random.default_rng(1).standard_normal((129, 1300)), jnp.float32)
