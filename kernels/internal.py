@@ -143,6 +143,7 @@ from .xla._canonical_call import CanonicalCall as CanonicalCall
 from .xla._canonical_sums import Sums as Sums
 from .xla._canonical_sums import Units as Units
 from .xla._canonical_sums import tree_sum as tree_sum
+from .xla._canonical_sums import unit_numbers as unit_numbers
 from .xla._canonical_tree import Fold as Fold
 from .xla._canonical_tree import folded as folded
 from .xla._canonical_tree import insert as insert

@@ -33,6 +33,7 @@ from energy_attn.kernels.internal import (
     positioned,
     reproducible_kernels,
     tree_sum,
+    unit_numbers,
     vary_over,
     vary_together,
     varying_axes,
@@ -184,12 +185,15 @@ class _Across(Canonical):
     ) -> Array:
         """The terms of all rows are gathered, one number each."""
         operands, state, cotangent = self._varying((call.operands, state, cotangent))
-        terms = self.sink_terms(call._replace(operands=operands), state, cotangent)
-        positions = operands.query_positions
+        terms = CallOnDevice(operands, call.settings).sink_terms(state, cotangent)
         if self.queries_sharded:
-            terms, positions = self._all((terms, positions))
-        operands = operands._replace(query_positions=positions, query_segments=None)
-        units = Sums(self._of(call._replace(operands=operands))).of_rows(terms)
+            terms, positions = self._all((terms, operands.query_positions))
+            of_all = lax.full_like(operands.query, 0, shape=(*terms.shape, 1))
+            operands = operands._replace(
+                query=of_all, query_positions=positions, query_segments=None
+            )
+        found = CallOnDevice(operands, call.settings).sink_sums(terms)
+        units = Units(found, unit_numbers(operands))
         sink: Any = call.operands.sink
         apart = tuple(axis for axis in self.others if axis not in varying_axes(sink))
         found = units.found if sink.ndim == 2 else _of_all(units, apart).of_heads()
@@ -207,7 +211,7 @@ class _Across(Canonical):
         shares = lax.axis_size(self.axes) if self.axes else 1
         nodes = sums.nodes_of_arrays(rows, list(operands[1:3]), share, shares)
         nodes, numbers = jax.tree.map(lambda x: joined(x, self.axes, 0), nodes)
-        units = Units(jax.vmap(tree_sum, (1, 1))(numbers, nodes), sums.numbers)
+        units = Units(jax.vmap(tree_sum, (1, 1))(numbers, nodes), unit_numbers(operands))
         return as_invariant(_of_all(units, self.others).summed(), self.axes + self.others)
 
     def _varying(self, tree: Tree) -> Tree:

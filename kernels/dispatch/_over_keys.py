@@ -78,6 +78,16 @@ class CallOnDevice:
         of = self.kernels(None), self.settings, self.operands
         return run_when_lowered(_key_cotangents, _like_keys, *of, state, cotangent)
 
+    def sink_terms(self, state: AttentionState, cotangent: AttentionState) -> Array:
+        """What each row adds to the gradient of a sink, `[B, T, N]`."""
+        of = self.kernels(None), self.settings, self.operands
+        return run_when_lowered(_sink_terms, _like_terms, *of, state, cotangent)
+
+    def sink_sums(self, terms: Array) -> Array:
+        """The sums of numbers of rows, `[B, N]`."""
+        of = self.kernels(None), self.settings, self.operands
+        return run_when_lowered(_sink_sums, _like_sums, *of, terms)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
@@ -130,6 +140,23 @@ class _OfNodes:
 
 def _key_cotangents(kernel: Canonicals, call: KernelCall, *given: AttentionState) -> Any:
     return kernel.key_cotangents(call, *given)
+
+
+def _sink_terms(kernel: Canonicals, call: KernelCall, *given: AttentionState) -> Array:
+    return kernel.sink_terms(call, *given)
+
+
+def _sink_sums(kernel: Canonicals, call: KernelCall, terms: Array) -> Array:
+    return kernel.sink_sums(call, terms)
+
+
+def _like_terms(settings: Settings, operands: Operands, *_: object) -> Array:
+    query = operands.query
+    return lax.full_like(query, 0, lse_dtype(query.dtype), query.shape[:3])
+
+
+def _like_sums(settings: Settings, operands: Operands, terms: Array) -> Array:
+    return jnp.zeros_like(terms[:, 0])
 
 
 def _like_keys(settings: Settings, operands: Operands, *_: object) -> tuple[Array, Array]:

@@ -85,7 +85,9 @@ def _lower(ctx: Any, *flat: mlir.ir.Value, on: str, jaxpr: Jaxpr) -> Any:
     if on == "cpu":
         rules = cpu.evaluated
     else:
-        rules = functools.partial(chips.evaluated, platform=on, chip=_chip(on))
+        rules = functools.partial(
+            chips.evaluated, platform=on, chip=chips.chip_for(on, interpret=False)
+        )
         # without varying mesh axes, which Pallas does not mix with constants
         plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
         ctx = ctx.replace(avals_in=plain)
@@ -95,22 +97,6 @@ def _lower(ctx: Any, *flat: mlir.ir.Value, on: str, jaxpr: Jaxpr) -> Any:
 
     with lowered_for(device_of(ctx.module_context, on)), named_gpu(on):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *flat)
-
-
-def _chip(platform: str) -> chips.Chip:
-    """What a platform computes in tiles."""
-    if platform == "tpu":
-        from ..pallas.tile_program import _tpu as tiles
-    elif platform == "cuda":
-        from ..pallas.tile_program import _gpu as tiles
-    else:
-        raise NotImplementedError(
-            f"reproducible: wanted a program for CPUs, TPUs or NVIDIA's GPUs, got one for {platform}"
-        )
-    functions = (
-        functools.partial(f, interpret=False) for f in (tiles.product, tiles.sums, tiles.entries)
-    )
-    return chips.Chip(*functions)
 
 
 for _platform in PLATFORMS:

@@ -23,7 +23,7 @@ from ..masks._lengths import Lengths
 from ._blockwise import cast_like, empty_like
 from ._canonical_call import LEAF, CanonicalCall, Tile, check_whole
 from ._canonical_passes import OverKeys, add, of_rows, over_queries
-from ._canonical_sums import Sums
+from ._canonical_sums import Sums, sink_units
 from ._canonical_tiles import (
     Part,
     backward_rows,
@@ -146,9 +146,12 @@ class Canonical(AbstractKernel):
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Array:
         """That of the sink."""
-        units = Sums(self._of(call)).of_rows(self.sink_terms(call, state, cotangent))
-        sink: Any = call.operands.sink
-        return units.found if sink.ndim == 2 else units.of_heads()
+        units, sink = sink_units(self, call, state, cotangent), call.operands.sink
+        return units.found if sink is not None and sink.ndim == 2 else units.of_heads()
+
+    def sink_sums(self, call: KernelCall, terms: Array) -> Array:
+        """The sums of numbers of rows, `[B, N]`."""
+        return Sums(self._of(call)).of_rows(terms)
 
     def sink_terms(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState

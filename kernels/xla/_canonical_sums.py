@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..call._operands import KernelCall, Operands
+from ..call._state import AttentionState
 from ..scores._structure import floating
 from . import _canonical_tree as tree
 from ._canonical_call import LEAF, QUERIES, CanonicalCall, Side, Tile, in_slots
@@ -42,6 +44,30 @@ class Units(NamedTuple):
         return jax.vmap(tree_sum, (1, 1))(self.numbers, self.found)
 
 
+def unit_numbers(operands: Operands) -> Int[Array, "B N"]:
+    """Those of the heads of the entries of a batch, in the tree over all. Raises as `Sums`."""
+    batches, heads = _indices(operands)
+    return batches[:, None] * HEADS + heads[None]
+
+
+def sink_units(kernel: Any, call: KernelCall, *given: AttentionState) -> Units:
+    """The gradient of a sink by a canonical kernel, of each head of each entry of the batch."""
+    found = kernel.sink_sums(call, kernel.sink_terms(call, *given))
+    return Units(found, unit_numbers(call.operands))
+
+
+def _indices(operands: Operands) -> tuple[Array, Array]:
+    batch, _, heads, _ = operands.query.shape
+    if heads > HEADS or batch > (1 << 31) // HEADS:
+        raise NotImplementedError(
+            f"query: wanted at most {(1 << 31) // HEADS} entries of the batch and {HEADS} heads for gradients of "
+            f"sinks, biases and scores beside reproducible=True, got {batch} and {heads}"
+        )
+    numbers = (operands.batch_indices, batch), (operands.head_indices, heads)
+    batches, heads = (_counted(size) if x is None else x for x, size in numbers)
+    return batches, heads
+
+
 def tree_sum(numbers: Int[Array, " items"], items: PyTree[Array]) -> Any:
     """The sum of items of these numbers, by the canonical tree."""
     return tree.folded(numbers, items, jax.tree.map(lambda x: jnp.zeros_like(x[0]), items), add)
@@ -56,22 +82,12 @@ class Sums:
 
     def __init__(self, call: CanonicalCall):
         operands, self._call = call.operands, call
-        batch, _, heads, _ = operands.query.shape
-        if heads > HEADS or batch > (1 << 31) // HEADS:
-            raise NotImplementedError(
-                f"query: wanted at most {(1 << 31) // HEADS} entries of the batch and {HEADS} heads for gradients of "
-                f"sinks, biases and scores beside reproducible=True, got {batch} and {heads}"
-            )
+        self._batches, self._heads = _indices(operands)
         self._queries = call.queries_by_position(QUERIES)
         self._side: Side = in_slots(self._queries, operands.query_segments)
-        numbers = operands.batch_indices, operands.head_indices
-        self._batches, self._heads = (
-            _counted(size) if x is None else x
-            for size, x in zip((batch, heads), numbers, strict=True)
-        )
 
-    def of_rows(self, x: Float[Array, "B T N"]) -> Units:
-        """Of numbers of rows."""
+    def of_rows(self, x: Float[Array, "B T N"]) -> Float[Array, "B N"]:
+        """Of numbers of rows, of each head of each entry of the batch."""
         by_head = x[:, :, None]
         live = following((self._side.positions >= 0).any(-1)[:, None])
 
@@ -83,7 +99,7 @@ class Sums:
             return self._over_tiles(batch, entry(live, batch)[0], item, self._call.empty(1), False)
 
         found = self._over_units(unit, self._call.empty(1), True, True)[..., 0]
-        return Units(self._queries.checked(found), self.numbers)
+        return self._queries.checked(found)
 
     def of_arrays(self, rows: Any, keys: list[Array]) -> tuple[Any, ...]:
         """Of the cotangents of the score's arrays; `rows` as `backward_rows` takes them, of `[B, T, N, ...]`."""
@@ -138,11 +154,6 @@ class Sums:
 
         found = self._over_units(unit, self._call.empty(*bias.shape[2:]), with_batch, with_heads)
         return found.reshape(bias.shape)
-
-    @property
-    def numbers(self) -> Int[Array, "B N"]:
-        """Those of the heads of the entries of the batch."""
-        return self._batches[:, None] * HEADS + self._heads[None]
 
     def _like_arrays(self) -> tuple[Any, ...]:
         arrays = self._call.operands.score_arrays

@@ -12,16 +12,18 @@ from jaxtyping import Array
 
 from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import KernelCall, Operands, cotangents, differentiated, out_dtype
-from ...call._state import AttentionState
+from ...call._state import AttentionState, holds_keys
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
 from ...xla._blockwise import cast_like
-from ...xla._canonical import Canonical
 from ...xla._canonical_call import LEAF, check_whole
+from ...xla._canonical_sums import sink_units, tree_sum
 from .._rows import pairs_of
 from ..gpu._chip import named_gpu
+from ..tile_program._evaluated import chip_for, evaluated
 from . import _programs as programs
 from ._over_keys import OverKeys
+from ._programs import without_signs
 from ._sides import Sides, Sizes, given, width_of
 
 MOST_WIDTH = 256  # whose tiles are on a chip together
@@ -96,10 +98,47 @@ class AbstractCanonical(AbstractKernel):
     def sink_cotangent(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Array | None:
-        """That of the sink; None: there is none. Raises `NotImplementedError` in a program for TPUs and GPUs."""
-        if call.operands.sink is None:
-            return None
-        return Canonical().sink_cotangent(call, state, cotangent)
+        """That of the sink; None: there is none."""
+        sink = call.operands.sink
+        if sink is None or 0 in call.operands.query.shape[:2]:
+            return None if sink is None else jnp.zeros_like(sink)
+        units = sink_units(self, call, state, cotangent)
+        return units.found if sink.ndim == 2 else units.of_heads()
+
+    def sink_terms(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> Array:
+        r"""What each row adds to that, $-e^{b - F} \delta$, `[B, T, N]`."""
+        rows = _rows(call, state, cotangent) | given(sink=self._sides(call, 0).of.sink())
+
+        def terms(rows: dict[str, Array]) -> Array:
+            products = rows["d_out"].astype(jnp.float32) * rows["out"].astype(jnp.float32)
+            delta = products.sum(-1) - rows.get("d_lse", 0.0)
+            some = holds_keys(rows["lse"])
+            weight = jnp.exp(rows["sink"] - jnp.where(some, rows["lse"], jnp.inf))
+            return jnp.where(some, -weight * delta, 0.0)
+
+        return self._computed(call, terms, rows)
+
+    def sink_sums(self, call: KernelCall, terms: Array) -> Array:
+        """The sums of numbers of rows, `[B, N]`: over tiles of queries, which the canonical tree folds."""
+        sides = self._sides(call, 0)
+        held = sides.of.queries_by_position(sides.size)
+        there = held.positions >= 0
+        terms = jnp.where(there[..., None], held.spread(terms), 0.0)
+        found = self._computed(call, lambda x: x.sum(2), terms)
+        numbers = jnp.where(there.any(-1), held.numbers, -1)
+        numbers = jnp.broadcast_to(numbers, found.shape[:2])
+        return held.checked(without_signs(jax.vmap(tree_sum)(numbers, found)))
+
+    def _computed(self, call: KernelCall, f: Callable[..., Array], *args: Any) -> Array:
+        """A function of arrays, by the rules of tile programs."""
+        (platform,) = self.platforms
+        program = jax.make_jaxpr(f)(*args)
+        with named_gpu(call.platform):
+            chip = chip_for(platform, interpret=call.platform != platform)
+            given = jax.tree.leaves(args)
+            return evaluated(program.jaxpr, program.consts, given, platform, chip)[0]
 
     def query_cotangent(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -145,15 +184,11 @@ class AbstractCanonical(AbstractKernel):
     def tangent_over_keys(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> OverKeys:
-        """The tangent of each row over leaves. Raises `NotImplementedError` in the direction of a sink."""
-        if directions.sink is not None:
-            raise NotImplementedError(
-                f"sink: wanted none that moves beside reproducible=True in a program for {call.platform}, "
-                "got its tangent"
-            )
+        """The tangent of each row over leaves."""
         width = state.out.shape[-1]
         program = programs.along(call.settings.scale, width_of(width), state.out.dtype)
         rows = {"query": call.operands.query, "out": state.out, "lse": state.lse}
+        rows |= given(d_sink=self._sides(call, 0).of.of_heads(directions.sink, 0.0))
         moved = given(d_key=directions.key, d_value=directions.value)
         return self._over_keys(call, program, rows | given(d_query=directions.query), moved, width)
 

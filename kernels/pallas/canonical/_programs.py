@@ -192,16 +192,19 @@ def along(scale: float, width: int, dtype: DTypeLike) -> Program:
             found.append(dot(change.astype(value.dtype), value, (1, 0)))
         if "d_value" in keys:
             found.append(dot(weights.astype(value.dtype), keys["d_value"], (1, 0)))
-        item = sum(found[1:], found[0]), energy, weights.sum(-1, keepdims=True)
-        return _added(before, item)
+        out = sum(found[1:], found[0]) if found else jnp.zeros((len(lse), width), jnp.float32)
+        return _added(before, (out, energy, weights.sum(-1, keepdims=True)))
 
     def finish(rows: Blocks, item: Item) -> tuple[Array, ...]:
         lse = rows["lse"].T
-        some, total = holds_keys(lse), item[2]
+        some, (_, energy, total) = holds_keys(lse), item
         if "sink" in rows:
-            total += jnp.exp(rows["sink"].T - jnp.where(some, lse, jnp.inf))
+            weight = jnp.exp(rows["sink"].T - jnp.where(some, lse, jnp.inf))
+            total += weight
+            if "d_sink" in rows:
+                energy += unfused(weight * rows["d_sink"].T)
         total = jnp.where(total == 0, 1.0, total)
-        energy = item[1] / total
+        energy = energy / total
         # each rounded, also where XLA:CPU fuses what the kernel is interpreted as
         out = unfused(item[0] / total) - unfused(energy * rows["out"].astype(jnp.float32))
         out, energy = (without_signs(jnp.where(some, x, 0.0)) for x in (out, energy))

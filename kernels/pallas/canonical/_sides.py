@@ -40,7 +40,7 @@ class Sides:
         self._settings = settings = call.settings
         self.of = of = CanonicalCall(call.operands, settings, subtree > 0, sizes.rows)
         operands = of.operands
-        self._queries = sizes.queries
+        self.size = sizes.queries  # of a tile of one head
         self._pairs = pairs_of(operands, settings)
         features = features_of(operands, self._pairs)
         self._has_segments = operands.query_segments is not None
@@ -74,8 +74,8 @@ class Sides:
 
     def queries(self, arrays: dict[str, Array]) -> tuple[AbstractSlots, Side]:
         """Queries `[B, T, N, ...]` of one head by their positions, and their slots."""
-        of, size = self.of, self._queries
-        group, held = of.group, of.queries_by_position(size)
+        of = self.of
+        group, held = of.group, of.queries_by_position(self.size)
 
         def by_member(x: Array) -> Array:
             x = held.spread(x.reshape(*x.shape[:2], of.key_heads, group, *x.shape[3:]))

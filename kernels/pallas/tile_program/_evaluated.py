@@ -52,6 +52,20 @@ class Chip(NamedTuple):
     entries: Callable[..., Array]
 
 
+def chip_for(platform: str, *, interpret: bool) -> Chip:
+    """What a platform computes in tiles. Raises `NotImplementedError` for one that has none."""
+    if platform == "tpu":
+        from . import _tpu as tiles
+    elif platform == "cuda":
+        from . import _gpu as tiles
+    else:
+        raise NotImplementedError(
+            f"reproducible: wanted a program for CPUs, TPUs or NVIDIA's GPUs, got one for {platform}"
+        )
+    functions = tiles.product, tiles.sums, tiles.entries
+    return Chip(*(functools.partial(f, interpret=interpret) for f in functions))
+
+
 def evaluated(
     jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any], platform: str, chip: Chip
 ) -> list[Any]:

@@ -160,24 +160,46 @@ def test_masks(name):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_sinks(name):
-    """A sink that is left out of the state, its gradients or its tangent."""
-    kernel, tokens, rng = KERNELS[name], tokens_of("full", length=200), np.random.default_rng(3)
+@pytest.mark.parametrize("of_entries", [False, True])
+def test_sinks(name, of_entries):
+    """A sink that is left out of the state, its gradients or its tangent; its own gradient and tangent; their order."""
+    kernel, tokens, rng = KERNELS[name], tokens_of("full", length=300), np.random.default_rng(3)
     arrays = [jax.numpy.asarray(x)[None] for x in tokens[:3]]
-    sink = jax.numpy.asarray(rng.standard_normal(HEADS).astype(np.float32))
+    arrays = [jax.numpy.concatenate([x, x / 2]) for x in arrays]
+    arrays.append(rng.standard_normal((2, HEADS) if of_entries else HEADS).astype(np.float32))
     directions = [jax.numpy.asarray(rng.standard_normal(x.shape), x.dtype) for x in arrays]
 
     def run(kernel, *arrays):
+        *arrays, sink = arrays
         call = check_call(*arrays, None, None, None, is_causal=True)
         return attend_operands((kernel,), call.settings, call.operands._replace(sink=sink))
 
-    def derivatives(kernel):
+    @functools.partial(jax.jit, static_argnums=0)
+    def derivatives(kernel, *arrays):
         state, back = jax.vjp(functools.partial(run, kernel), *arrays)
-        return state, back(state), jax.jvp(functools.partial(run, kernel), arrays, directions)[1]
+        cotangent = jax.tree.map(jax.numpy.sin, state)
+        of_sink = [jax.numpy.zeros_like(x) for x in arrays[:3]] + directions[3:]
+        moved = [
+            jax.jvp(functools.partial(run, kernel), arrays, x)[1]
+            for x in (tuple(directions), tuple(of_sink))
+        ]
+        return state, back(cotangent), moved, cotangent
 
     with jax.default_device(jax.devices("cpu")[0]):
-        wanted = derivatives(Canonical())
-    close(derivatives(kernel), wanted, name, 1e-5)
+        wanted = derivatives(Canonical(), *arrays)
+    found = derivatives(kernel, *arrays)
+    close(found, wanted, name, 1e-5)
+
+    @jax.jit
+    def to_sink(cotangent, *arrays):
+        return jax.vjp(functools.partial(run, kernel), *arrays)[1](cotangent)[3]
+
+    def padded(x, fill):
+        return jax.numpy.pad(x, ((0, 0), (0, 90), *[(0, 0)] * (x.ndim - 2)), constant_values=fill)
+
+    cotangent = AttentionState(*(padded(x, 0.0) for x in found[3]))
+    given = (*(padded(x, 1.0) for x in arrays[:3]), arrays[3])
+    same_bytes(to_sink(cotangent, *given), found[1][3])
 
 
 @pytest.mark.parametrize("name", KERNELS)
