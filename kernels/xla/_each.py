@@ -37,8 +37,8 @@ def _lower(ctx: mlir.LoweringRuleContext, x: Any, *, on: str, anywhere: bool) ->
         if anywhere:
             return [x]
         raise NotImplementedError(
-            f"reproducible: wanted a program for CPUs, or on one device attention that the kernels for TPUs and GPUs "
-            f"take, without scores, arrays of biases and masks, and gradients of sinks, got a program for {on}"
+            f"reproducible: wanted a program for CPUs, or attention that the kernels for TPUs and GPUs take, "
+            f"without arrays of biases and masks and gradients of scores' arrays, got a program for {on}"
         )
     return mlir.lower_fun(lax.optimization_barrier, multiple_results=False)(ctx, x)
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from energy_attn import attention
-from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels import AttentionState, local_attention, scores
 from energy_attn.kernels.pallas.canonical._kernel import CanonicalGPU
 from tests.support.canonical_programs import (
     gradients_over_a_mesh,
@@ -26,9 +26,11 @@ FOLDS = {"softmax", "to_queries", "tangent"}
 KERNELS = {f"{name}_{what}" for name in FOLDS for what in ("leaves", "parts")} | {"to_keys"}
 
 
-def derivatives(query, key, value):
+def derivatives(query, key, value, score=None):
     """The state of causal attention, its gradients and a tangent."""
-    run = functools.partial(local_attention, is_causal=True, implementation=CanonicalGPU())
+    run = functools.partial(
+        local_attention, is_causal=True, score=score, implementation=CanonicalGPU()
+    )
     state, back = jax.vjp(run, query, key, value)
     moved = jax.jvp(run, (query, key, value), (query, key, value))
     return state, back(AttentionState(state.out, state.lse)), moved
@@ -71,15 +73,26 @@ def of_a_block(entry):
     return re.sub(r"(%[a-z]+)\d+", named, re.sub(r"\$L\w+", "", text))
 
 
+def soft_cap_and_slopes():
+    return scores.Compose(scores.SoftCap(20.0), scores.ALiBi(num_heads=4))
+
+
 @pytest.mark.parametrize(
-    ("capability", "dtype"), [((8, 0), "bfloat16"), ((9, 0), "bfloat16"), ((9, 0), "float32")]
+    ("capability", "dtype", "score"),
+    [
+        ((8, 0), "bfloat16", None),
+        ((9, 0), "bfloat16", None),
+        ((9, 0), "float32", None),
+        ((9, 0), "bfloat16", soft_cap_and_slopes),
+    ],
 )
-def test_a_tile_is_one_program(capability, dtype, tmp_path):
+def test_a_tile_is_one_program(capability, dtype, score, tmp_path):
     """A constant in a kernel, an offset among them, that depends on the lengths of a call."""
     texts = []
+    run = functools.partial(derivatives, score=score and score())
     for number, call in enumerate((*CALLS, WHOLE)):
         (folder := tmp_path / str(number)).mkdir()
-        compiled(derivatives, capability, dtype, *call, folder)
+        compiled(run, capability, dtype, *call, folder)
         texts.append(code(folder))
     *in_parts, whole = texts
     assert in_parts[0].keys() == KERNELS

@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 from .._common import result_like
 from ._gpu_memory import Place, Waiting
 from ._programs import Blocks, Item, Program
-from ._tiles import Seen, Side, Walk
+from ._tiles import OfPairs, Side, Walk
 
 PROGRAMS = 264  # at most, each of which folds own blocks in turn
 BLOCKS = {2: 64, 4: 32}  # rows or keys that are in registers at once, by the bytes of a number
@@ -24,7 +24,7 @@ STAGES = 3  # of copies to shared memory
 
 
 def fold(
-    program: Program, own: Side, other: Side, walk: Walk, seen: Seen, *, interpret: bool
+    program: Program, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
 ) -> list[Array]:
     """The results of a program for each own tile and part, `[B, tiles, parts, size, K(, W)]`."""
     batch, tiles, parts = walk.first.shape
@@ -44,7 +44,7 @@ def fold(
         ((programs * depth,), jnp.int32),
     ]
     (found,) = pl.pallas_call(
-        functools.partial(_kernel, program, seen, blocks, interpret),
+        functools.partial(_kernel, program, of_pairs, blocks, interpret),
         grid=(programs,),
         out_shape=([result_like(like, *x) for x in types],),
         compiler_params=triton.CompilerParams(
@@ -90,7 +90,7 @@ class _Tiles(NamedTuple):
 
 def _kernel(
     program: Program,
-    seen: Seen,
+    of_pairs: OfPairs,
     blocks: tuple[int, int],
     interpret: bool,
     sizes: Ref,
@@ -138,7 +138,7 @@ def _kernel(
             def more(block: Array | int, before: Item | None) -> Item:
                 place = Place(entry, head, block * keys.block, keys.block)
                 others, other_ids = keys.load(place)
-                return program.term(loaded, others, seen(ids, other_ids), before)
+                return program.term(loaded, others, of_pairs(ids, other_ids), before)
 
             several = keys.blocks > 1
             item = lax.fori_loop(0, keys.blocks, more, nothing) if several else more(0, None)

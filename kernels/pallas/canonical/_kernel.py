@@ -15,15 +15,21 @@ from ...call._operands import KernelCall, Operands, cotangents, differentiated, 
 from ...call._state import AttentionState, holds_keys
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
+from ...scores._structure import floating
 from ...xla._blockwise import cast_like
 from ...xla._canonical_call import LEAF, check_whole
 from ...xla._canonical_sums import sink_units, tree_sum
 from .._rows import pairs_of
+from .._score import score_numbers
+from .._score_program import Target
 from ..gpu._chip import named_gpu
+from ..gpu._plan import TARGET as gpu_target
 from ..tile_program._evaluated import chip_for, evaluated
+from ..tpu._layout import TARGET as tpu_target
 from . import _programs as programs
 from ._over_keys import OverKeys
 from ._programs import without_signs
+from ._scores import FIXED, FLOATS, Scores, scores_of
 from ._sides import Sides, Sizes, given, width_of
 
 MOST_WIDTH = 256  # whose tiles are on a chip together
@@ -40,6 +46,7 @@ class AbstractCanonical(AbstractKernel):
         run: as of the kernel for CPUs.
         sizes: of tiles, constants of the platform's format, by the bytes of a number.
         dtypes: that it takes.
+        target: the functions of scores that its compiler takes.
         least_tiles: a fold over keys of fewer tiles of rows is in parts.
     """
 
@@ -47,17 +54,20 @@ class AbstractCanonical(AbstractKernel):
 
     sizes: ClassVar[dict[int, Sizes]]
     dtypes: ClassVar[tuple[str, ...]]
+    target: ClassVar[Target]
     least_tiles: ClassVar[int]
     masks = (AbstractMask,)
+    scores = True
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for a part of the keys of a row; for arrays of biases and masks, and for scores;
-        for other dtypes and wider heads; and for masks that no kernel of Pallas computes.
+        """Raises `NotImplementedError` for a part of the keys of a row; for arrays of biases and masks; for other
+        dtypes and wider heads; and for masks and scores that no kernel of Pallas computes, or with tables.
         """
         operands, settings, _ = call
         check_whole(settings)
         check_operands(operands, self.dtypes, ("bias", "mask"))
         pairs_of(operands, settings)
+        self._scores(call)
         for name in ("query", "value"):
             if (width := getattr(operands, name).shape[-1]) > MOST_WIDTH:
                 raise NotImplementedError(
@@ -72,7 +82,7 @@ class AbstractCanonical(AbstractKernel):
         """The state of each row over leaves."""
         operands, settings, _ = call
         width, dtype = operands.value.shape[-1], out_dtype(operands, settings)
-        program = programs.softmax(settings.scale, width_of(width), dtype)
+        program = programs.softmax(self._scores(call), width_of(width), dtype)
         return self._over_keys(call, program, {"query": operands.query}, {}, width)
 
     def rounded_state(self, call: KernelCall, found: list[Array]) -> tuple[AttentionState, Array]:
@@ -83,7 +93,12 @@ class AbstractCanonical(AbstractKernel):
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        """Gradients of queries are folded over leaves, those of keys and values over tiles of queries."""
+        """Gradients of queries are folded over leaves, those of keys and values over tiles of queries.
+
+        Raises `NotImplementedError` where that of a score's arrays is wanted.
+        """
+        if call.settings.learnt and any(map(floating, call.operands.score_arrays)):
+            raise _not_learnt(call)
         given = call, state, cotangent
         zeros = jax.tree.map(jnp.zeros_like, differentiated(call.operands))
         found = cotangents(
@@ -131,14 +146,15 @@ class AbstractCanonical(AbstractKernel):
         numbers = jnp.broadcast_to(numbers, found.shape[:2])
         return held.checked(without_signs(jax.vmap(tree_sum)(numbers, found)))
 
-    def _computed(self, call: KernelCall, f: Callable[..., Array], *args: Any) -> Array:
+    def _computed(self, call: KernelCall, f: Callable[..., Any], *args: Any) -> Any:
         """A function of arrays, by the rules of tile programs."""
         (platform,) = self.platforms
-        program = jax.make_jaxpr(f)(*args)
+        program, struct = jax.make_jaxpr(f, return_shape=True)(*args)
         with named_gpu(call.platform):
             chip = chip_for(platform, interpret=call.platform != platform)
             given = jax.tree.leaves(args)
-            return evaluated(program.jaxpr, program.consts, given, platform, chip)[0]
+            found = evaluated(program.jaxpr, program.consts, given, platform, chip)
+        return jax.tree.unflatten(jax.tree.structure(struct), found)
 
     def query_cotangent(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -151,7 +167,7 @@ class AbstractCanonical(AbstractKernel):
     ) -> OverKeys:
         """The gradient of each row over leaves."""
         width = call.operands.query.shape[-1]
-        program = programs.to_queries(call.settings.scale, width_of(width))
+        program = programs.to_queries(self._scores(call), width_of(width))
         return self._over_keys(call, program, _rows(call, state, cotangent), {}, width)
 
     def rounded_query(self, call: KernelCall, found: list[Array]) -> Array:
@@ -166,10 +182,11 @@ class AbstractCanonical(AbstractKernel):
         sides = self._sides(call, 1)
         arrays = {"key": call.operands.key, "value": call.operands.value}
         widths = [x.shape[-1] for x in arrays.values()]
-        program = programs.to_keys(call.settings.scale, [width_of(x) for x in widths])
-        held, other = sides.queries(_rows(call, state, cotangent))
+        program = programs.to_keys(self._scores(call), [width_of(x) for x in widths])
+        rows = _rows(call, state, cotangent) | self._numbers(call)
+        held, other = sides.queries(rows)
         walk, keys = sides.over_queries(held), sides.keys(arrays)
-        found = self._fold(call)(program, keys, other, walk, lambda k, q: sides.seen(q, k))
+        found = self._fold(call)(program, keys, other, walk, lambda k, q: sides.pairs(q, k))
         to_key, to_value = (
             sides.of_keys(x, held)[..., :width] for x, width in zip(found, widths, strict=True)
         )
@@ -184,9 +201,11 @@ class AbstractCanonical(AbstractKernel):
     def tangent_over_keys(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> OverKeys:
-        """The tangent of each row over leaves."""
+        """The tangent of each row over leaves. Raises `NotImplementedError` in a direction of a score's arrays."""
+        if any(x is not None for x in directions.score_arrays):
+            raise _not_learnt(call)
         width = state.out.shape[-1]
-        program = programs.along(call.settings.scale, width_of(width), state.out.dtype)
+        program = programs.along(self._scores(call), width_of(width), state.out.dtype)
         rows = {"query": call.operands.query, "out": state.out, "lse": state.lse}
         rows |= given(d_sink=self._sides(call, 0).of.of_heads(directions.sink, 0.0))
         moved = given(d_key=directions.key, d_value=directions.value)
@@ -206,8 +225,23 @@ class AbstractCanonical(AbstractKernel):
         width: int,
     ) -> OverKeys:
         keys = {"key": call.operands.key, "value": call.operands.value} | moved
-        sides = self._sides(call, self.subtree)
+        sides, rows = self._sides(call, self.subtree), rows | self._numbers(call)
         return OverKeys(sides, program, rows, keys, self._fold(call), self.least_tiles, width)
+
+    def _scores(self, call: KernelCall) -> Scores:
+        return scores_of(call.operands, call.settings, self.target)
+
+    def _numbers(self, call: KernelCall) -> dict[str, Array]:
+        """Those of the score for each row, `[B, T, N]`."""
+        program = self._scores(call).program
+        if program is None:
+            return {}
+        found = self._computed(call, lambda x: score_numbers(x, program), call.operands)
+        named = [(FLOATS, x) for x in found.floats] + [(FIXED, x) for x in found.fixed]
+        shape = call.operands.query.shape[:3]
+        return {
+            f"{kind}{i}": jnp.broadcast_to(x[:, None], shape) for i, (kind, x) in enumerate(named)
+        }
 
     def _sides(self, call: KernelCall, subtree: int) -> Sides:
         return Sides(call, self.sizes[call.operands.query.dtype.itemsize], subtree)
@@ -240,6 +274,7 @@ class CanonicalTPU(AbstractCanonical):
     exported = True
     sizes: ClassVar[dict[int, Sizes]] = {2: Sizes(128, 128), 4: Sizes(128, 128)}
     dtypes = ("bfloat16", "float32")
+    target = tpu_target
     least_tiles = 1
 
     @staticmethod
@@ -259,6 +294,7 @@ class CanonicalGPU(AbstractCanonical):
     # products of float32 are made of single instructions, of which larger tiles have too many
     sizes: ClassVar[dict[int, Sizes]] = {2: Sizes(64, 256), 4: Sizes(16, 256)}
     dtypes = ("bfloat16", "float16", "float32")
+    target = gpu_target
     least_tiles = 512
 
     def check(self, call: KernelCall) -> None:
@@ -277,6 +313,13 @@ class CanonicalGPU(AbstractCanonical):
         from . import _gpu
 
         return _gpu
+
+
+def _not_learnt(call: KernelCall) -> NotImplementedError:
+    return NotImplementedError(
+        "score: wanted one whose arrays have no derivatives beside reproducible=True in a program for "
+        f"{call.platform}, got theirs"
+    )
 
 
 def _rows(call: KernelCall, state: AttentionState, cotangent: AttentionState) -> dict[str, Array]:

@@ -93,7 +93,7 @@ class OverKeys(NamedTuple):
         return walk.in_runs(size), lax.cummax(jnp.maximum(numbers, 0), axis=1)
 
     def _over_leaves(self, program: Program, own: Side, walk: Walk) -> list[Array]:
-        return self.fold(program, own, self.sides.keys(self.keys), walk, self.sides.seen)
+        return self.fold(program, own, self.sides.keys(self.keys), walk, self.sides.pairs)
 
     def _of(self, own: Side, nodes: Side, walk: Walk) -> list[Array]:
         return self._rows(self.fold(of_parts(self.program), own, nodes, walk, lambda *_: None))

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from ...call._state import holds_keys, safe_shift, unfused
+from ..tile_program._dot import dot
+from ._scores import Pairs, Scores
 
 Blocks = dict[str, Any]
 Item = tuple[Array, ...]
@@ -31,7 +32,7 @@ class Program(NamedTuple):
 
     Attributes:
         name: of the kernel.
-        term: the item of two tiles and of which pairs are visible, added to one before it in the same leaf, if any.
+        term: the item of two tiles and of their pairs, added to one before it in the same leaf, if any.
         join: that of two items; joining `identity` changes no bit.
         finish: the results, of the own tile and of the folded item.
         identity: the numbers that fill the item of nothing.
@@ -52,22 +53,16 @@ class Program(NamedTuple):
     of_items: bool = False
 
 
-def dot(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "i j"]:
-    """The product of two tiles over an axis of each, summed in float32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    axes = ((over[0],), (over[1],)), ((), ())
-    return lax.dot_general(a, b, axes, precision, jnp.float32)
-
-
-def softmax(scale: float, width: int, dtype: DTypeLike) -> Program:
+def softmax(scores: Scores, width: int, dtype: DTypeLike) -> Program:
     """The state `(out, lse)` of rows: softmaxes over keys, as maximum, total and weighed values, and their sink."""
 
-    def term(rows: Blocks, keys: Blocks, seen: Array, before: Item | None = None) -> Item:
-        scores = _scores(rows["query"], keys["key"], seen, scale)
-        maximum = scores.max(-1, keepdims=True)
+    def term(rows: Blocks, keys: Blocks, pairs: Pairs, before: Item | None = None) -> Item:
+        raw = dot(rows["query"], keys["key"], (1, 1)) * scores.scale
+        found = scores.masked(raw, rows, pairs)
+        maximum = found.max(-1, keepdims=True)
         if before is not None:
             maximum = jnp.maximum(maximum, before[0])
-        weights = jnp.exp(scores - safe_shift(maximum))
+        weights = jnp.exp(found - safe_shift(maximum))
         value = keys["value"]
         sums = weights.sum(-1, keepdims=True), dot(weights.astype(value.dtype), value, (1, 0))
         if before is not None:
@@ -114,9 +109,9 @@ def _as_it_is(own: Blocks, item: Item) -> tuple[Array, ...]:
     return tuple(x.T if x.shape[1] == 1 else x for x in item)
 
 
-def _as_item(own: Blocks, other: Blocks, seen: None) -> Item:
+def _as_item(own: Blocks, other: Blocks, pairs: None) -> Item:
     """The item that a tile of the other side holds, by `_as_it_is`."""
-    del own, seen
+    del own, pairs
     return tuple(x.T if x.shape[0] == 1 else x for x in other.values())
 
 
@@ -132,53 +127,55 @@ def of_parts(program: Program) -> Program:
     return program._replace(name=f"{program.name}_parts", term=_as_item, of_items=True)
 
 
-def to_queries(scale: float, width: int) -> Program:
+def to_queries(scores: Scores, width: int) -> Program:
     """The gradient of queries: sums over their keys."""
 
-    def term(rows: Blocks, keys: Blocks, seen: Array, before: Item | None = None) -> Item:
+    def term(rows: Blocks, keys: Blocks, pairs: Pairs, before: Item | None = None) -> Item:
         query, d_out, lse, delta = _backward(rows)
-        scores = _scores(query, keys["key"], seen, scale)
-        weights = jnp.exp(scores - lse)
-        change = weights * (dot(d_out, keys["value"], (1, 1)) - delta)
+        raw = dot(query, keys["key"], (1, 1)) * scores.scale
+        found, pullback = scores.with_pullback(raw, rows, pairs)
+        weights = jnp.exp(found - lse)
+        change = pullback(weights * (dot(d_out, keys["value"], (1, 1)) - delta))
         return _added(before, (dot(change.astype(keys["key"].dtype), keys["key"], (1, 0)),))
 
     def finish(rows: Blocks, item: Item) -> tuple[Array, ...]:
         del rows
-        return (without_signs(item[0] * scale),)
+        return (without_signs(item[0] * scores.scale),)
 
     return Program(
         "to_queries", term, _add, finish, (0.0,), (width,), (Result(width, jnp.float32),)
     )
 
 
-def to_keys(scale: float, widths: Sequence[int]) -> Program:
+def to_keys(scores: Scores, widths: Sequence[int]) -> Program:
     """The gradients of keys and values: sums over queries."""
 
-    def term(keys: Blocks, rows: Blocks, seen: Array, before: Item | None = None) -> Item:
+    def term(keys: Blocks, rows: Blocks, pairs: Pairs, before: Item | None = None) -> Item:
         query, d_out, lse, delta = _backward(rows)
-        scores = _scores(keys["key"], query, seen, scale)
-        weights = jnp.exp(scores - lse.T)
-        change = weights * (dot(keys["value"], d_out, (1, 1)) - delta.T)
+        raw = dot(keys["key"], query, (1, 1)) * scores.scale
+        found, pullback = scores.with_pullback(raw, rows, pairs)
+        weights = jnp.exp(found - lse.T)
+        change = pullback(weights * (dot(keys["value"], d_out, (1, 1)) - delta.T))
         to_value = dot(weights.astype(d_out.dtype), d_out, (1, 0))
         return _added(before, (dot(change.astype(query.dtype), query, (1, 0)), to_value))
 
     def finish(keys: Blocks, item: Item) -> tuple[Array, ...]:
         del keys
-        return without_signs(item[0] * scale), without_signs(item[1])
+        return without_signs(item[0] * scores.scale), without_signs(item[1])
 
     results = tuple(Result(width, jnp.float32) for width in widths)
     return Program("to_keys", term, _add, finish, (0.0, 0.0), tuple(widths), results)
 
 
-def along(scale: float, width: int, dtype: DTypeLike) -> Program:
+def along(scores: Scores, width: int, dtype: DTypeLike) -> Program:
     """The tangent of the state, in directions `d_query`, `d_key` and `d_value`, of which some may not be there."""
 
-    def term(rows: Blocks, keys: Blocks, seen: Array, before: Item | None = None) -> Item:
+    def term(rows: Blocks, keys: Blocks, pairs: Pairs, before: Item | None = None) -> Item:
         lse = rows["lse"].T
         some = holds_keys(lse)
         query, value = _kept(rows["query"], some), keys["value"]
-        scores = _scores(query, keys["key"], seen, scale)
-        weights = jnp.exp(scores - jnp.where(some, lse, jnp.inf))
+        raw = dot(query, keys["key"], (1, 1)) * scores.scale
+        weights = jnp.exp(scores.masked(raw, rows, pairs) - jnp.where(some, lse, jnp.inf))
         moves = []
         if "d_query" in rows:
             moves.append(dot(rows["d_query"], keys["key"], (1, 1)))
@@ -187,7 +184,8 @@ def along(scale: float, width: int, dtype: DTypeLike) -> Program:
         found = []
         energy = jnp.zeros_like(lse)
         if moves:
-            change = weights * (sum(moves[1:], moves[0]) * scale)
+            change = sum(moves[1:], moves[0]) * scores.scale
+            change = weights * scores.along(raw, change, rows, pairs)
             energy = change.sum(-1, keepdims=True)
             found.append(dot(change.astype(value.dtype), value, (1, 0)))
         if "d_value" in keys:
@@ -230,10 +228,6 @@ def _add(a: Item, b: Item) -> Item:
 
 def _added(before: Item | None, item: Item) -> Item:
     return item if before is None else _add(before, item)
-
-
-def _scores(own: Array, other: Array, seen: Array, scale: float) -> Array:
-    return jnp.where(seen, dot(own, other, (1, 1)) * scale, -jnp.inf)
 
 
 def _backward(rows: Blocks) -> tuple[Array, Array, Array, Array]:

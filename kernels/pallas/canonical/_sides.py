@@ -14,6 +14,7 @@ from ...xla._canonical_call import CanonicalCall
 from ...xla._canonical_call import Side as Positions
 from ...xla._canonical_slots import AbstractSlots, Scattered
 from .._rows import block_spans, features_of, pairs_of
+from ._scores import Pairs
 from ._tiles import Ids, Side, Walk
 
 _LEAST = 16  # of a width, which is a power of two
@@ -50,8 +51,11 @@ class Sides:
             for segment, numbers in zip(segments, features, strict=True)
         )
 
-    def seen(self, queries: Ids, keys: Ids) -> Bool[Array, "rows keys"]:
-        """Which queries see which keys, by the ids of both, which broadcast."""
+    def pairs(self, queries: Ids, keys: Ids) -> Pairs:
+        """Of queries and keys, by the ids of both, which broadcast."""
+        return Pairs(self._seen(queries, keys), queries[0], keys[0])
+
+    def _seen(self, queries: Ids, keys: Ids) -> Bool[Array, "..."]:
         (query, *of_query), (key, *of_key) = queries, keys
         first = int(self._has_segments)
         if self._pairs is None:

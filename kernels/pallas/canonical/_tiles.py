@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
+
+from ._scores import Pairs
 
 Ids = tuple[Array, ...]
 
@@ -92,4 +94,4 @@ def subtree_for(count: int, wanted: int) -> int:
 
 
 # of the ids of own and other tiles, which broadcast; None: parts of a fold, which are all there
-Seen = Callable[[Ids, Ids], Bool[Array, "own other"] | None]
+OfPairs = Callable[[Ids, Ids], Pairs | None]

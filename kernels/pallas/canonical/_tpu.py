@@ -15,14 +15,14 @@ from .._common import result_like
 from ..tpu._chip import target_chip
 from ..tpu._layout import LEAST_GRANTED
 from ._programs import Blocks, Program, is_below
-from ._tiles import Seen, Side, Walk
+from ._tiles import OfPairs, Side, Walk
 
 # Nodes that may wait: one a level of the tree over 2^16 tiles in a row; else of that over all positions.
 IN_A_ROW, DEPTH = 17, 24
 
 
 def fold(
-    program: Program, own: Side, other: Side, walk: Walk, seen: Seen, *, interpret: bool
+    program: Program, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
 ) -> list[Array]:
     """The results of a program for each own tile and part, `[B, tiles, parts, size, K(, W)]`."""
     batch, tiles, parts = walk.first.shape
@@ -66,7 +66,7 @@ def fold(
     blocks = [(1, size) if x.width is None else (size, x.width) for x in program.results]
     shape = batch, tiles, parts, heads
     (found,) = pl.pallas_call(
-        functools.partial(_kernel, program, seen),
+        functools.partial(_kernel, program, of_pairs),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
             grid=(batch, heads, tiles, parts, walk.most),
@@ -105,7 +105,7 @@ def _as_read(side: Side) -> Side:
 
 def _kernel(
     program: Program,
-    seen: Seen,
+    of_pairs: OfPairs,
     sizes: Ref,
     numbers: Ref,
     first: Ref,
@@ -156,7 +156,7 @@ def _kernel(
     def _() -> None:
         blocks, ids = _loaded(*own)
         others, other_ids = _loaded(*other)
-        pairs = seen(tuple(x.T for x in ids), other_ids)
+        pairs = of_pairs(tuple(x.T for x in ids), other_ids)
         item = program.term(blocks, others, pairs)
         number = numbers[b * sizes[2] + index]
 

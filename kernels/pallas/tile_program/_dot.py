@@ -1,4 +1,4 @@
-"""The product of two tiles of numbers of any widths, in float32."""
+"""The product of two tiles, in float32."""
 
 import functools
 import operator
@@ -7,22 +7,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..canonical._programs import dot
 
-
-def dot_of(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "i j"]:
-    """The product of two tiles over an axis of each, as exact as that of float32.
+def dot(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "i j"]:
+    """The product of two tiles over an axis of each, summed in float32.
 
     A tile of float32 beside one of bfloat16, as cotangents have beside weights, is cut into three of bfloat16: 24 bits
     are three times 8, and products of 16 bits are many times faster.
     """
-    if a.dtype == b.dtype:
-        return dot(a, b, over)
-    if {a.dtype, b.dtype} != {jnp.dtype("float32"), jnp.dtype("bfloat16")}:
-        return dot(a.astype(jnp.float32), b.astype(jnp.float32), over)
-    is_first = a.dtype == jnp.float32
-    pairs = [(x, b) for x in _thirds(a)] if is_first else [(a, x) for x in _thirds(b)]
-    return functools.reduce(operator.add, (dot(*x, over) for x in pairs))
+    kinds = {x.dtype.name for x in (a, b)}
+    if kinds == {"bfloat16", "float32"}:
+        is_first = a.dtype == jnp.float32
+        pairs = [(x, b) for x in _thirds(a)] if is_first else [(a, x) for x in _thirds(b)]
+        return functools.reduce(operator.add, (dot(*x, over) for x in pairs))
+    if len(kinds) > 1:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    axes = ((over[0],), (over[1],)), ((), ())
+    return lax.dot_general(a, b, axes, precision, jnp.float32)
 
 
 def _thirds(x: Array) -> list[Array]:

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
-from ._dot import dot_of
+from ._dot import dot
 
 # Rows, columns and the depth of a step of a product, by the bytes of a number: constants of the format, as are the
 # others. Products of float32 are made of single instructions, of which larger tiles have too many.
@@ -100,7 +100,7 @@ def _product(tile: tuple[int, int, int], is_transposed: bool, a: Ref, b: Ref, ou
         x = _load(a, (rows, None), (at, is_term))
         sides = (places, is_column), (at, is_term)
         y = _load(b, *(sides if is_transposed else reversed(sides)))
-        return total + dot_of(x, y, (1, 1 if is_transposed else 0))
+        return total + dot(x, y, (1, 1 if is_transposed else 0))
 
     steps = jnp.int32(pl.cdiv(depth, step))
     total = lax.fori_loop(jnp.int32(0), steps, add, jnp.zeros((height, width), jnp.float32))

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from ._dot import dot_of
+from ._dot import dot
 
 LANES = 128
 # Rows, columns and the depth of a step at most: constants of the format.
@@ -78,7 +78,7 @@ def _product(depth: int, is_transposed: bool, a: Ref, b: Ref, out: Ref) -> None:
     if depth % a.shape[1]:  # behind the last number there is anything
         left = depth - k * a.shape[1]
         x, y = _first(x, 1, left), _first(y, axis, left)
-    part = dot_of(x.astype(a.dtype), y.astype(b.dtype), (1, axis))
+    part = dot(x.astype(a.dtype), y.astype(b.dtype), (1, axis))
 
     @pl.when(k == 0)
     def _() -> None:

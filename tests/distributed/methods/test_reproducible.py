@@ -350,9 +350,9 @@ def test_refusals():
     with pytest.raises(NotImplementedError, match="scale"):
         ea.attention(q, k, v, reproducible=True, scale=jnp.float32(0.3))
     options = {"reproducible": True, "is_causal": True}
-    of_sink = jax.jit(jax.grad(lambda x: ea.attention(q, k, v, sink=x, **options).sum()))
-    with pytest.raises(NotImplementedError, match="gradients of sinks, got a program for tpu"):
-        of_sink.trace(jnp.ones(4)).lower(lowering_platforms=("tpu",))
+    with_bias = jax.jit(lambda x: ea.attention(q, k, v, bias=x, **options))
+    with pytest.raises(NotImplementedError, match="arrays, got a program for tpu"):
+        with_bias.trace(jnp.ones((1, 4, LENGTH, LENGTH))).lower(lowering_platforms=("tpu",))
     F = ea.FreeEnergy(reproducible=True).at(q, k, v)
     with pytest.raises(NotImplementedError, match="reproducible"):
         F.entropy()

@@ -264,14 +264,65 @@ def test_gaps_between_leaves(name):
     close(found, wanted, name, 1e-5)
 
 
+def by_place(x, at):
+    """Of the product, both positions, the entry of the batch and the head."""
+    apart = (at.query - at.key).astype(x.dtype)
+    return x * jax.numpy.cos(0.01 * apart) + (at.batch + 2 * at.head).astype(x.dtype) / 10
+
+
+SCORES = {
+    "soft cap": scores.SoftCap(2.0),
+    "of places": scores.Function(by_place),
+}
+
+
+@pytest.mark.parametrize(("name", "score"), few_rows([(x, y) for y in SCORES for x in KERNELS], 2))
+def test_scores(name, score):
+    """A score that is left out of the state, a gradient or the tangent, or is told another head, position or entry."""
+    kernel, rng = KERNELS[name], np.random.default_rng(3)
+    texts = [tokens_of("full", seed, 300) for seed in (0, 1)]
+    arrays = [jax.numpy.asarray(np.stack(x)) for x in zip(*(x[:3] for x in texts), strict=True)]
+    moves = [jax.numpy.asarray(rng.standard_normal(x.shape), x.dtype) for x in arrays]
+    slopes = jax.numpy.asarray(rng.uniform(0.01, 0.1, HEADS), jax.numpy.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def derivatives(implementation, slopes, moves, *arrays, **options):
+        of_heads = scores.Compose(SCORES[score], scores.ALiBi(slopes))
+        run = functools.partial(
+            local_attention,
+            score=of_heads,
+            is_causal=True,
+            implementation=implementation,
+            **options,
+        )
+        state, back = jax.vjp(run, *arrays)
+        return state, back(state), jax.jvp(run, tuple(arrays), tuple(moves))[1]
+
+    found = derivatives(kernel, slopes, moves, *arrays)
+    close(found, derivatives("reference", slopes, moves, *arrays), name, 1e-5)
+    # the last rows, beside all keys
+    query, key, value = arrays
+    at = {
+        "key_positions": jax.numpy.arange(300)[None],
+        "query_positions": jax.numpy.arange(270, 300)[None],
+    }
+    moves[0], few = moves[0][:, 270:], query[:, 270:]
+    rows, _, moved = derivatives(kernel, slopes, moves, few, key, value, **at)
+    same_bytes((rows, moved), jax.tree.map(lambda x: x[:, 270:], (found[0], found[2])))
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_is_declined(name):
-    """A score or an array that is left out, heads whose tiles do not fit."""
+    """A score or an array that is left out, or its derivative; heads whose tiles do not fit."""
     kernel, tokens = KERNELS[name], tokens_of("full", length=20)
     query, key, value = (jax.numpy.asarray(x)[None] for x in tokens[:3])
     run = functools.partial(local_attention, query, key, value, implementation=kernel)
-    with pytest.raises(NotImplementedError, match=r"score: wanted None, got SoftCap"):
-        run(score=scores.SoftCap(5.0))
+    with pytest.raises(NotImplementedError, match="score: wanted one without tables"):
+        run(score=scores.RelativeBias(jax.numpy.zeros((HEADS, 9), np.float32)))
+    with pytest.raises(NotImplementedError, match="score: wanted one whose arrays have no"):
+        jax.grad(lambda x: run(score=scores.ALiBi(x)).lse.sum())(jax.numpy.ones(HEADS, np.float32))
+    with pytest.raises(NotImplementedError, match="score: wanted one whose arrays have no"):
+        jax.jvp(lambda x: run(score=scores.ALiBi(x)), *[(jax.numpy.ones(HEADS, np.float32),)] * 2)
     with pytest.raises(NotImplementedError, match=r"bias: wanted None, got an array"):
         run(bias=jax.numpy.zeros((1, 1, 20, 20), query.dtype))
     wide = [jax.numpy.tile(x, 30) for x in (query, key, value)]
