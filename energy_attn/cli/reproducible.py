@@ -252,9 +252,7 @@ def _over_devices(call: Call) -> dict[str, Way]:
 
 
 def _of_model() -> dict[str, Way]:
-    """The log-probabilities of the byte-level Llama that comes with the library; none but on CPUs."""
-    if jax.default_backend() != "cpu":  # decoders decline the option
-        return {}
+    """The log-probabilities of the byte-level Llama that comes with the library."""
     model, text = byte_llama(), jnp.asarray(held_out_text()[None, :LENGTH], jnp.int32)
     first = LENGTH - STEPS
 

@@ -105,8 +105,8 @@ class AbstractDecoder(AbstractModel):
             return_energies: whether to return the free energies of all layers, or the second result of
                 `attend`.
             reproducible: whether the bits of a token's logits depend on the tokens that it sees alone: not
-                on how many are read at once, the batch, padding, or the capacity of the cache. On CPUs, with
-                the same weights, dtypes and version. Gradients are sums in one order; there is no
+                on how many are read at once, the batch, padding, or the capacity of the cache. With the same
+                weights, dtypes, version and kind of device. Gradients are sums in one order; there is no
                 derivative in forward mode.
             attend: the function that computes attention, called as
                 [`attention`][energy_attn.attention] is; a `functools.partial` of it chooses an
@@ -114,7 +114,8 @@ class AbstractDecoder(AbstractModel):
 
         Raises:
             NotImplementedError: `reproducible` under a `jax.vmap` over weights, or beside options of
-                attention that cannot be so.
+                attention that cannot be so; in a program for TPUs or GPUs, of a layer with operations whose
+                order is XLA's there.
             TypeError: `tokens`, `positions` or `lengths` is not an integer array, or `cache` not a
                 `DecoderCache`.
             ValueError: shapes do not fit, or there are both a cache and `positions`, or another
@@ -233,12 +234,14 @@ class AbstractDecoder(AbstractModel):
         Args:
             tree: of tokens that follow those of the cache.
             cache: from `empty_cache` or an earlier call.
-            reproducible: as in a call; then each path is read by itself.
+            reproducible: as in a call; then each path is read by itself. Over a mesh, and beside a cache of
+                eight bits, its keys are written to the cache for a moment: logits of nodes that there is no room
+                for are NaN.
 
         Raises:
-            NotImplementedError: `reproducible` with a cache that is sharded over a mesh.
             TypeError: `tree` is not a `PrefixTree`, or `cache` not a `DecoderCache`.
-            ValueError: they do not fit each other, or the model.
+            ValueError: they do not fit each other, or the model; `reproducible` with paths that would be written
+                over the window of such a cache.
 
         Source: SpecInfer (arXiv 2305.09781): a token tree is read in one pass.
 

@@ -219,7 +219,7 @@ def read_tree(model: Any, tree: PrefixTree, cache: DecoderCache, how: How = PLAI
         ) -> tuple:
             nodes = query, key, value
             if how.reproducible:
-                out = attend_paths(how.attend, tree, stored, nodes, **options)
+                out = attend_paths(how, tree, stored, nodes, **options)
             else:
                 out = tree_decode(*nodes, tree=tree, cache=stored, **options).out
             return out, (key, value)

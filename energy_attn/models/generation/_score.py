@@ -82,9 +82,9 @@ def score_continuations(
     check_shape("continuations", beam, (len(tokens), "M", "C"))
     check_vocabulary("continuations", continuations, counts, vocab)
     how = How(reproducible=check_flag("reproducible", reproducible))
-    cache = model.empty_cache(
-        len(tokens), tokens.shape[1], parallel=parallel, reproducible=reproducible
-    )
+    # reproducible paths over a mesh are written behind the prompt, for a moment
+    slots = tokens.shape[1] + (beam.shape[2] if reproducible and parallel is not None else 0)
+    cache = model.empty_cache(len(tokens), slots, parallel=parallel, reproducible=reproducible)
     return _score(model, tokens, context_lengths, as_int32(beam), counts, cache, chunk_size, how)
 
 

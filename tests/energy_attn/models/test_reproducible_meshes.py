@@ -14,7 +14,15 @@ import pytest
 
 from energy_attn import reproducible
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
-from energy_attn.models import Llama, LlamaConfig, generate, score_continuations, shard
+from energy_attn.models import (
+    Llama,
+    LlamaConfig,
+    PromptLookup,
+    generate,
+    score_continuations,
+    shard,
+)
+from energy_attn.prefix_tree import pack
 from tests.support.compare import same
 from tests.support.llama import GPT_OSS, build
 from tests.support.selection import few_rows
@@ -190,6 +198,44 @@ def test_rollout(tmp_path, dtype):
         assert heads.spec[0] == "tensor" and heads.mesh == mesh
         found = log_probs(read, jnp.asarray(text), None)
         same(jax.device_get(found)[:, 89:], said.logprobs)
+
+
+@functools.partial(jax.jit, static_argnames=("options",))
+def read_tree(model, tokens, tree, lengths, options):
+    """The logits of the nodes of a tree behind texts, over a cache of two leaves."""
+    cache = model.empty_cache(len(tokens), 512, reproducible=True, **dict(options))
+    cache = model.prefill(tokens, cache, lengths=lengths, chunk_size=90, reproducible=True).cache
+    return model.read_tree(tree, cache, reproducible=True).logits
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"quantize": "int8"}], ids=str)
+def test_trees(options):
+    """A path whose keys are folded beside the cache's: other bits than on one device, or than without drafts."""
+    config = dataclasses.replace(SMALL, sliding_window=options.get("window"))
+    model, parallel = build(config, jnp.float32, scale=0.3), SequenceParallel("s")
+    rng = np.random.default_rng(1)
+    lengths = np.array(
+        [509, 250, 1], np.int32
+    )  # the first has no room for all levels, but in a ring
+    tokens = rng.integers(0, 40, (3, 509)).astype(np.int32)
+    branches = jnp.asarray(rng.integers(0, 40, (3, 3, 5)), jnp.int32)
+    tree = pack(branches, lengths=jnp.asarray([[5, 5, 2]] * 3))
+    read = functools.partial(read_tree, model, tokens, tree, lengths)
+    prompts = [[1, 2, 3, 1, 2], [7, 7, 7]]
+    write = functools.partial(generate, model, prompts, 20, return_logprobs=True, reproducible=True)
+    score = functools.partial(score_continuations, model, prompts, branches[:2], reproducible=True)
+    wanted, plain, scored = np.array(read(tuple(options.items()))), write(), score()
+    with jax.set_mesh(on(2)[0]):
+        found = np.array(read((*options.items(), ("parallel", parallel))))
+        drafted = write(parallel=parallel, drafter=PromptLookup(length=3))
+        same(jax.device_get(score(parallel=parallel)), np.asarray(scored))
+    same(jax.device_get(drafted.logprobs), np.asarray(plain.logprobs))
+    same(jax.device_get(drafted.tokens), np.asarray(plain.tokens))
+    if "window" not in options:
+        missing = np.asarray(tree.depth)[0] >= 3
+        assert np.isnan(found[0, missing]).all()
+        found[0, missing] = wanted[0, missing] = 0
+    same(found, wanted)
 
 
 def test_own_leaves():
