@@ -64,7 +64,7 @@ def built(tmp_path_factory) -> Built:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(archive.extractfile(member).read())
     wheel = build("wheel", work / "unpacked", work / "wheel")
-    assert wheel.stat().st_size <= 2.1e6
+    assert wheel.stat().st_size <= 2.2e6
     installed = work / "installed"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
