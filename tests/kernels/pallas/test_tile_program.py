@@ -12,18 +12,14 @@ import pytest
 from jax import lax
 
 from energy_attn.kernels.dispatch import _tile_program
-from energy_attn.kernels.pallas.tile_program import _gpu, _tpu
-from energy_attn.kernels.pallas.tile_program._evaluated import Chip, evaluated, narrowed
+from energy_attn.kernels.dispatch._lowering import platform_here
+from energy_attn.kernels.pallas.tile_program._evaluated import chip_for, evaluated, narrowed
 from tests.support.arrays import array
 from tests.support.compare import close, same
 from tests.support.llama import CONFIG, GPT_OSS, build
 from tests.support.selection import few_rows
 
-TILES = {"cuda": _gpu, "tpu": _tpu}
-CHIPS = {
-    name: Chip(*(functools.partial(f, interpret=True) for f in (x.product, x.sums, x.entries)))
-    for name, x in TILES.items()
-}
+CHIPS = {x: chip_for(x, interpret=x != platform_here()) for x in ("cuda", "tpu")}
 platforms = pytest.mark.parametrize("platform", CHIPS)
 ROWS, WIDTH, GROUPS = 70, 300, 4
 _RNG = np.random.default_rng(0)
