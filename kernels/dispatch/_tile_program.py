@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
+from .._program import without_mesh
 from .._varying import vary_together
 from ..call._target import lowered_for
 from ..pallas.gpu._chip import named_gpu
@@ -55,7 +57,7 @@ _tile_program_p.def_impl(jax.jit(_tile_program_p.bind, static_argnames="jaxpr"))
 def _types(*flat: jax.core.ShapedArray, jaxpr: Jaxpr) -> list[Any]:
     kinds: list[Any] = [x.aval for x in jaxpr.outvars]
     if not jax.sharding.get_abstract_mesh().manual_axes:
-        return [jax.core.ShapedArray(x.shape, x.dtype) for x in kinds]
+        return kinds
 
     def like(*flat: Array) -> list[Array]:
         first = vary_together(flat)[0]
@@ -81,20 +83,21 @@ batching.primitive_batchers[_tile_program_p] = _batch
 
 
 def _lower(ctx: Any, *flat: mlir.ir.Value, on: str, jaxpr: Jaxpr) -> Any:
-    count = len(jaxpr.constvars)
-    if on == "cpu":
-        rules = cpu.evaluated
-    else:
-        rules = functools.partial(
-            chips.evaluated, platform=on, chip=chips.chip_for(on, interpret=False)
-        )
-        # without varying mesh axes, which Pallas does not mix with constants
-        plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
-        ctx = ctx.replace(avals_in=plain)
+    count, is_manual = len(jaxpr.constvars), jax.sharding.get_abstract_mesh().manual_axes
+    rules: Callable[..., list[Any]] = cpu.evaluated
+    if on != "cpu":
+        chip = chips.chip_for(on, interpret=False)
+        rules = functools.partial(chips.evaluated, platform=on, chip=chip)
 
     def run(*flat: Array) -> list[Array]:
-        return rules(jaxpr, flat[:count], flat[count:])
+        # XLA shards what has no sharding in its type
+        with nullcontext() if is_manual else without_mesh():
+            return rules(jaxpr, flat[:count], flat[count:])
 
+    if on != "cpu" or not is_manual:
+        # nor do types say what varies over mesh axes, which Pallas does not mix with constants
+        plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+        ctx = ctx.replace(avals_in=plain)
     with lowered_for(device_of(ctx.module_context, on)), named_gpu(on):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *flat)
 

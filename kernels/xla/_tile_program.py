@@ -92,7 +92,7 @@ def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     if name == "dot_general":
         given = list(lax.optimization_barrier(given))  # of matrices as they lie in memory
     if name == "reduce_sum" and jnp.issubdtype(given[0].dtype, jnp.floating):
-        return [_sum(given[0], params["axes"])]
+        return [_sum(given[0], [int(axis) for axis in params["axes"]])]
     if name in _APPROXIMATED:
         of_arrays = functools.partial(of_each, functools.partial(eqn.primitive.bind, **params))
         return [_alone(of_arrays, *jnp.broadcast_arrays(*given))]

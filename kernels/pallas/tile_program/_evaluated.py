@@ -71,7 +71,7 @@ def evaluated(
 ) -> list[Any]:
     """The results of a jaxpr. Raises `NotImplementedError` for operations whose order is XLA's."""
     # rounded, whatever XLA leaves out before
-    consts, given = ([narrowed(_wide(x), x.dtype) for x in arrays] for arrays in (consts, given))
+    consts, given = (list(map(_settled, arrays)) for arrays in (consts, given))
     return walked(jaxpr, consts, given, functools.partial(_results, platform, chip))
 
 
@@ -81,7 +81,7 @@ def _results(platform: str, chip: Chip, eqn: JaxprEqn, given: list[Any]) -> Sequ
         results = functools.partial(_results, platform, chip)
         return walked(branch.jaxpr, branch.consts, given[1:], results)
     kinds: list[Any] = [x.aval for x in eqn.outvars]
-    of_floats = any(_is_floating(x.dtype) for x in kinds)
+    of_floats = any(map(_is_floating, kinds))
     if name in _CONTROL or (of_floats and not _is_taken(name)):
         raise NotImplementedError(
             f"reproducible: wanted operations whose order is known in a program for {platform}, got {name}"
@@ -125,7 +125,11 @@ def _for_platform(params: dict[str, Any], platform: str) -> ClosedJaxpr | None:
 
 
 def _wide(x: Array) -> Array:
-    return x.astype(lse_dtype(x.dtype)) if _is_floating(x.dtype) else x
+    return x.astype(lse_dtype(x.dtype)) if _is_floating(x) else x
+
+
+def _settled(x: Array) -> Array:
+    return narrowed(_wide(x), x.dtype) if _is_floating(x) else x
 
 
 def narrowed(x: Array, kind: DTypeLike) -> Array:
@@ -139,8 +143,8 @@ def narrowed(x: Array, kind: DTypeLike) -> Array:
     return x.astype(kind)
 
 
-def _is_floating(kind: DTypeLike) -> bool:
-    return jnp.issubdtype(kind, jnp.floating)
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _dot_general(params: dict[str, Any], chip: Chip, a: Array, b: Array) -> Array:
