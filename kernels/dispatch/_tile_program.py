@@ -91,14 +91,14 @@ def _lower(ctx: Any, *flat: mlir.ir.Value, on: str, jaxpr: Jaxpr) -> Any:
 
     def run(*flat: Array) -> list[Array]:
         # XLA shards what has no sharding in its type
-        with nullcontext() if is_manual else without_mesh():
+        with nullcontext() if is_manual else without_mesh(), named_gpu(on):
             return rules(jaxpr, flat[:count], flat[count:])
 
     if on != "cpu" or not is_manual:
         # nor do types say what varies over mesh axes, which Pallas does not mix with constants
         plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
         ctx = ctx.replace(avals_in=plain)
-    with lowered_for(device_of(ctx.module_context, on)), named_gpu(on):
+    with lowered_for(device_of(ctx.module_context, on)):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *flat)
 
 

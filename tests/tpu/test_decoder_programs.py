@@ -1,4 +1,4 @@
-"""Reproducible decoders, compiled for TPUs that are not there: what XLA rounds has one program for each entry."""
+"""Reproducible decoders, compiled for TPUs that are not there: nothing of XLA's rounds but rotary angles' sines."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,7 @@ from tests.support.decoder_programs import compiled, of_xla, training
 from tests.support.tpu import devices
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
-# of one number each
-FUNCTIONS = {"cosine", "divide", "exponential", "log", "rsqrt", "sine"}
+ANGLES = {"cosine", "sine"}
 
 
 @pytest.mark.parametrize(
@@ -24,10 +23,11 @@ def test_what_rounds(chip, what, name, dtype):
     """A product or a sum of XLA's, whose order follows the shape of a call; a product that is added unrounded."""
     length = 1 if what == "step" else 300
     program = compiled(what, name, dtype, length, SingleDeviceSharding(devices(chip)[0]))
-    assert of_xla(program).keys() <= FUNCTIONS
+    assert of_xla(program).keys() <= ANGLES
 
 
 def test_over_a_mesh():
     """A gradient that devices add up, or the sum of a tile that XLA splits."""
     mesh = Mesh(np.array(devices("v5e")).reshape(2, 2), ("data", "token"))
-    assert of_xla(training(mesh, "bfloat16")).keys() <= FUNCTIONS
+    # one of zeros, which no rounding of an output left
+    assert of_xla(training(mesh, "bfloat16")).keys() <= ANGLES | {"exponential"}

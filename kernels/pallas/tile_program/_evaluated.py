@@ -1,7 +1,7 @@
 """The operations of a program on TPUs and GPUs, each of which gives an entry bits that depend on its operands alone.
 
-Matrix products and sums are those of Pallas, of tiles of one shape. All else is computed entry by entry, in float32, by
-operations that are the same in all that XLA fuses, and rounded by such as it leaves where they are.
+Matrix products, sums and functions are those of Pallas, of tiles of one shape. What is left to XLA are additions and
+multiplications of float32, and choices, which are the same in all that it fuses, and roundings that it leaves there.
 """
 
 import functools
@@ -44,7 +44,7 @@ class Chip(NamedTuple):
     Attributes:
         product: of `a` `[M, K]` and `b` `[K, N]`, or the transpose of `[N, K]` if the flag is set.
         sums: of rows `[M, N]`.
-        entries: a function of arrays of one shape, entry by entry.
+        entries: a function of a name, of arrays of one shape, entry by entry.
     """
 
     product: Callable[[Array, Array, bool], Array]
@@ -100,7 +100,7 @@ def _results(platform: str, chip: Chip, eqn: JaxprEqn, given: list[Any]) -> Sequ
             found = unfused(eqn.primitive.bind(*given, **params))
         elif name in _APPROXIMATED:
             f = functools.partial(eqn.primitive.bind, **params)
-            found = unfused(chip.entries(f, *jnp.broadcast_arrays(*given)))
+            found = unfused(chip.entries(name, f, *jnp.broadcast_arrays(*given)))
         else:
             found = _ORDERED[name](params, chip, *given)
         return [narrowed(found, kind)]

@@ -53,9 +53,10 @@ def sums(x: Float[Array, "m n"], *, interpret: bool) -> Float[Array, " m"]:
 
 
 def entries(
-    f: Callable[..., Array], *arrays: Float[Array, "..."], interpret: bool
+    name: str, f: Callable[..., Array], *arrays: Float[Array, "..."], interpret: bool
 ) -> Float[Array, "..."]:
     """A function of arrays of one shape, entry by entry: XLA:GPU has two compilers of what it fuses."""
+    del name
     size, shape = arrays[0].size, arrays[0].shape
     flat = [_padded(x.reshape(-1), ENTRIES) for x in arrays]
 

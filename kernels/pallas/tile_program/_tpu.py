@@ -15,6 +15,9 @@ from ._dot import dot
 LANES = 128
 # Rows, columns and the depth of a step at most: constants of the format.
 HEIGHT, WIDTH, STEP = 128, 512, 1024
+ENTRIES = 64, 512  # of a function
+# of angles of any size; nobody has seen Mosaic's
+_OF_XLA = "sin", "cos"
 
 
 def product(
@@ -63,12 +66,31 @@ def sums(x: Float[Array, "m n"], *, interpret: bool) -> Float[Array, " m"]:
 
 
 def entries(
-    f: Callable[..., Array], *arrays: Float[Array, "..."], interpret: bool
+    name: str, f: Callable[..., Array], *arrays: Float[Array, "..."], interpret: bool
 ) -> Float[Array, "..."]:
-    """A function of arrays of one shape, entry by entry, of which XLA:TPU has one program."""
-    del interpret
-    # but it divides by products with the inverse, here and there
-    return f(*lax.optimization_barrier(arrays))
+    """A function of arrays of one shape, entry by entry."""
+    if name in _OF_XLA:
+        return f(*arrays)
+    shape, width = arrays[0].shape, arrays[0].shape[-1] if arrays[0].ndim else 1
+    rows = [x.reshape(-1, width) for x in arrays]
+    rows = [jnp.pad(x, ((0, -len(x) % ENTRIES[0]), (0, 0))) for x in rows]
+
+    def kernel(*refs: Ref) -> None:
+        refs[-1][...] = f(*(x[...] for x in refs[:-1]))
+
+    block = ENTRIES[0], min(width, ENTRIES[1])
+    spec = pl.BlockSpec(block, lambda i, j: (i, j))
+    found = pl.pallas_call(
+        kernel,
+        grid=(len(rows[0]) // block[0], pl.cdiv(width, block[1])),
+        in_specs=[spec] * len(rows),
+        out_specs=spec,
+        out_shape=jax.ShapeDtypeStruct(rows[0].shape, jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=interpret,
+        name="tile_program_entries",
+    )(*rows)
+    return lax.collapse(found, 0)[: arrays[0].size].reshape(shape)
 
 
 def _product(depth: int, is_transposed: bool, a: Ref, b: Ref, out: Ref) -> None:
