@@ -1,7 +1,7 @@
 """The mesh axes of a surrounding `jax.shard_map` that arrays vary over."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,10 @@ def apply_in_float32(collective: Callable[[Array], Array], x: Array) -> Array:
 
 def varying_axes(x: Array | np.ndarray) -> frozenset[str]:
     """The mesh axes of a surrounding `jax.shard_map` that an array varies over."""
-    kind = jax.typeof(x)
+    return axes_of(jax.typeof(x))
+
+
+def axes_of(kind: Any) -> frozenset[str]:
+    """The same of an array's type."""
     # its name before JAX 0.10
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, PyTree
 
+from .._compiled import run_compiled
 from ..call._kernel import AbstractKernel, as_read, check_call_of
 from ..call._operands import KernelCall, Operands, Settings, is_static
 from ..call._target import Device, lowered_for
@@ -207,11 +208,9 @@ def _as_one_batch(
 
 attention_kernel_p = Primitive("attention_kernel")
 attention_kernel_p.multiple_results = True
-_bind = jax.jit(
-    attention_kernel_p.bind,
-    static_argnames=("method", "like", "kernels", "settings", "levels", "tree"),
+_bind = run_compiled(
+    attention_kernel_p, ("method", "like", "kernels", "settings", "levels", "tree")
 )
-attention_kernel_p.def_impl(_bind)
 
 
 @attention_kernel_p.def_abstract_eval

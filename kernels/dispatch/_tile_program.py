@@ -12,8 +12,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
+from .._compiled import run_compiled
 from .._program import without_mesh
-from .._varying import vary_together
+from .._varying import axes_of, vary_together
 from ..call._target import lowered_for
 from ..pallas.gpu._chip import named_gpu
 from ..pallas.tile_program import _evaluated as chips
@@ -50,14 +51,16 @@ def _by_jax(jaxpr: Jaxpr) -> Function:
 
 _tile_program_p = Primitive("tile_program")
 _tile_program_p.multiple_results = True
-_tile_program_p.def_impl(jax.jit(_tile_program_p.bind, static_argnames="jaxpr"))
+run_compiled(_tile_program_p, ("jaxpr",))
 
 
 @_tile_program_p.def_abstract_eval
 def _types(*flat: jax.core.ShapedArray, jaxpr: Jaxpr) -> list[Any]:
-    kinds: list[Any] = [x.aval for x in jaxpr.outvars]
-    if not jax.sharding.get_abstract_mesh().manual_axes:
+    kinds: list[Any] = [x.aval.strip_weak_type() for x in jaxpr.outvars]
+    is_manual = jax.sharding.get_abstract_mesh().manual_axes
+    if not is_manual or any(axes_of(x.aval) for x in (*jaxpr.constvars, *jaxpr.invars)):
         return kinds
+    # traced without the mesh
 
     def like(*flat: Array) -> list[Array]:
         first = vary_together(flat)[0]
@@ -72,14 +75,17 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, jaxpr: Jaxpr) -> 
     return _tile_program_p.bind(*primals, jaxpr=jaxpr), moved
 
 
-def _batch(flat: Sequence[Array], axes: Sequence[int | None], *, jaxpr: Jaxpr) -> tuple[Any, Any]:
-    program = jax.make_jaxpr(jax.vmap(_by_jax(jaxpr), in_axes=tuple(axes)))(*flat)
+def _batch(
+    axis: Any, flat: Sequence[Array], axes: Sequence[int | None], *, jaxpr: Jaxpr
+) -> tuple[Any, Any]:
+    named = {"axis_name": axis.name, "axis_size": axis.size}
+    program = jax.make_jaxpr(jax.vmap(_by_jax(jaxpr), in_axes=tuple(axes), **named))(*flat)
     found = evaluated(program.jaxpr, program.consts, flat)
     return found, [0] * len(found)
 
 
 ad.primitive_jvps[_tile_program_p] = _jvp
-batching.primitive_batchers[_tile_program_p] = _batch
+batching.fancy_primitive_batchers[_tile_program_p] = _batch
 
 
 def _lower(ctx: Any, *flat: mlir.ir.Value, on: str, jaxpr: Jaxpr) -> Any:

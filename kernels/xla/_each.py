@@ -11,6 +11,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array
 
+from .._compiled import run_compiled
+
 
 def each(f: Callable[[Array], Any], count: int, like: Array, *, anywhere: bool = False) -> Any:
     """`f(n)` for each `n` below `count`, stacked: XLA:CPU makes no loop of a few turns that it counts, and fuses them.
@@ -45,6 +47,6 @@ def _lower(ctx: mlir.LoweringRuleContext, x: Any, *, on: str, anywhere: bool) ->
 
 _hidden_p = Primitive("hidden_number")
 _hidden_p.def_abstract_eval(lambda x, anywhere: x)
-_hidden_p.def_impl(jax.jit(_hidden_p.bind, static_argnames="anywhere"))
+run_compiled(_hidden_p, ("anywhere",))
 for _platform in ("cpu", "cuda", "rocm", "tpu"):
     mlir.register_lowering(_hidden_p, functools.partial(_lower, on=_platform), platform=_platform)

@@ -118,5 +118,5 @@ def _sum(x: Array, axes: Sequence[int]) -> Array:
     """In an order of this library, whatever the number of rows."""
     kept = [i for i in range(x.ndim) if i not in axes]
     shape = [x.shape[i] for i in kept]
-    rows = x.transpose(*kept, *axes).reshape(math.prod(shape), -1)
+    rows = x.transpose(*kept, *axes).reshape(math.prod(shape), math.prod(x.shape[i] for i in axes))
     return row_sum(rows).reshape(shape)

@@ -240,7 +240,8 @@ class AbstractCanonical(AbstractKernel):
         named = [(FLOATS, x) for x in found.floats] + [(FIXED, x) for x in found.fixed]
         shape = call.operands.query.shape[:3]
         return {
-            f"{kind}{i}": jnp.broadcast_to(x[:, None], shape) for i, (kind, x) in enumerate(named)
+            f"{kind}{i:03}": jnp.broadcast_to(x[:, None], shape)
+            for i, (kind, x) in enumerate(named)
         }
 
     def _sides(self, call: KernelCall, subtree: int) -> Sides:

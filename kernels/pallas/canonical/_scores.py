@@ -10,7 +10,7 @@ from ...call._operands import Operands, Settings
 from .._score import score_of
 from .._score_program import Numbers, ScoreProgram, Target
 
-FLOATS, FIXED = "score_float", "score_fixed"  # numbers of rows, by name
+FLOATS, FIXED = "score_float", "score_fixed"  # numbers of rows: names whose order is theirs
 
 
 class Pairs(NamedTuple):
@@ -71,7 +71,7 @@ class Scores(NamedTuple):
             places = {name: jnp.broadcast_to(x, shape) for name, x in places.items()}
 
         def numbers(kind: str) -> tuple[Array, ...]:
-            found = [x for name, x in rows.items() if name.startswith(kind)]
+            found = [rows[name] for name in sorted(rows) if name.startswith(kind)]
             return tuple(jnp.broadcast_to(x.T if are_own else x, shape) for x in found)
 
         return places, Numbers(numbers(FLOATS), (), numbers(FIXED))

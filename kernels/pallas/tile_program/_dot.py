@@ -16,9 +16,12 @@ def dot(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "i j"]:
     """
     kinds = {x.dtype.name for x in (a, b)}
     if kinds == {"bfloat16", "float32"}:
-        is_first = a.dtype == jnp.float32
-        pairs = [(x, b) for x in _thirds(a)] if is_first else [(a, x) for x in _thirds(b)]
-        return functools.reduce(operator.add, (dot(*x, over) for x in pairs))
+        wide, narrow = (a, b) if a.dtype == jnp.float32 else (b, a)
+        # a part that is 0 makes a NaN of what is not finite; the last is not
+        finite = jnp.where(jnp.abs(narrow.astype(jnp.float32)) < jnp.inf, narrow, 0)
+        pairs = zip(_thirds(wide), (finite, finite, narrow), strict=True)
+        parts = (dot(x, y, over) if wide is a else dot(y, x, over) for x, y in pairs)
+        return functools.reduce(operator.add, parts)
     if len(kinds) > 1:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT

@@ -35,6 +35,8 @@ _APPROXIMATED = frozenset(
 )
 _PRODUCTS = "dot_general", "ragged_dot_general"  # of numbers as they are
 _SCANNED = 128  # numbers of which a product makes cumulative sums
+_OF_TYPES = "pvary", "pcast"  # of no number
+_FLOATS = [jnp.dtype(x) for x in ("bfloat16", "float16", "float32")]
 _CONTROL = frozenset("cond while scan".split())
 
 
@@ -80,21 +82,27 @@ def _results(platform: str, chip: Chip, eqn: JaxprEqn, given: list[Any]) -> Sequ
     if name == "cond" and (branch := _for_platform(params, platform)):
         results = functools.partial(_results, platform, chip)
         return walked(branch.jaxpr, branch.consts, given[1:], results)
+    if name in _OF_TYPES:
+        return given
     kinds: list[Any] = [x.aval for x in eqn.outvars]
     of_floats = any(map(_is_floating, kinds))
     if name in _CONTROL or (of_floats and not _is_taken(name)):
         raise NotImplementedError(
             f"reproducible: wanted operations whose order is known in a program for {platform}, got {name}"
         )
-    if of_floats and name not in _EXACT:
-        kind = kinds[0].dtype
-        if lse_dtype(kind) != jnp.float32:
+    kept = not of_floats or name in _EXACT or name == "convert_element_type"
+    for x in (*given, *kinds):
+        is_known = x.dtype in _FLOATS or (kept and x.dtype == jnp.float64)
+        if jnp.issubdtype(x.dtype, jnp.inexact) and not is_known:
             raise NotImplementedError(
-                f"reproducible: wanted numbers of at most 32 bits in a program for {platform}, got {name} of {kind}"
+                f"reproducible: wanted numbers of bfloat16, float16 or float32 in a program for {platform}, "
+                f"got {name} of {x.dtype}"
             )
+    if of_floats and name not in _EXACT and all(x.size for x in given):
+        kind = kinds[0].dtype
         given = given if name in _PRODUCTS else [_wide(x) for x in given]
         if name == "convert_element_type":
-            found = given[0].astype(jnp.float32)
+            found = given[0].astype(lse_dtype(kind))
         elif name in _ROUNDED:
             # a product is rounded before it is added to another number
             found = unfused(eqn.primitive.bind(*given, **params))
@@ -117,11 +125,8 @@ def _for_platform(params: dict[str, Any], platform: str) -> ClosedJaxpr | None:
     platforms = params.get("branches_platforms")
     if platforms is None:
         return None
-    return next(
-        branch
-        for branch, names in zip(params["branches"], platforms, strict=True)
-        if names is None or platform in names
-    )
+    pairs = zip(params["branches"], platforms, strict=True)
+    return next((x for x, names in pairs if names is None or platform in names), None)
 
 
 def _wide(x: Array) -> Array:
@@ -159,6 +164,7 @@ def _dot_general(params: dict[str, Any], chip: Chip, a: Array, b: Array) -> Arra
     )
     shape = [*(a.shape[i] for i in free_a), *(b.shape[i] for i in free_b)]
     depth = math.prod(a.shape[i] for i in over_a)
+    a, b = (x if _is_floating(x) else x.astype(jnp.float32) for x in (a, b))
     a = a.transpose(*free_a, *over_a).reshape(-1, depth)
     # weights stay as they lie, where they can
     if is_transposed := list(over_b) == list(range(b.ndim - len(over_b), b.ndim)):
@@ -173,11 +179,11 @@ def _ragged_dot_general(
 ) -> Array:
     """Rows of groups, in their order, times the matrix of each; or the sum of each group's outer products."""
     numbers, tile = params["ragged_dot_dimension_numbers"], min(len(a), _ROWS_OF_A_GROUP)
-    ((over_a,), (over_b,)), _ = numbers.dot_dimension_numbers
-    groups = list(numbers.rhs_group_dimensions)
-    if (a.ndim, b.ndim, over_a, groups) == (2, 3, 1, [0]):
-        return rows_of_groups(lambda x, y: chip.product(x, y, over_b == 2), a, b, sizes, tile)
-    if (a.ndim, b.ndim, over_a, over_b, groups) == (2, 2, 0, 0, []):
+    over, groups = numbers.dot_dimension_numbers[0], list(numbers.rhs_group_dimensions)
+    if (a.ndim, b.ndim, groups) == (2, 3, [0]) and over in [((1,), (1,)), ((1,), (2,))]:
+        is_transposed = over[1] == (2,)
+        return rows_of_groups(lambda x, y: chip.product(x, y, is_transposed), a, b, sizes, tile)
+    if (a.ndim, b.ndim, groups, over) == (2, 2, [], ((0,), (0,))):
         return sums_of_groups(lambda x, y: chip.product(x, y, False), a, b, sizes, tile)
     raise NotImplementedError(
         f"reproducible: wanted rows of groups in a program for TPUs or GPUs, got {numbers} of {a.shape} and {b.shape}"
@@ -199,13 +205,25 @@ def _cumsum(params: dict[str, Any], chip: Chip, x: Array) -> Array:
 
 
 def _cumulative(chip: Chip, x: Array) -> Array:
-    """The cumulative sums of rows: within parts, and of the parts before."""
+    """The cumulative sums of rows."""
+    # a product would spread what is not finite to the sums before it
+    high, low, no = (
+        lax.cummax(y.astype(jnp.int32), axis=1) > 0
+        for y in (x == jnp.inf, x == -jnp.inf, jnp.isnan(x))
+    )
+    found = _cumulative_finite(chip, jnp.where(jnp.isfinite(x), x, 0.0))
+    found = jnp.where(high, jnp.inf, jnp.where(low, -jnp.inf, found))
+    return jnp.where(no | (high & low), jnp.nan, found)
+
+
+def _cumulative_finite(chip: Chip, x: Array) -> Array:
+    """Those within parts, and of the parts before."""
     rows, count = x.shape
     parts = jnp.pad(x, ((0, 0), (0, -count % _SCANNED))).reshape(-1, _SCANNED)
     below = jnp.tri(_SCANNED, dtype=jnp.float32)
     found = chip.product(parts, below, True).reshape(rows, -1, _SCANNED)
     if found.shape[1] > 1:
-        before = _cumulative(chip, found[:, :-1, -1])
+        before = _cumulative_finite(chip, found[:, :-1, -1])
         found += jnp.pad(before, ((0, 0), (1, 0)))[..., None]
     return found.reshape(rows, -1)[:, :count]
 

@@ -3,13 +3,13 @@
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
+from .._common import result_like
 from ._dot import dot
 
 # Rows, columns and the depth of a step of a product, by the bytes of a number: constants of the format, as are the
@@ -30,7 +30,7 @@ def product(
     found = pl.pallas_call(
         functools.partial(_product, tile, is_transposed),
         grid=(len(a) // tile[0], pl.cdiv(columns, tile[1])),
-        out_shape=jax.ShapeDtypeStruct((len(a), columns), jnp.float32),
+        out_shape=result_like(a, (len(a), columns), jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="tile_program_product",
@@ -44,7 +44,7 @@ def sums(x: Float[Array, "m n"], *, interpret: bool) -> Float[Array, " m"]:
     found = pl.pallas_call(
         _sums,
         grid=(len(x) // SUMMED[0],),
-        out_shape=jax.ShapeDtypeStruct((len(x),), jnp.float32),
+        out_shape=result_like(x, (len(x),), jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=WARPS),
         interpret=interpret,
         name="tile_program_sums",
@@ -69,7 +69,7 @@ def entries(
         grid=(len(flat[0]) // ENTRIES,),
         in_specs=[spec] * len(flat),
         out_specs=spec,
-        out_shape=jax.ShapeDtypeStruct(flat[0].shape, jnp.float32),
+        out_shape=result_like(flat[0], flat[0].shape, jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=WARPS),
         interpret=interpret,
         name="tile_program_entries",
@@ -79,8 +79,9 @@ def entries(
 
 def _bytes(a: Array, b: Array) -> int:
     """Those of the numbers that are multiplied."""
-    of_thirds = jnp.bfloat16 in (a.dtype, b.dtype)
-    return 2 if of_thirds else max(a.dtype.itemsize, b.dtype.itemsize)
+    kinds = {x.dtype.name for x in (a, b)}
+    of_thirds = kinds == {"bfloat16", "float32"}
+    return 2 if of_thirds or (len(kinds) == 1 and "float32" not in kinds) else 4
 
 
 def _padded(x: Array, block: int) -> Array:

@@ -3,13 +3,13 @@
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from .._common import result_like
 from ._dot import dot
 
 LANES = 128
@@ -37,7 +37,7 @@ def product(
         grid=(len(a) // HEIGHT, pl.cdiv(columns, width), pl.cdiv(depth, step)),
         in_specs=[pl.BlockSpec((HEIGHT, step), lambda i, j, k: (i, k)), of_b],
         out_specs=pl.BlockSpec((HEIGHT, width), lambda i, j, k: (i, j)),
-        out_shape=jax.ShapeDtypeStruct((len(a), columns), jnp.float32),
+        out_shape=result_like(a, (len(a), columns), jnp.float32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
@@ -56,7 +56,7 @@ def sums(x: Float[Array, "m n"], *, interpret: bool) -> Float[Array, " m"]:
         grid=(len(x) // HEIGHT, x.shape[1] // WIDTH),
         in_specs=[pl.BlockSpec((HEIGHT, WIDTH), lambda i, j: (i, j))],
         out_specs=pl.BlockSpec((HEIGHT, 1), lambda i, j: (i, 0)),
-        out_shape=jax.ShapeDtypeStruct((len(x), 1), jnp.float32),
+        out_shape=result_like(x, (len(x), 1), jnp.float32),
         scratch_shapes=[pltpu.VMEM((HEIGHT, WIDTH), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
@@ -85,7 +85,7 @@ def entries(
         grid=(len(rows[0]) // block[0], pl.cdiv(width, block[1])),
         in_specs=[spec] * len(rows),
         out_specs=spec,
-        out_shape=jax.ShapeDtypeStruct(rows[0].shape, jnp.float32),
+        out_shape=result_like(rows[0], rows[0].shape, jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
         name="tile_program_entries",

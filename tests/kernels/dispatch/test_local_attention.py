@@ -341,8 +341,11 @@ class TestEveryImplementation:
         """Something decided by whether values are known, or an array kept from one trace to the next."""
         problem, dtype = PROBLEMS["positions_causal"], exactest(implementation)
         run = state_and_gradients(implementation, problem).__wrapped__
-        found = run(arrays_of(implementation, problem), *cotangents(problem, dtype))
-        assert_all_close(found, problem, dtype, "both", label=f"{implementation}, eager")
+        given = arrays_of(implementation, problem), *cotangents(problem, dtype)
+        assert_all_close(run(*given), problem, dtype, "both", label=f"{implementation}, eager")
+        with jax.disable_jit():  # in which a kernel called itself
+            found = run(*given)
+        assert_all_close(found, problem, dtype, "both", label=f"{implementation}, without jit")
 
     @pytest.mark.parametrize(
         ("implementation", "dtype"),

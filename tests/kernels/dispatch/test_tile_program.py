@@ -43,6 +43,29 @@ def test_transforms():
     assert (found, found.dtype) == (3, jnp.int32)
 
 
+def test_named_axes():
+    """A type of a result in a `jax.shard_map` that varies where the function's does not; an axis that is lost."""
+    each = reproducible(lambda x, y: (2 * x + 1, x[:1] * y, jax.lax.psum(y, "device")))
+    x = jnp.asarray(X)
+    mesh = jax.make_mesh((4,), ("device",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P("device")), "out_specs": (P(), P("device"), P())}
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.shard_map(each, **specs))(x, x)
+        run = jax.jit(jax.shard_map(step, in_specs=P("device"), out_specs=P("device")))
+        for platform in "tpu", "cuda":  # whose kernels have types of their own
+            run.trace(x).lower(lowering_platforms=(platform,))
+    close(found, (2 * x + 1, x[:1] * x, x.reshape(4, 2, 6).sum(0)), tolerance=1e-6)
+    summed = jax.vmap(reproducible(lambda x: jax.lax.psum(2 * x, "row")), axis_name="row")(x)
+    close(summed, jnp.broadcast_to(2 * x.sum(0), x.shape), tolerance=1e-6)
+
+
+def test_without_jit():
+    """A call that has no program of its own."""
+    wanted = jax.jit(step)(jnp.asarray(X))
+    with jax.disable_jit():
+        same(step(jnp.asarray(X)), np.asarray(wanted))
+
+
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_over_a_mesh(kind):
     """A result whose type is not sharded as its argument's is, or whose bits are others."""

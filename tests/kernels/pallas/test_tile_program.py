@@ -48,6 +48,7 @@ FUNCTIONS = {
     "cumulative": lambda x, w: jnp.cumsum(x, 1) + lax.cumsum(x, 0, reverse=True),
     "embedding": gradient_of(lambda x, w: x[array(TOKENS)], 0),
     "chosen": gradient_of(lambda x, w: jnp.take_along_axis(x, array(TOKENS)[:, None], 1), 0),
+    "nothing": lambda x, w: x[:0].sum(0) + x[:, :0] @ w[0, :, :0].T[:, :1],
     "map": lambda x, w: x @ w[0].T,
     "gradient of a map": gradient_of(lambda x, w: x @ w[0].T, 1),
     "groups": ragged,
@@ -93,6 +94,22 @@ def test_products(platform, kinds, sizes):
     close(found, (np.float64(a) @ np.float64(b).T).astype(np.float32), tolerance=1e-6)
     close(product(a, b.T, False), found, tolerance=1e-6)
     same(product(a[:1], b, True), found[:1])
+
+
+@platforms
+def test_what_is_not_finite(platform):
+    """A number that makes sums before it, or of other products, NaN."""
+    x = np.zeros((4, 300), np.float32)
+    x[0, 200], x[1, 7], x[2, 130], x[2, 140], x[3] = np.inf, -np.inf, -np.inf, np.inf, 1
+    x[3, 150] = np.nan
+    found = by_rules(platform, lambda x: jnp.cumsum(x, 1), array(x))
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(found, np.cumsum(x, 1))
+    # parts of float32 that are 0, beside an infinity
+    numbers = jnp.asarray([[np.inf], [-np.inf], [np.nan]], jnp.bfloat16)
+    for one in 1.0, 1 / 3:
+        found = CHIPS[platform].product(numbers, jnp.full((1, 1), one, jnp.float32), True)
+        np.testing.assert_array_equal(found, np.float32(numbers) * np.float32(one))
 
 
 @platforms
@@ -142,7 +159,9 @@ def test_rounding(kind):
         (lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x), "got while"),
         (lambda x: lax.erfc(x), "got erfc"),
         (lambda x: jnp.einsum("bi,bi->b", x, x), "got one over batch axes"),
-        (lambda x: x.astype(jnp.float64) + 1, "numbers of at most 32 bits"),
+        (lambda x: x.astype(jnp.float64) + 1, "got add of float64"),
+        (lambda x: jnp.abs(lax.complex(x, x)), "got complex of complex64"),
+        (lambda x: x.astype(jnp.float8_e4m3fn), "got convert_element_type of float8"),
     ],
 )
 def test_declined(f, what):
