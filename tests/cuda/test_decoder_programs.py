@@ -30,6 +30,13 @@ def test_what_rounds(what, name, dtype):
     assert not of_xla(compiled(what, name, dtype, 1 if what == "step" else 300, place()))
 
 
+def test_weights_stay_where_they_are():
+    """A step that writes a copy of its weights, to round them or to turn them."""
+    text = compiled("step", "llama", "bfloat16", 1, place()).as_text()
+    made = re.findall(r"= bf16\[(?:640,256|256,640|517,256)\][^=]*? ([a-z\-]+)\(", text)
+    assert set(made) <= {"parameter", "bitcast", "get-tuple-element"}
+
+
 def test_over_a_mesh():
     """A gradient that devices add up, or the sum of a tile that XLA splits."""
     mesh = Mesh(nodes(1, 4).devices.reshape(2, 2), ("data", "token"))

@@ -72,8 +72,7 @@ def evaluated(
     jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any], platform: str, chip: Chip
 ) -> list[Any]:
     """The results of a jaxpr. Raises `NotImplementedError` for operations whose order is XLA's."""
-    # rounded, whatever XLA leaves out before
-    consts, given = (list(map(_settled, arrays)) for arrays in (consts, given))
+    consts = list(map(jnp.asarray, consts))
     return walked(jaxpr, consts, given, functools.partial(_results, platform, chip))
 
 
@@ -130,22 +129,24 @@ def _for_platform(params: dict[str, Any], platform: str) -> ClosedJaxpr | None:
 
 
 def _wide(x: Array) -> Array:
-    return x.astype(lse_dtype(x.dtype)) if _is_floating(x) else x
-
-
-def _settled(x: Array) -> Array:
-    return narrowed(_wide(x), x.dtype) if _is_floating(x) else x
+    # rounded, whatever XLA leaves out before
+    return _rounded(x.astype(lse_dtype(x.dtype)), x.dtype) if _is_floating(x) else x
 
 
 def narrowed(x: Array, kind: DTypeLike) -> Array:
     """`x` of float32 as numbers of `kind`. XLA may leave out a conversion to 16 bits and back, this rounding not."""
+    return _rounded(x, kind).astype(kind)
+
+
+def _rounded(x: Array, kind: DTypeLike) -> Array:
+    """`x` of float32, rounded to a number of `kind`."""
     if kind == jnp.bfloat16:
-        x = lax.reduce_precision(x, 8, 7)
+        return lax.reduce_precision(x, 8, 7)
     if kind == jnp.float16:
         # the spacing of the numbers around 0.75 is that of the smallest of float16
         small = jnp.copysign(unfused(x + 0.75) - 0.75, x)
-        x = jnp.where(jnp.abs(x) < 2.0**-14, small, lax.reduce_precision(x, 5, 10))
-    return x.astype(kind)
+        return jnp.where(jnp.abs(x) < 2.0**-14, small, lax.reduce_precision(x, 5, 10))
+    return x
 
 
 def _is_floating(x: Any) -> bool:
