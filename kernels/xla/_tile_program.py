@@ -5,6 +5,7 @@ elsewhere. The insides of its loops and branches are left as they are.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ _APPROXIMATED = {
 }
 # XLA fuses these with sums in some programs only.
 _PRODUCTS = "mul", "div", "integer_pow", "square"
+_LEAST = 8  # rows of an operand of a matrix product
 
 
 def computed(function: Callable[..., Any], *args: Any) -> Any:
@@ -89,8 +91,9 @@ def without_shardings(params: dict[str, Any]) -> dict[str, Any]:
 def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, without_shardings(eqn.params)
     given = vary_together(given)  # constants of the function do not
-    if name == "dot_general":
-        given = list(lax.optimization_barrier(given))  # of matrices as they lie in memory
+    if name == "dot_general" and jnp.issubdtype(given[0].dtype, jnp.inexact):
+        a, b = given
+        return [_matrix_product(a, b, params)]
     if name == "reduce_sum" and jnp.issubdtype(given[0].dtype, jnp.floating):
         return [_sum(given[0], [int(axis) for axis in params["axes"]])]
     if name in _APPROXIMATED:
@@ -104,6 +107,41 @@ def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     return found if eqn.primitive.multiple_results else [found]
 
 
+def _matrix_product(a: Array, b: Array, params: dict[str, Any]) -> Array:
+    """Computes `lax.dot_general` in a form whose sums XLA:CPU takes in one order, whatever the number of rows.
+
+    Both operands become rows that contract their last axes, at least `_LEAST` of them. XLA:CPU's library packs the
+    second operand of this form always, and the order depends on its shape alone. In other forms the library packs it
+    only if the first operand has many rows; matrix-vector products are compiled by LLVM.
+    """
+    (a_over, b_over), (a_batch, b_batch) = params["dimension_numbers"]
+    x, y = _rows(a, a_batch, a_over), _rows(b, b_batch, b_over)
+    batch = [*range(len(a_batch))]
+    pads = [(0, 0)] * len(batch)
+    padded = [jnp.pad(z, (*pads, (0, max(_LEAST - z.shape[-2], 0)), (0, 0))) for z in (x, y)]
+    found = lax.dot_general(
+        *lax.optimization_barrier(tuple(padded)),
+        dimension_numbers=(((x.ndim - 1,), (x.ndim - 1,)), (batch, batch)),
+        precision=params["precision"],
+        preferred_element_type=params["preferred_element_type"],
+    )
+    found = lax.optimization_barrier(found)[..., : x.shape[-2], : y.shape[-2]]
+    return found.reshape(*x.shape[:-2], *_others(a, a_batch, a_over), *_others(b, b_batch, b_over))
+
+
+def _rows(x: Array, batch: Sequence[int], over: Sequence[int]) -> Array:
+    """Transposes an array to `[*batch, rows, over]`."""
+    kept = [i for i in range(x.ndim) if i not in (*batch, *over)]
+    x = x.transpose(*batch, *kept, *over)
+    sizes = x.shape[len(batch) : len(batch) + len(kept)], x.shape[len(batch) + len(kept) :]
+    return x.reshape(*x.shape[: len(batch)], *map(math.prod, sizes))
+
+
+def _others(x: Array, *axes: Sequence[int]) -> list[int]:
+    """The sizes of the other axes of an array."""
+    return [size for i, size in enumerate(x.shape) if i not in itertools.chain(*axes)]
+
+
 def _alone(f: Callable[..., Array], *x: Array) -> Array:
     """`f(*x)` in a branch, of which XLA fuses nothing with what is outside. It does not know which branch is taken."""
     kind: Any = jax.eval_shape(f, *x)
@@ -115,8 +153,5 @@ def _alone(f: Callable[..., Array], *x: Array) -> Array:
 
 
 def _sum(x: Array, axes: Sequence[int]) -> Array:
-    """In an order of this library, whatever the number of rows."""
-    kept = [i for i in range(x.ndim) if i not in axes]
-    shape = [x.shape[i] for i in kept]
-    rows = x.transpose(*kept, *axes).reshape(math.prod(shape), math.prod(x.shape[i] for i in axes))
-    return row_sum(rows).reshape(shape)
+    """Computes a sum in an order of this library, whatever the number of rows."""
+    return row_sum(_rows(x, (), axes)).reshape(_others(x, axes))

@@ -273,3 +273,28 @@ def test_sizes_of_tiles(name, width):
     close(wanted, np.asarray(f(x)), tolerance=1e-5)
     for count in 1, 9, 17, 33, 64:
         same(run(x[:, :count]), wanted[:, :count])
+
+
+def test_products_of_few_rows():
+    """A product that the library of XLA:CPU sums in another order where there are few rows, or one column."""
+    rng = np.random.default_rng(0)
+    sizes = (8, 96), (64, 1), (64, 3), (64, 96), (256, 50), (256, 256), (512, 1000), (2048, 50)
+    weights = [jnp.asarray(rng.standard_normal(x), jnp.float32) for x in sizes]
+    x = jnp.asarray(rng.standard_normal((1, 130, 2048)), jnp.float32)
+
+    @jax.jit
+    def run(x, weights):
+        def products(x):
+            rows = [x[..., : len(w)] for w in weights]
+            by_columns = [y @ w for y, w in zip(rows, weights, strict=True)]
+            turned = [y @ w.reshape(w.shape[::-1]).T for y, w in zip(rows, weights, strict=True)]
+            return by_columns, turned
+
+        return by_rows(products, x)
+
+    wanted = jax.tree.map(np.asarray, run(x, weights))
+    for found, weight in zip(wanted[0], weights, strict=True):
+        exact = np.float64(x[..., : len(weight)]) @ np.float64(weight)
+        close(found, exact.astype(np.float32), tolerance=1e-5)
+    for count in 1, 9, 32, 33, 64:
+        same(run(x[:, :count], weights), jax.tree.map(lambda y, n=count: y[:, :n], wanted))
