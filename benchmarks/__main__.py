@@ -44,6 +44,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "windows": windows.CASES,
     "reproducible_cpu": reproducible.CPU,
     "reproducible_gpu": reproducible.GPU,
+    "reproducible_decoder": reproducible.DECODER,
 }
 
 

@@ -1,4 +1,4 @@
-"""What `reproducible=True` costs: prompts, their gradients, and steps of a scan over a cache, beside those without."""
+"""Times of `reproducible=True` and of the same programs without it: attention, and decoders as a whole."""
 
 import functools
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 import energy_attn
 from energy_attn.distributed import KVCache
+from energy_attn.models import Llama, LlamaConfig
 
 from .runner import OURS, Case, Run, Sides
 
@@ -69,7 +70,50 @@ def of_steps(dtype: str, B: int, S: int, N: int, K: int, H: int) -> Sides:
     return _both(_steps, cache, *_draw(dtype, *((STEPS, B, 1, n, H) for n in (N, K, K))))
 
 
-SIDES = {"prompt": of_prompt, "gradients": of_gradients, "steps": of_steps}
+def _model(dtype: str, T: int, layers: int, N: int, K: int, H: int) -> tuple[Llama, Array]:
+    """A random Llama with a vocabulary of 8,192, and a text of `T` tokens."""
+    width = N * H
+    config = LlamaConfig(8192, width, 3 * width, layers, N, K, H)
+    tokens = jax.random.randint(jax.random.key(1), (1, T), 0, config.vocab_size, jnp.int32)
+    return Llama(config, jnp.dtype(dtype), key=jax.random.key(0)), tokens
+
+
+def _read(reproducible: bool, model: Llama, tokens: Array) -> Array:
+    cache = model.empty_cache(*tokens.shape, reproducible=reproducible)
+    return model.prefill(tokens, cache, reproducible=reproducible).logits
+
+
+def _decode(reproducible: bool, model: Llama, tokens: Array) -> Array:
+    """Logits of the tokens, read one at a time in a scan; the cache holds them twice."""
+    cache = model.empty_cache(1, 2 * tokens.shape[1], reproducible=reproducible)
+
+    def step(cache: Any, token: Array) -> tuple[Any, Array]:
+        out = model(token[None, None], cache=cache, reproducible=reproducible)
+        return out.cache, out.logits[0, 0]
+
+    return lax.scan(step, cache, tokens[0])[1][None]
+
+
+def _train(reproducible: bool, model: Llama, tokens: Array) -> Any:
+    def loss(model: Llama) -> Array:
+        return -model.log_probs(tokens, reproducible=reproducible).mean()
+
+    return jax.grad(loss)(model)
+
+
+def of_decoder(program: Callable[..., Any], dtype: str, **sizes: int) -> Sides:
+    """A program of a Llama."""
+    return _both(program, *_model(dtype, **sizes))
+
+
+SIDES = {
+    "prompt": of_prompt,
+    "gradients": of_gradients,
+    "steps": of_steps,
+    "decoder's prompt": functools.partial(of_decoder, _read),
+    "decoder's steps": functools.partial(of_decoder, _decode),
+    "decoder's gradients": functools.partial(of_decoder, _train),
+}
 
 
 def _case(name: str, dtype: str, B: int, length: int, N: int, K: int, H: int) -> Case:
@@ -99,4 +143,15 @@ GPU = tuple(
         ("gradients", "float32", 1, 1024, 8, 2, 64),
         ("steps", "float32", 1, 4096, 8, 2, 64),
     )
+)
+DECODER = tuple(
+    Case(
+        f"decoder's {program}",
+        dtype,
+        {"T": T, "layers": 4, "N": N, "K": 4, "H": 64},
+        SIDES[f"decoder's {program}"],
+    )
+    for N in (8, 32)
+    for dtype in ("float32", "bfloat16")
+    for program, T in (("prompt", 1024), ("steps", 32), ("gradients", 1024))
 )
