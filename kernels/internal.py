@@ -20,6 +20,8 @@ from ._checks import received as received
 from ._lazy import lazy as lazy
 from ._private import private_names as private_names
 from ._program import bind as bind
+from ._program import reads_first as reads_first
+from ._program import without_mesh as without_mesh
 from ._varying import apply_in_float32 as apply_in_float32
 from ._varying import vary_over as vary_over
 from ._varying import vary_together as vary_together
