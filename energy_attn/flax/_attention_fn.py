@@ -15,6 +15,7 @@ from energy_attn.kernels.internal import (
     RowOptions,
     check_array,
     check_finite_number,
+    check_floating,
     check_options,
     received,
 )
@@ -158,7 +159,7 @@ class AttentionFn(eqx.Module):
                     f"{name}: wanted None, as the kernels multiply, got {received(given)}"
                 )
         given = {"query": query, "key": key, "value": value}
-        arrays = tuple(jnp.asarray(check_array(name, x)) for name, x in given.items())
+        arrays = tuple(jnp.asarray(_check_real(name, x)) for name, x in given.items())
         query, key, value = (promote_dtype or _promoted)(arrays, dtype=dtype)
         lead, energy = query.shape[:-3], self.energy
         shapes = [x.shape for x in (query, key, value)]
@@ -185,6 +186,12 @@ class AttentionFn(eqx.Module):
             keep = _one_batch_axis("dropout", keep, lead)
             out, _ = attention_with_dropout(energy, q, k, v, bias, mask, keep, chance, rows)
         return out.reshape(*lead, *out.shape[1:])
+
+
+def _check_real(name: str, x: object) -> Array:
+    """Returns `x` if it is an array without imaginary parts, which promotion would drop."""
+    array = check_array(name, x)
+    return check_floating(name, x) if jnp.iscomplexobj(array) else array
 
 
 def _promoted(arrays: tuple[Array, ...], dtype: DTypeLike | None) -> list[Array]:

@@ -171,6 +171,17 @@ def test_what_is_refused(given, message, unchecked):
         ea.flax.attention_fn()(q, q, q, **given)
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias"])
+def test_imaginary_parts_are_refused(name, dtype, unchecked):
+    """A complex array of which the real part is attended."""
+    x = inputs()[0].reshape(3, 7, HEADS, -1)
+    given = {"query": x, "key": x, "value": x, "bias": jnp.ones((1, 1, 7, 7))}
+    given[name] = given[name] + 1j
+    with pytest.raises(TypeError, match=f"{name}: wanted a float16, .* got complex64"):
+        ea.flax.attention_fn()(**given, dtype=dtype)
+
+
 def test_dropout_of_other_weights_is_refused():
     """Weights of Tsallis, of which those of Gibbs were dropped."""
     q = inputs()[0].reshape(3, 7, HEADS, -1)
