@@ -2,6 +2,7 @@
 
 from ._checks import FLOATING as FLOATING
 from ._checks import as_int32 as as_int32
+from ._checks import as_visible as as_visible
 from ._checks import check_array as check_array
 from ._checks import check_axis as check_axis
 from ._checks import check_boolean as check_boolean

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
 from energy_attn.kernels.internal import (
     RowOptions,
+    as_visible,
     check_array,
     check_finite_number,
     check_floating,
@@ -141,7 +142,8 @@ class AttentionFn(eqx.Module):
             TypeError: an argument is not an array or has the wrong dtype.
             ValueError: shapes that do not match; no `dropout_rng` where weights are dropped; a `dropout_rate` that is
                 not a probability; a `module` or a product that is not None; an energy that reads the positions of
-                queries, which are not as many as the keys, nor one with a mask.
+                queries, which are not as many as the keys, nor one with a mask; a mask of scores to add, with
+                negative numbers, where it is known.
         """
         del precision, force_fp32_for_softmax
         if module is not None:
@@ -170,7 +172,7 @@ class AttentionFn(eqx.Module):
         if bias is not None:
             bias = _one_batch_axis("bias", bias, lead)
         if mask is not None:
-            mask = _one_batch_axis("mask", mask, lead).astype(bool)
+            mask = _one_batch_axis("mask", as_visible("mask", mask), lead)
         q, k, v = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
         chance = 1.0 if deterministic else 1.0 - check_finite_number("dropout_rate", dropout_rate)
         if not 0 <= chance <= 1:

@@ -9,10 +9,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from energy_attn.kernels.internal import (
-    check_boolean,
+    as_visible,
     check_broadcastable,
     check_finite_number,
     check_flag,
@@ -181,7 +181,7 @@ class MultiheadAttention(eqx.Module):
         query: Float[Array, "T query_size"],
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
-        mask: Bool[Array, "..."] | AbstractMask | None = None,
+        mask: Shaped[Array, "..."] | AbstractMask | None = None,
         *,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
@@ -198,7 +198,7 @@ class MultiheadAttention(eqx.Module):
         query: Float[Array, "T query_size"],
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
-        mask: Bool[Array, "..."] | AbstractMask | None = None,
+        mask: Shaped[Array, "..."] | AbstractMask | None = None,
         *,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
@@ -214,7 +214,7 @@ class MultiheadAttention(eqx.Module):
         query: Float[Array, "T query_size"],
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
-        mask: Bool[Array, "..."] | AbstractMask | None = None,
+        mask: Shaped[Array, "..."] | AbstractMask | None = None,
         *,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
@@ -233,8 +233,8 @@ class MultiheadAttention(eqx.Module):
             query: `[T, query_size]`.
             key_: `[S, key_size]`.
             value: `[S, value_size]`.
-            mask: boolean `[T, S]` or `[num_heads, T, S]`, False hides a key; or a mask of
-                `energy_attn.masks`.
+            mask: `[T, S]` or `[num_heads, T, S]`, booleans or numbers: False or zero hides a key, as in Equinox;
+                or a mask of `energy_attn.masks`.
             key: a `jax.random.key` for dropout.
             inference: overrides the field of the same name in `dropout`.
             deterministic: deprecated name of `inference`, as in Equinox; warns.
@@ -251,13 +251,15 @@ class MultiheadAttention(eqx.Module):
 
         Raises:
             TypeError: an argument is not an array or has the wrong dtype.
-            ValueError: shapes that do not match.
+            ValueError: shapes that do not match; a mask of scores to add, with negative numbers, where it is known.
             RuntimeError: dropout is on but no key is given.
         """
         if deterministic is not None:
             warnings.warn("deterministic: use inference instead", DeprecationWarning, stacklevel=2)
             inference = deterministic
         check_flag("return_energy", return_energy)
+        if not (mask is None or isinstance(mask, AbstractMask)):
+            mask = as_visible("mask", mask)
         heads = self.project(query, key_, value, mask=mask, process_heads=process_heads)
         options = {"query_positions": query_positions, "key_positions": key_positions}
         out, energy = self._attend(heads, mask, options, key, inference)
@@ -270,7 +272,7 @@ class MultiheadAttention(eqx.Module):
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
         *,
-        mask: Bool[Array, "..."] | AbstractMask | None = None,
+        mask: Shaped[Array, "..."] | AbstractMask | None = None,
         process_heads: Callable[..., Sequence[Array]] | None = None,
     ) -> tuple[Array, Array, Array]:
         """The projected heads of a call, for `layer.energy.at(...)` and what it is asked.
@@ -290,7 +292,7 @@ class MultiheadAttention(eqx.Module):
         check_shape("value", value, (key_.shape[0], self.value_size))
         if not (mask is None or isinstance(mask, AbstractMask)):
             scores = (self.num_heads, query.shape[0], key_.shape[0])
-            check_broadcastable("mask", check_boolean("mask", mask), scores, leading=False)
+            check_broadcastable("mask", as_visible("mask", mask), scores, leading=False)
         heads = (
             _project(self.query_proj, query, self.num_heads),
             _project(self.key_proj, key_, self.num_kv_heads),

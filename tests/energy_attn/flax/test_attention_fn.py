@@ -161,6 +161,7 @@ def test_sixteen_bits():
         ({"dropout_rate": 0.5}, "dropout_rng: wanted a key"),
         ({"dropout_rate": 1.5}, "dropout_rate: wanted a probability, got 1.5"),
         ({"mask": np.ones((2, 1, 7, 7))}, r"mask: wanted batch axes that broadcast to .3,., got"),
+        ({"mask": np.where(np.eye(7), 0, -np.inf)}, r"mask: wanted .*write mask=\(mask == 0\)"),
         ({"bias": np.ones((1, 1, 1, 7, 7))}, "bias: wanted at most 4 axes"),
     ],
 )
