@@ -1,6 +1,7 @@
 """Multi-head attention as an Equinox module, each head the gradient of a free energy."""
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Unpack, overload
@@ -223,6 +224,7 @@ class MultiheadAttention(eqx.Module):
         query_positions: Int[Array, " T"] | None = None,
         key_positions: Int[Array, " S"] | None = None,
         return_energy: bool = False,
+        **unknown: object,
     ) -> (
         Float[Array, "T output_size"]
         | tuple[Float[Array, "T output_size"], Float[Array, "T num_heads"]]
@@ -250,10 +252,13 @@ class MultiheadAttention(eqx.Module):
             (before dropout).
 
         Raises:
-            TypeError: an argument is not an array or has the wrong dtype.
+            TypeError: an argument is not an array or has the wrong dtype; an option of the layer's energy, or an
+                unknown argument.
             ValueError: shapes that do not match; a mask of scores to add, with negative numbers, where it is known.
             RuntimeError: dropout is on but no key is given.
         """
+        if unknown:
+            raise _unknown(next(iter(unknown)))
         if deterministic is not None:
             warnings.warn("deterministic: use inference instead", DeprecationWarning, stacklevel=2)
             inference = deterministic
@@ -340,6 +345,18 @@ class MultiheadAttention(eqx.Module):
         )
         mask = None if mask is None else jnp.broadcast_to(mask, shape)
         return attention_with_dropout(attend, query, key_, value, None, mask, keep, chance, options)
+
+
+def _unknown(name: str) -> TypeError:
+    """The error for an argument that a call does not take."""
+    if name in ModuleOptions.__annotations__:
+        return TypeError(
+            f"{name}: wanted it where the layer is made, as MultiheadAttention(..., {name}=...) or "
+            f"replace_attention(model, {name}=...), got it in a call"
+        )
+    parameters = inspect.signature(MultiheadAttention.__call__).parameters.values()
+    known = ", ".join(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)
+    return TypeError(f"{name}: wanted mask, {known}, got {name!r}")
 
 
 def _project(linear: eqx.nn.Linear, x: Array, heads: int) -> Array:

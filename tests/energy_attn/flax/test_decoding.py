@@ -16,7 +16,7 @@ PRODUCT = Case(lambda p: None, lambda s, b, h, i, j, p: s, {})
 OPTIONS = {
     "is_causal": ({"is_causal": True}, lambda b, q, k: k <= q),
     "window": ({"local_window_size": (2, 0)}, lambda b, q, k: k >= q - 2),
-    "lengths": ({"mask": ea.masks.Lengths(5, 6)}, lambda b, q, k: (k < 5) & (q < 6)),
+    "lengths": ({"mask": ea.masks.Lengths(5, queries=6)}, lambda b, q, k: (k < 5) & (q < 6)),
 }
 NAMES = [*OPTIONS, *RULES, *CASES]
 USUAL = "is_causal", "window", "documents", "alibi"
