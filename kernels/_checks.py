@@ -96,6 +96,28 @@ def check_boolean(name: str, x: object) -> Any:
     return array
 
 
+def as_visible(name: str, x: object) -> Any:
+    """Returns a mask of booleans, or or of numbers where zero hides a key, as booleans.
+
+    Raises `TypeError` for anything else than an array of these, and `ValueError` for negative numbers, where they
+    are known.
+    """
+    array = check_array(name, x)
+    if array.dtype == jnp.bool_:
+        return array
+    if not jnp.issubdtype(array.dtype, jnp.number) or jnp.iscomplexobj(array):
+        raise TypeError(f"{name}: wanted an array of booleans or real numbers, got {received(x)}")
+    if not isinstance(x, jax.core.Tracer):
+        with jax.ensure_compile_time_eval():
+            additive = not (array >= 0).all()
+        if additive:
+            raise ValueError(
+                f"{name}: wanted booleans, or numbers where zero hides a key, got {received(x)} with negative "
+                f"numbers, which are added to scores; write {name}=({name} == 0)"
+            )
+    return array != 0
+
+
 def check_integral(name: str, x: object) -> Any:
     """Returns `x` if it is an array of integers; raises `TypeError` otherwise."""
     array = check_array(name, x)

@@ -56,6 +56,21 @@ def inlined(
     return list(map(read, jaxpr.outvars))
 
 
+def reads_first(function: Callable[..., Any], *types: Any) -> bool:
+    """Whether the results of a function depend on its first argument; all are arrays, or their types."""
+    program = jax.make_jaxpr(function)(*types)
+    given = [i == 0 for i, _ in enumerate(types)]
+    return any(
+        inlined(
+            program,
+            given,
+            lambda _: False,
+            lambda _: False,
+            lambda equation, reads: [any(reads)] * len(equation.outvars),
+        )
+    )
+
+
 def bind(primitive: Primitive, params: dict[str, Any], values: Sequence[Any]) -> list[Any]:
     """The outputs of an operation with the parameters that it has in a program."""
     given: Any = primitive.get_bind_params(params)

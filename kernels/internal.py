@@ -2,6 +2,7 @@
 
 from ._checks import FLOATING as FLOATING
 from ._checks import as_int32 as as_int32
+from ._checks import as_visible as as_visible
 from ._checks import check_array as check_array
 from ._checks import check_axis as check_axis
 from ._checks import check_boolean as check_boolean
@@ -20,6 +21,8 @@ from ._checks import received as received
 from ._lazy import lazy as lazy
 from ._private import private_names as private_names
 from ._program import bind as bind
+from ._program import reads_first as reads_first
+from ._program import without_mesh as without_mesh
 from ._varying import apply_in_float32 as apply_in_float32
 from ._varying import vary_over as vary_over
 from ._varying import vary_together as vary_together

@@ -11,11 +11,20 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
 
-from energy_attn.kernels.internal import check_array, check_finite_number, check_options, received
+from energy_attn.kernels.internal import (
+    RowOptions,
+    as_visible,
+    check_array,
+    check_finite_number,
+    check_floating,
+    check_options,
+    received,
+)
 
 from ..core._dropout import attention_with_dropout
 from ..core._module import FreeEnergy
 from ..functional._options import ModuleOptions
+from ._positions import query_positions
 
 
 def attention_fn(
@@ -106,6 +115,9 @@ class AttentionFn(eqx.Module):
 
         Fully masked rows are zero (Flax has the mean of the values there).
 
+        Positions count from 0. One query with several keys is a step of a layer that decodes: its position is the
+        last key that the mask shows to any row, as Flax's caches have it.
+
         Args:
             query: `[*B, T, N, H]`, with any number of batch axes.
             key: `[*B, S, K, H]`; `K` divides `N`.
@@ -129,7 +141,9 @@ class AttentionFn(eqx.Module):
         Raises:
             TypeError: an argument is not an array or has the wrong dtype.
             ValueError: shapes that do not match; no `dropout_rng` where weights are dropped; a `dropout_rate` that is
-                not a probability; a `module` or a product that is not None.
+                not a probability; a `module` or a product that is not None; an energy that reads the positions of
+                queries, which are not as many as the keys, nor one with a mask; a mask of scores to add, with
+                negative numbers, where it is known.
         """
         del precision, force_fp32_for_softmax
         if module is not None:
@@ -147,7 +161,7 @@ class AttentionFn(eqx.Module):
                     f"{name}: wanted None, as the kernels multiply, got {received(given)}"
                 )
         given = {"query": query, "key": key, "value": value}
-        arrays = tuple(jnp.asarray(check_array(name, x)) for name, x in given.items())
+        arrays = tuple(jnp.asarray(_check_real(name, x)) for name, x in given.items())
         query, key, value = (promote_dtype or _promoted)(arrays, dtype=dtype)
         lead, energy = query.shape[:-3], self.energy
         shapes = [x.shape for x in (query, key, value)]
@@ -155,23 +169,31 @@ class AttentionFn(eqx.Module):
             raise ValueError(
                 f"query: wanted [*B, T, N, H], and key and value with the same batch axes, got {shapes}"
             )
-        if is_causal and not energy.is_causal:
-            energy = dataclasses.replace(energy, is_causal=True)
         if bias is not None:
             bias = _one_batch_axis("bias", bias, lead)
         if mask is not None:
-            mask = _one_batch_axis("mask", mask, lead).astype(bool)
+            mask = _one_batch_axis("mask", as_visible("mask", mask), lead)
         q, k, v = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
         chance = 1.0 if deterministic else 1.0 - check_finite_number("dropout_rate", dropout_rate)
         if not 0 <= chance <= 1:
             raise ValueError(f"dropout_rate: wanted a probability, got {dropout_rate}")
+        shape = q.shape[0], q.shape[1], k.shape[1]
+        rows: RowOptions = {"query_positions": query_positions(energy, is_causal, mask, shape)}
+        if is_causal and not energy.is_causal:
+            energy = dataclasses.replace(energy, is_causal=True)
         if chance == 1:
-            out = energy.attention(q, k, v, bias=bias, mask=mask)
+            out = energy.attention(q, k, v, bias=bias, mask=mask, **rows)
         else:
             keep = _kept(dropout_rng, chance, broadcast_dropout, query, key)
             keep = _one_batch_axis("dropout", keep, lead)
-            out, _ = attention_with_dropout(energy, q, k, v, bias, mask, keep, chance, {})
+            out, _ = attention_with_dropout(energy, q, k, v, bias, mask, keep, chance, rows)
         return out.reshape(*lead, *out.shape[1:])
+
+
+def _check_real(name: str, x: object) -> Array:
+    """Returns `x` if it is an array without imaginary parts, which promotion would drop."""
+    array = check_array(name, x)
+    return check_floating(name, x) if jnp.iscomplexobj(array) else array
 
 
 def _promoted(arrays: tuple[Array, ...], dtype: DTypeLike | None) -> list[Array]:

@@ -41,6 +41,11 @@ def run_pure(
     return out, seen
 
 
+def is_pure(function: object) -> bool:
+    """Whether `run_pure` made a function."""
+    return isinstance(function, eqx.Partial) and function.func is _pure
+
+
 def _pure(graph: PyTree, state: PyTree) -> tuple[Any, Any]:
     from flax import nnx
 

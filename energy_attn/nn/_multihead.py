@@ -1,6 +1,7 @@
 """Multi-head attention as an Equinox module, each head the gradient of a free energy."""
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Unpack, overload
@@ -9,10 +10,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from energy_attn.kernels.internal import (
-    check_boolean,
+    as_visible,
     check_broadcastable,
     check_finite_number,
     check_flag,
@@ -181,7 +182,7 @@ class MultiheadAttention(eqx.Module):
         query: Float[Array, "T query_size"],
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
-        mask: Bool[Array, "..."] | AbstractMask | None = None,
+        mask: Shaped[Array, "..."] | AbstractMask | None = None,
         *,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
@@ -198,7 +199,7 @@ class MultiheadAttention(eqx.Module):
         query: Float[Array, "T query_size"],
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
-        mask: Bool[Array, "..."] | AbstractMask | None = None,
+        mask: Shaped[Array, "..."] | AbstractMask | None = None,
         *,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
@@ -214,7 +215,7 @@ class MultiheadAttention(eqx.Module):
         query: Float[Array, "T query_size"],
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
-        mask: Bool[Array, "..."] | AbstractMask | None = None,
+        mask: Shaped[Array, "..."] | AbstractMask | None = None,
         *,
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
@@ -223,6 +224,7 @@ class MultiheadAttention(eqx.Module):
         query_positions: Int[Array, " T"] | None = None,
         key_positions: Int[Array, " S"] | None = None,
         return_energy: bool = False,
+        **unknown: object,
     ) -> (
         Float[Array, "T output_size"]
         | tuple[Float[Array, "T output_size"], Float[Array, "T num_heads"]]
@@ -233,8 +235,8 @@ class MultiheadAttention(eqx.Module):
             query: `[T, query_size]`.
             key_: `[S, key_size]`.
             value: `[S, value_size]`.
-            mask: boolean `[T, S]` or `[num_heads, T, S]`, False hides a key; or a mask of
-                `energy_attn.masks`.
+            mask: `[T, S]` or `[num_heads, T, S]`, booleans or numbers: False or zero hides a key, as in Equinox;
+                or a mask of `energy_attn.masks`.
             key: a `jax.random.key` for dropout.
             inference: overrides the field of the same name in `dropout`.
             deterministic: deprecated name of `inference`, as in Equinox; warns.
@@ -250,14 +252,19 @@ class MultiheadAttention(eqx.Module):
             (before dropout).
 
         Raises:
-            TypeError: an argument is not an array or has the wrong dtype.
-            ValueError: shapes that do not match.
+            TypeError: an argument is not an array or has the wrong dtype; an option of the layer's energy, or an
+                unknown argument.
+            ValueError: shapes that do not match; a mask of scores to add, with negative numbers, where it is known.
             RuntimeError: dropout is on but no key is given.
         """
+        if unknown:
+            raise _unknown(next(iter(unknown)))
         if deterministic is not None:
             warnings.warn("deterministic: use inference instead", DeprecationWarning, stacklevel=2)
             inference = deterministic
         check_flag("return_energy", return_energy)
+        if not (mask is None or isinstance(mask, AbstractMask)):
+            mask = as_visible("mask", mask)
         heads = self.project(query, key_, value, mask=mask, process_heads=process_heads)
         options = {"query_positions": query_positions, "key_positions": key_positions}
         out, energy = self._attend(heads, mask, options, key, inference)
@@ -270,7 +277,7 @@ class MultiheadAttention(eqx.Module):
         key_: Float[Array, "S key_size"],
         value: Float[Array, "S value_size"],
         *,
-        mask: Bool[Array, "..."] | AbstractMask | None = None,
+        mask: Shaped[Array, "..."] | AbstractMask | None = None,
         process_heads: Callable[..., Sequence[Array]] | None = None,
     ) -> tuple[Array, Array, Array]:
         """The projected heads of a call, for `layer.energy.at(...)` and what it is asked.
@@ -290,7 +297,7 @@ class MultiheadAttention(eqx.Module):
         check_shape("value", value, (key_.shape[0], self.value_size))
         if not (mask is None or isinstance(mask, AbstractMask)):
             scores = (self.num_heads, query.shape[0], key_.shape[0])
-            check_broadcastable("mask", check_boolean("mask", mask), scores, leading=False)
+            check_broadcastable("mask", as_visible("mask", mask), scores, leading=False)
         heads = (
             _project(self.query_proj, query, self.num_heads),
             _project(self.key_proj, key_, self.num_kv_heads),
@@ -338,6 +345,18 @@ class MultiheadAttention(eqx.Module):
         )
         mask = None if mask is None else jnp.broadcast_to(mask, shape)
         return attention_with_dropout(attend, query, key_, value, None, mask, keep, chance, options)
+
+
+def _unknown(name: str) -> TypeError:
+    """The error for an argument that a call does not take."""
+    if name in ModuleOptions.__annotations__:
+        return TypeError(
+            f"{name}: wanted it where the layer is made, as MultiheadAttention(..., {name}=...) or "
+            f"replace_attention(model, {name}=...), got it in a call"
+        )
+    parameters = inspect.signature(MultiheadAttention.__call__).parameters.values()
+    known = ", ".join(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)
+    return TypeError(f"{name}: wanted mask, {known}, got {name!r}")
 
 
 def _project(linear: eqx.nn.Linear, x: Array, heads: int) -> Array:

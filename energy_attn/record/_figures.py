@@ -1,5 +1,6 @@
 """The observables that a recording takes of each energy."""
 
+import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -65,23 +66,26 @@ def recorder(names: tuple[str, ...], functions: dict[str, Callable[[Gibbs], Any]
 
 
 def _check_method(name: str) -> None:
-    method = None if name.startswith("_") else inspect.getattr_static(Gibbs, name, None)
-    if not inspect.isfunction(method):
-        methods = (x for x, f in inspect.getmembers(Gibbs, inspect.isfunction) if _asks(x, f))
-        raise ValueError(f"quantities: wanted {', '.join((*FIGURES, *methods))}; got {name!r}")
-    if not _asks(name, method):
+    methods = {x: f for x, f in inspect.getmembers(Gibbs, inspect.isfunction) if x[0] != "_"}
+    method = methods.get(name)
+    if method is None:
+        close = difflib.get_close_matches(name.lower(), (*FIGURES, *methods), 1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ", as 'score_max'"
+        raise ValueError(
+            f"quantities: wanted {', '.join(FIGURES)} or a method of Gibbs{meant}, got {name!r}"
+        )
+    if not _asks_nothing(method):
         raise ValueError(
             f"quantities: wanted a method that needs no arguments, got {name!r}; "
             f"a function gives them: {name}=lambda F: F.{name}(...)"
         )
 
 
-def _asks(name: str, method: Callable[..., Any]) -> bool:
-    """Whether a method is public and needs no arguments."""
+def _asks_nothing(method: Callable[..., Any]) -> bool:
+    """Whether a method needs no arguments."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [x for x in parameters if x.default is x.empty and x.kind not in given]
-    return not name.startswith("_") and not needed
+    return all(x.default is not x.empty or x.kind in given for x in parameters)
 
 
 def figures_of(measure: Gibbs, names: tuple[str, ...]) -> dict[str, Array]:

@@ -14,7 +14,7 @@ from energy_attn.kernels.internal import received
 
 from ..core._gibbs import Gibbs
 from ..core._module import FreeEnergy, with_name
-from ..flax._nnx import holds_nnx, run_pure
+from ..flax._nnx import holds_nnx, is_pure, run_pure
 from ..functional._tag import recorders
 from ._figures import Recorder, recorder
 from ._lift import Asked, Seen, lift
@@ -114,6 +114,16 @@ def check_callable(function: object) -> None:
         raise TypeError(f"function: wanted a function or a module, got {received(function)}")
 
 
+def check_calls(function: object, calls: bool) -> None:
+    """Raises `ValueError` for a function that calls no free energy."""
+    if not calls:
+        got = "one with modules of NNX" if is_pure(function) else received(function)
+        raise ValueError(
+            "function: wanted one that calls a FreeEnergy, as a model does after replace_attention(model), "
+            f"got {got}, which calls none"
+        )
+
+
 def _recorded(
     asked: Recorder, function: Any, /, *args: Any, **kwargs: Any
 ) -> tuple[Any, Recording]:
@@ -145,10 +155,7 @@ def _run(asked: Recorder, function: Any, /, *args: Any, **kwargs: Any) -> tuple[
     with recorders((*recorders.value, asked)):
         program, types = jax.make_jaxpr(run, return_shape=True)()
     found, seen = lift(program, (), Asked(len(recorders.value)))
-    if not seen:
-        raise ValueError(
-            f"function: wanted one that calls a FreeEnergy, got {received(function)}, which calls none"
-        )
+    check_calls(function, bool(seen))
     return eqx.combine(jax.tree.unflatten(jax.tree.structure(types), found), rest[0]), seen
 
 

@@ -25,7 +25,7 @@ from energy_attn.kernels.internal import (
 from ..flax._nnx import holds_nnx, run_pure
 from ._lift import programs
 from ._partial import Partial
-from ._record import check_callable
+from ._record import check_callable, check_calls
 
 
 def weigh(function: Callable[..., Any], *, path: int | None = None) -> Callable[..., Any]:
@@ -144,10 +144,7 @@ def _run(
         active = TokenScores(_scores_of(weights, numbers))
         with weighing((*weighing.value, active)):
             found = function(*args, **kwargs)
-        if not active.used:
-            raise ValueError(
-                f"function: wanted one that calls a FreeEnergy, got {received(function)}, which calls none"
-            )
+        check_calls(function, active.used)
         arrays, others = eqx.partition(found, eqx.is_array)
         rest.append(others)
         return arrays

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -20,6 +21,23 @@ def close(found: Any, wanted: Any, what: str = "", tolerance: float = 1e-11) -> 
         assert not np.isnan(y).any(), f"{label}: NaN is what was wanted"
         largest = np.max(np.abs(y), initial=1.0, where=np.isfinite(y))
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * largest, err_msg=label)
+
+
+def near(found: Any, rough: Any, exact: Any, what: str = "", multiple: float = 4) -> None:
+    """Each leaf of `found` errs at most `multiple` times as much as the judge does in its dtypes.
+
+    `rough` is the judge's answer in these dtypes, `exact` in float64 on the same data. Errors are relative to the
+    largest entry of a leaf (or to 1), and the judge's is the largest of all leaves, at least a unit of rounding.
+    """
+    error = 0.0
+    for label, x, y in _pairs(rough, exact, what):
+        x, y = (np.asarray(jax.device_get(z)) for z in (x, y))
+        assert y.dtype == np.float64, f"{label}: {y.dtype} is what was wanted"
+        largest = np.max(np.abs(y), initial=1.0)
+        error = max(error, jnp.finfo(x.dtype).eps, np.abs(x.astype(np.float64) - y).max() / largest)
+    for label, x, y in _pairs(found, rough, what):
+        assert x.dtype == y.dtype, f"{label}: {x.dtype}, wanted {y.dtype}"
+    close(found, jax.device_get(exact), what, tolerance=multiple * float(error))
 
 
 def same(found: Any, wanted: Any, what: str = "") -> None:

@@ -231,6 +231,10 @@ def split_key_without_mesh():
     return ea.attention(a(1, 1, 2, 4), *[jax.device_put(a(1, 8, 2, 4), place)] * 2)
 
 
+def on_theirs(transform, *given):
+    return transform(eqx.nn.MultiheadAttention(2, 8, key=jax.random.key(0)))(*given, X, X, X)
+
+
 spec, across, energies, shard = SequenceParallel, merge_across, logsumexp_across, shard_sequence
 TWO = cost.topology("ethernet", (2,), nodes=2)
 HIERARCHY, XX = "hierarchical", ("x", "x")
@@ -337,6 +341,7 @@ SOFTMAX = (
     *((partial(shifted_energy, a(2, 3), shift), *rest) for shift, *rest in SHIFT),
 )
 KEYS, TWO_OF = lambda: jax.random.split(jax.random.key(0), 3), lambda *heads: heads[:2]
+WEIGHED = partial(on_theirs, ea.weigh, a(2), a(5, dtype="int32"))
 MODULES = (
     (partial(ea.FreeEnergy, scale=NAN), ValueError, "scale", "nan", "finite"),
     (partial(ea.FreeEnergy, implementation="fast"), ValueError, "implementation", "'fast'", "'ref"),
@@ -357,8 +362,22 @@ MODULES = (
     (partial(call_layer, a(1, 5, 8), X, X), ValueError, "query", "[1,5,8]", "(length, 8)"),
     (partial(call_layer, X, a(5, 7), X), ValueError, "key_", "float32[5,7]", "(length, 8)"),
     (partial(call_layer, X, X, a(4, 8)), ValueError, "value", "float32[4,8]", "(5, 8)"),
-    (partial(call_layer, mask=a(5, 5)), TypeError, "mask", "float32[5,5]", "boolean"),
+    (partial(call_layer, mask=a(5, 5, dtype="complex64")), TypeError, "mask", "complex64", "real"),
+    (partial(call_layer, mask=1 - a(5, 5) * INF), ValueError, "mask", "mask=(mask == 0)", "zero"),
     (partial(call_layer, mask=np.ones((3, 5, 5), bool)), ValueError, "mask", "[3", "to (2, 5, 5)"),
+    (
+        partial(call_layer, is_causal=True),
+        TypeError,
+        "is_causal",
+        "call",
+        "on(model, is_causal=...)",
+    ),
+    (partial(call_layer, attn_mask=3), TypeError, "attn_mask", "'attn_mask'", "mask, key, infer"),
+    (partial(on_theirs, ea.record), ValueError, "function", "Multihead", "replace_attention("),
+    (WEIGHED, ValueError, "function", "Multihead", "replace_attention(model)"),
+    (partial(ea.record, X.sum, "entropies"), ValueError, "quantities", "'entropies'", "'entropy'?"),
+    (partial(ea.record, X.sum, "samples"), ValueError, "quantities", "'samples'", "mean 'sample'?"),
+    (partial(ea.record, X.sum, "xyz"), ValueError, "quantities", "'xyz'", "of Gibbs, as 'score_m"),
     (partial(call_layer, dropout_p=0.5, key=3), TypeError, "key", "int 3", "jax.random.key"),
     (lambda: call_layer(dropout_p=0.5, key=KEYS()), TypeError, "key", "key<fry>[3]", "random.key"),
     (partial(call_layer, inference="yes"), TypeError, "inference", "str 'yes'", "True or False"),

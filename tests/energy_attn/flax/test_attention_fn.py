@@ -7,7 +7,7 @@ import pytest
 from flax import linen, nnx
 
 import energy_attn as ea
-from tests.support.compare import close
+from tests.support.compare import close, near
 
 HEADS, WIDTH = 4, 16
 # Two batch axes; nothing masked, a mask as NNX makes it, one of a single batch axis, and causality.
@@ -44,6 +44,21 @@ def out_and_gradients(model, x, **given):
     return jax.device_get((out, jax.tree.leaves(gradients)))
 
 
+def in_float64(tree):
+    """A copy whose floating arrays are of 64 bits."""
+    return jax.tree.map(
+        lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
+
+
+def judged(run, model, x, given):
+    """What the judge returns in float32, and in float64 on the same data."""
+    graph, state = nnx.split(model)
+    with jax.enable_x64(True):
+        exact = run(nnx.merge(graph, in_float64(state)), in_float64(x), **given)
+    return run(model, x, **given), exact
+
+
 @pytest.mark.parametrize(
     "call", [pytest.param("float mask", marks=pytest.mark.smoke), *CALLS[:1], *CALLS[2:]]
 )
@@ -53,18 +68,23 @@ def test_is_nnx_own(call):
     found = out_and_gradients(layer(ea.flax.attention_fn()), inputs(), **given)
     if call == "padding":  # NNX's own wants all batch axes
         given = {"mask": jnp.broadcast_to(given["mask"], (2, 3, HEADS, 7, 7))}
-    close(found, out_and_gradients(layer(), inputs(), **given), tolerance=1e-5)
+    near(found, *judged(out_and_gradients, layer(), inputs(), given))
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_dropout_is_nnx_own(broadcast):
     """Other weights that are dropped, or not divided by the chance."""
-    given = {"dropout_rate": 0.3, "broadcast_dropout": broadcast, "deterministic": False}
-    found, wanted = (
-        out_and_gradients(layer(f, **given, rngs=nnx.Rngs(0)), inputs(), **options("padding"))
-        for f in (ea.flax.attention_fn(), nnx.dot_product_attention)
+    rate = np.float32(0.3)  # by a rate of 64 bits the judge in float64 draws other weights
+    given = {"broadcast_dropout": broadcast, "deterministic": False}
+    ours, theirs = (
+        layer(f, dropout_rate=rate, **given, rngs=nnx.Rngs(0))
+        for f, rate in (
+            (ea.flax.attention_fn(), float(rate)),
+            (nnx.dot_product_attention, rate),
+        )
     )
-    close(found, wanted, tolerance=1e-5)
+    found = out_and_gradients(ours, inputs(), **options("padding"))
+    near(found, *judged(out_and_gradients, theirs, inputs(), options("padding")))
 
 
 def test_decoding_is_nnx_own():
@@ -161,6 +181,7 @@ def test_sixteen_bits():
         ({"dropout_rate": 0.5}, "dropout_rng: wanted a key"),
         ({"dropout_rate": 1.5}, "dropout_rate: wanted a probability, got 1.5"),
         ({"mask": np.ones((2, 1, 7, 7))}, r"mask: wanted batch axes that broadcast to .3,., got"),
+        ({"mask": np.where(np.eye(7), 0, -np.inf)}, r"mask: wanted .*write mask=\(mask == 0\)"),
         ({"bias": np.ones((1, 1, 1, 7, 7))}, "bias: wanted at most 4 axes"),
     ],
 )
@@ -169,6 +190,17 @@ def test_what_is_refused(given, message, unchecked):
     q = inputs()[0].reshape(3, 7, HEADS, -1)
     with pytest.raises(ValueError, match=message):
         ea.flax.attention_fn()(q, q, q, **given)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias"])
+def test_imaginary_parts_are_refused(name, dtype, unchecked):
+    """A complex array of which the real part is attended."""
+    x = inputs()[0].reshape(3, 7, HEADS, -1)
+    given = {"query": x, "key": x, "value": x, "bias": jnp.ones((1, 1, 7, 7))}
+    given[name] = given[name] + 1j
+    with pytest.raises(TypeError, match=f"{name}: wanted a float16, .* got complex64"):
+        ea.flax.attention_fn()(**given, dtype=dtype)
 
 
 def test_dropout_of_other_weights_is_refused():

@@ -141,6 +141,12 @@ def test_stacked_layers(name):
     close((out, found["energy"]), (x, jnp.stack(wanted)), tolerance=1e-5)
 
 
+def test_a_model_without_energies():
+    """An error that shows what runs in the model's place, and not the next step."""
+    with pytest.raises(ValueError, match=r"after replace_attention\(model\), got one with modules"):
+        ea.record(Model())(inputs())
+
+
 def test_what_a_call_stores():
     """An intermediate that is new to the model, which a recorded call cannot name or loses."""
 

@@ -94,6 +94,20 @@ def test_outputs_and_gradients(model):
     close(both(ours, inputs()), both(theirs, inputs()), tolerance=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_masks_of_numbers(model, dtype):
+    """Masks of ones and zeros, as notebooks make them, that are refused, or shown and hidden the other way round."""
+    shown = jnp.asarray(np.arange(S) < 4, dtype)
+
+    @eqx.filter_jit
+    def run(layers, mask):
+        return [layer(*inputs(), mask, key=jax.random.key(7)) for layer in layers]
+
+    layers = [f(model.blocks[0]) for f in (ea.replace_attention, lambda x: x)]
+    for shape in ((T, S), (ALL["num_heads"], T, S)):
+        close(*run(layers, jnp.broadcast_to(shown, shape)), tolerance=1e-12)
+
+
 def test_options_of_stacked_layers(model):
     """Arrays of options that a scan, or a map over layers, cuts along an axis that the layers alone have."""
     x, heads = normal(4, T, 8), np.arange(1, 3) / 4

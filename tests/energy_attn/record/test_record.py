@@ -581,7 +581,7 @@ LAYER = ea.FreeEnergy()
 BAD = {
     "ValueError function: wanted one that calls .*, got .*sin": lambda: ea.record(jnp.sin)(X),
     "TypeError function: wanted a function or a module, got int 3": lambda: ea.record(3),
-    "ValueError wanted energy, .*covariance, .*; got 'entropie'": lambda: ea.record(
+    "ValueError wanted energy, .* .did you mean 'entropy'.., got 'entropie'": lambda: ea.record(
         LAYER, "entropie"
     ),
     r"ValueError no arguments, got 'sample'; .*sample=lambda F": lambda: ea.record(LAYER, "sample"),
