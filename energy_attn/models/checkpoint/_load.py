@@ -1,7 +1,9 @@
 """Reads a decoder from a folder with Hugging Face's `config.json` and safetensors files."""
 
+import dataclasses
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from energy_attn.distributed.internal import Part, Tensor, files, safetensors
 from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
 from ...functional._progress import Progress, progress_of
-from ..decoder._config import AbstractModelConfig
+from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig
 from ..decoder._decoder import AbstractModel, Family
 from ..decoder._stored import Stored
 from . import _folder
@@ -28,6 +30,7 @@ from ._shard import along, shardings
 
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _LAYER = re.compile(r"\blayers?\.(\d+)\.")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN = 3  # names in an error
 
 
@@ -57,6 +60,7 @@ def load(
 
     config, family, stored_tensors = files.steady(folder, (WHOLE, INDEX, CONFIG), read)
     _check_layers(config, stored_tensors)
+    config = _with_own_head(config, stored_tensors)
     model = eqx.filter_eval_shape(family.build, config, key=jax.random.key(0))
     names, leaves = named(model)
     places = [config.stored(name, x.shape) for name, x in zip(names, leaves, strict=True)]
@@ -123,7 +127,8 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
         raise ValueError(f"directory: wanted {WHOLE} or {INDEX} in it, got {folder}")
     file_of, save = _folder.index(folder)
     headers = {
-        name: safetensors.header(_folder.inside(folder, name)) for name in set(file_of.values())
+        name: safetensors.header(_folder.inside(folder, name))
+        for name in sorted(set(file_of.values()))
     }
     for name, header in headers.items():
         other = _folder.identity_of(header.metadata)
@@ -134,7 +139,34 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
     for name, file in file_of.items():
         if name not in headers[file].tensors:
             raise ValueError(f"{name}: wanted it in {folder / file}, as {INDEX} says, got none")
-    return {name: headers[file].tensors[name] for name, file in file_of.items()}, save
+    found = {name: headers[file].tensors[name] for name, file in file_of.items()}
+    for header in headers.values():
+        for name, tensor in header.tensors.items():
+            other = found.setdefault(name, tensor)
+            if other is not tensor and not safetensors.equal(other, tensor):
+                raise ValueError(
+                    f"{name}: wanted one tensor of this name, got two that differ, in {other.file} and "
+                    f"{tensor.file}"
+                )
+    return found, save
+
+
+def _with_own_head(
+    config: AbstractModelConfig, stored: Mapping[str, Tensor]
+) -> AbstractModelConfig:
+    """The configuration without tied embeddings if the files have another head; transformers uses it, too."""
+    if not (isinstance(config, AbstractDecoderConfig) and config.tie_word_embeddings):
+        return config
+    both = [stored[name] for name in (_HEAD, _EMBEDDING) if name in stored]
+    if len(both) < 2 or safetensors.equal(*both):
+        return config
+    warnings.warn(
+        f"{both[0].file}: {_HEAD} differs from the embedding, so that it is the output projection, "
+        f"although tie_word_embeddings is true in {CONFIG}",
+        stacklevel=4,
+    )
+    own: Any = config
+    return dataclasses.replace(own, tie_word_embeddings=False)
 
 
 def _check_layers(config: AbstractModelConfig, stored: Mapping[str, Tensor]) -> None:
@@ -162,7 +194,9 @@ def _matching(
         for name in place.names
     }
     own = {name for place in places if place.dtype is not None for name in place.names}
-    unexpected = [name for name in stored if name not in shapes and not config.ignores(name)]
+    unexpected = [
+        name for name in stored if name not in shapes and not config.ignores(name, stored)
+    ]
     missing = [name for name in shapes if name not in stored]
     for expected, wrong in (
         ("all tensors of the model", missing),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,8 +112,9 @@ class EncoderConfig(AbstractModelConfig):
             name = re.sub(ours, theirs, name)
         return Stored((name,))
 
-    def ignores(self, name: str) -> bool:
-        """Whether a tensor of a checkpoint is none of the encoder's, and may be there."""
+    def ignores(self, name: str, names: Collection[str]) -> bool:
+        """Whether a tensor of a checkpoint with these `names` has no weight of the encoder, and may be there."""
+        del names
         return _IGNORED.fullmatch(name) is not None
 
 

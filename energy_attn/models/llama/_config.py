@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -339,15 +339,19 @@ class LlamaConfig(AbstractDecoderConfig):
         """Where a checkpoint has the weight of this name and shape."""
         return VARIANTS[self.model_type].stored(self, name, shape)
 
-    def ignores(self, name: str) -> bool:
-        """Whether a tensor of a checkpoint is none of the decoder's, and may be there.
+    def ignores(self, name: str, names: Collection[str]) -> bool:
+        """Whether a tensor of a checkpoint with these `names` has no weight of the decoder, and may be there.
 
-        So are rotary frequencies, the head of tied embeddings, and layers behind the last one, which draft.
+        Rotary frequencies, a copy of the embedding, and layers behind the last one that draft tokens may be.
         """
-        head = self.tie_word_embeddings and name == "lm_head.weight"
-        drafts = VARIANTS[self.model_type].has_drafting_layers and _LAYER.match(name)
-        behind = drafts and int(drafts[1]) >= self.num_hidden_layers
-        return bool(head or behind or name.endswith(".rotary_emb.inv_freq"))
+        is_head = self.tie_word_embeddings and name == "lm_head.weight"
+        if is_head or name.endswith(".rotary_emb.inv_freq"):
+            return True
+        layer = _LAYER.match(name)
+        if layer is None or int(layer[1]) < self.num_hidden_layers:
+            return False
+        drafts = VARIANTS[self.model_type].has_drafting_layers
+        return drafts and f"{layer[0]}eh_proj.weight" in names
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

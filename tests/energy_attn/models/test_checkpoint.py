@@ -50,6 +50,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def shapes():
@@ -265,11 +267,12 @@ def test_float64_without_64_bits(tmp_path, user_settings):
 
 
 def test_several_files(tmp_path):
-    """Files by an index; old frequencies and a tied head are ignored, as by Hugging Face."""
+    """Files by an index; old frequencies and a copy of the embedding are ignored, as by Hugging Face."""
     tensors = arrays()
     write(tmp_path, tensors)
     (tmp_path / WHOLE).unlink()
-    head = tensors.pop("lm_head.weight")
+    del tensors[HEAD]
+    head = tensors[EMBED]
     old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(3) for i in range(2)}
     where = {}
     for i, name in enumerate({**tensors, **old, "lm_head.weight": head}):
@@ -285,6 +288,34 @@ def test_several_files(tmp_path):
     assert_same(model, tensors)
 
 
+@pytest.mark.parametrize("changed", [0, 23])
+def test_head_unlike_the_embedding(changed, tmp_path, monkeypatch):
+    """A fine-tuned head beside `tie_word_embeddings: true` that is dropped: transformers uses it."""
+    # bytes: 3 rows of 16
+    monkeypatch.setattr("energy_attn.distributed.runtime._safetensors._PIECE", 200)
+    tensors = arrays()
+    tensors[HEAD] = tensors[EMBED].copy()
+    tensors[HEAD][changed] += 1
+    said = SAID | {"tie_word_embeddings": True}
+    with pytest.warns(UserWarning, match=f"{WHOLE}: lm_head.weight .* tie_word_embeddings"):
+        model = Llama.load(write(tmp_path, tensors, said))
+    assert model.config == dataclasses.replace(CONFIG, rope_scaling=None)
+    assert_same(model, tensors)
+    model.save(tmp_path)
+    assert_same(Llama.load(tmp_path), tensors)
+
+
+def test_copy_of_the_embedding_in_another_dtype(tmp_path):
+    """Equal numbers that are taken for a head of its own."""
+    tensors = arrays()
+    tensors[EMBED] = tensors[EMBED].astype(np.float16)
+    tensors[HEAD] = tensors[EMBED].astype(np.float32)
+    model = Llama.load(
+        write(tmp_path, tensors, SAID | {"tie_word_embeddings": True}), dtype=np.float32
+    )
+    assert model.lm_head is None
+
+
 def test_links_of_a_cache(tmp_path):
     """Hugging Face's cache: a snapshot of links to blobs beside it."""
     tensors, blobs = arrays(), tmp_path / "hub" / "blobs"
@@ -297,8 +328,6 @@ def test_links_of_a_cache(tmp_path):
     assert_same(Llama.load(snapshot), tensors)
 
 
-NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
-HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 ONES = np.ones((16, 24), np.float32)
 
 
@@ -342,6 +371,19 @@ def by_index(file, name=NORM):
         where = dict.fromkeys(arrays(), "all.safetensors")
         where[name] = file
         (folder / INDEX).write_text(json.dumps({"weight_map": where} if file else []))
+
+    return make
+
+
+def beside_the_index(name, value):
+    """One with a tensor of this name in a file of its own, which the index names for another tensor."""
+
+    def make(folder):
+        by_index("all.safetensors")(folder)
+        save_file({name: value, "lm_head.rotary_emb.inv_freq": value}, folder / "b.safetensors")
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"]["lm_head.rotary_emb.inv_freq"] = "b.safetensors"
+        (folder / INDEX).write_text(json.dumps(index))
 
     return make
 
@@ -405,6 +447,12 @@ BAD_FOLDERS = {
     "directory: .* inside .*, got str '../all.safetensors'": by_index("../all.safetensors"),
     "directory: wanted files inside .*, got str '/etc/passwd'": by_index("/etc/passwd"),
     "gone.safetensors: wanted a safetensors file, got .*No such file": by_index("gone.safetensors"),
+    "directory: wanted no other tensors, got it with model.other, in .*b.saf": beside_the_index(
+        "model.other", ONES
+    ),
+    f"{NORM}: wanted one tensor of this name, got two .*all.safeten.*b.safe": beside_the_index(
+        NORM, ONES[:, 0]
+    ),
     "model.other: wanted it in .*all.safetensors, as": by_index("all.safetensors", "model.other"),
     r"directory: wanted files inside .*, got str 'a.*x00b'": by_index("a\0b"),
     r"directory: wanted files inside .*, got str 'a{50,60}[.]{3}, which": by_index("a" * 5000),

@@ -380,6 +380,32 @@ def test_damaged_four_bits(said, in_four_bits):
         load(in_four_bits, progress=False)
 
 
+def test_four_bits_beside_the_weight(in_four_bits):
+    """A weight that is dropped for blocks of the same name."""
+    name = "model.layers.0.mlp.experts.down_proj"
+    packed(in_four_bits, lambda tensors: {**tensors, name: np.zeros((4, 32, 64), np.float32)})
+    with pytest.raises(ValueError, match=rf"{name}: wanted a weight or .*_blocks .* got both"):
+        load(in_four_bits, progress=False)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_layers_behind_the_last(drafts, tmp_path):
+    """Layers that draft tokens are left out; a layer of the decoder is not."""
+    build(DEEPSEEK, jnp.float32).save(tmp_path)
+    file, path = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors, entries = load_file(file), json.loads(path.read_text())
+    if drafts:
+        tensors["model.layers.1.eh_proj.weight"] = np.zeros((24, 48), np.float32)
+    save_file(tensors, file)
+    del entries["energy_attn_save"]
+    path.write_text(json.dumps(entries | {"num_hidden_layers": 1}))
+    if drafts:
+        assert len(load(tmp_path, progress=False).layers) == 1
+    else:
+        with pytest.raises(ValueError, match="wanted no other tensors, got it with model.layers.1"):
+            load(tmp_path, progress=False)
+
+
 LONG = LongRope((1.0, 1.5, 2.0, 1.0), (3.0, 5.0, 9.0, 2.0), 20, factor=4.0)
 
 
