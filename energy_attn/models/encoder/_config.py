@@ -42,8 +42,13 @@ _ONLY: Mapping[str, Any] = {
     "position_embedding_type": "absolute",
     "is_decoder": False,
 }
-# Fields of training, and of how others lay out their work.
-_OF_NO_EFFECT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+# Fields of training, of the pooler, of heads, and of how others lay out their work.
+_OF_NO_EFFECT = (
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
+    *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+    *("pooler_size_per_head", "pooler_type", "directionality"),
+    *("tie_word_embeddings", "eos_token_id"),
+)
 
 
 @dataclass(frozen=True)

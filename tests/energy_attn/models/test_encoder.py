@@ -125,6 +125,41 @@ def test_files(model, tmp_path):
             load(tmp_path, progress=False)
 
 
+# Fields that transformers 5 writes beside sizes, and those of the first files of the family.
+WRITTEN = """{
+"add_cross_attention": false, "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1,
+"bos_token_id": null, "classifier_dropout": null, "dtype": "float32", "eos_token_id": null, "hidden_dropout_prob": 0.1,
+"initializer_range": 0.02, "pad_token_id": 0, "tie_word_embeddings": true, "transformers_version": "5.24.0",
+"use_cache": true, "directionality": "bidi", "pooler_fc_size": 768, "pooler_num_attention_heads": 12,
+"pooler_num_fc_layers": 3, "pooler_size_per_head": 128, "pooler_type": "first_token_transform"
+}"""
+
+
+def test_fields_of_no_effect(model, tmp_path):
+    """A BERT as transformers writes it, which is refused for fields that no hidden state depends on."""
+    model.save(tmp_path)
+    path = tmp_path / "config.json"
+    entries = json.loads(path.read_text())
+    for more in (json.loads(WRITTEN), {"tie_word_embeddings": False, "eos_token_id": 3}):
+        path.write_text(json.dumps(entries | more))
+        assert load(tmp_path, progress=False).config == CONFIG
+
+
+@pytest.mark.full
+def test_what_transformers_writes(tmp_path):
+    """A folder of `save_pretrained`, which is refused or computed otherwise."""
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    torch.manual_seed(0)
+    sizes = {x: getattr(CONFIG, x) for x in ("vocab_size", "hidden_size", "num_attention_heads")}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=2, intermediate_size=36)
+    peer = transformers.BertModel(config).eval()
+    peer.save_pretrained(tmp_path)
+    with torch.no_grad():
+        want = peer(torch.tensor(np.asarray(TOKENS))).last_hidden_state.numpy()
+    found = load(tmp_path, progress=False)(TOKENS).hidden
+    np.testing.assert_allclose(found, want, rtol=0, atol=2e-5)
+
+
 def test_too_many_tokens(model):
     """Positions without an embedding, which an index would clip to the last one."""
     with pytest.raises(ValueError, match="tokens: wanted at most the 32 positions .* got 33"):
