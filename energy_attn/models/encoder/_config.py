@@ -12,7 +12,7 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ..checkpoint._fields import check_fields
+from ..checkpoint._fields import check_activation, check_fields
 from ..decoder._config import AbstractModelConfig
 from ..decoder._stored import Stored
 
@@ -36,9 +36,9 @@ _RENAMED = (
 )
 # What a checkpoint has and hidden states do not depend on.
 _IGNORED = re.compile(r"pooler\.dense\.(weight|bias)|embeddings\.position_ids")
+_ACTIVATION = "gelu"
 # Fields with the only value that is computed.
 _ONLY: Mapping[str, Any] = {
-    "hidden_act": "gelu",
     "position_embedding_type": "absolute",
     "is_decoder": False,
 }
@@ -108,7 +108,13 @@ class EncoderConfig(AbstractModelConfig):
     def to_json(self) -> dict[str, Any]:
         """The fields of a `config.json` that transformers reads."""
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {"architectures": ["BertModel"], "model_type": "bert", **_ONLY, **sizes}
+        return {
+            "architectures": ["BertModel"],
+            "model_type": "bert",
+            "hidden_act": _ACTIVATION,
+            **_ONLY,
+            **sizes,
+        }
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
         """Where a checkpoint has the weight of this name and shape."""
@@ -128,9 +134,10 @@ def read_config(entries: Mapping[str, Any]) -> EncoderConfig:
 
     Raises `TypeError` or `ValueError` for what an encoder does not compute.
     """
+    check_activation("hidden_act", entries, _ACTIVATION)
     for name, only in _ONLY.items():
         if entries.get(name, only) != only:
             raise ValueError(f"{name}: wanted {only!r}, got {received(entries[name])}")
     names = {field.name for field in dataclasses.fields(EncoderConfig)}
-    check_fields(entries, {*names, *_ONLY, *_OF_NO_EFFECT, "model_type"})
+    check_fields(entries, {*names, *_ONLY, *_OF_NO_EFFECT, "hidden_act", "model_type"})
     return EncoderConfig(**{name: x for name, x in entries.items() if name in names})

@@ -50,6 +50,13 @@ def _read(
     }
 
 
+def _read_third(values: Mapping[str, Any]) -> dict[str, Any]:
+    cap = values.get("attn_logit_softcapping")
+    if cap is not None:  # transformers has the field, and no cap
+        raise ValueError(f"attn_logit_softcapping: wanted null in this family, got {received(cap)}")
+    return _read(values, (None, None), 6)
+
+
 def _write(values: Mapping[str, Any]) -> dict[str, Any]:
     names = *_CAPS, "attention_bias", "query_pre_attn_scalar", "sliding_window"
     types = values["layer_types"] or [SLIDING] * values["num_hidden_layers"]
@@ -77,6 +84,6 @@ GEMMA3 = Variant(
     },
     fixed={**_FIXED, "qk_norm": True},
     fields=_FIELDS,
-    read=lambda values: _read(values, (None, None), 6),
+    read=_read_third,
     write=_write,
 )

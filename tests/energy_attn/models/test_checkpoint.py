@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import make_mesh
-from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, shard
+from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, YarnRope, shard
 from tests.support.compare import same
 from tests.support.complaints import refused
 from tests.support.disk import Killed, contents, failing, meanwhile
@@ -116,6 +116,17 @@ ROPES = {  # the rotary embedding as config.json says it: theta, and how positio
     '"rope_theta": 100, "rope_scaling": {"type": "linear", "factor": 4.0}': (100, LinearRope(4.0)),
     """"max_position_embeddings": 64, "rope_scaling": {"rope_type": "llama3", "factor": 2.0,
     "low_freq_factor": 1.0, "high_freq_factor": 2.0}""": (1e4, Llama3Rope(2.0, 1.0, 2.0, 64)),
+    '"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 5e5}': (
+        5e5,
+        LinearRope(2),
+    ),
+    '"rope_scaling": {"rope_type": null, "type": "linear", "factor": 2}': (1e4, LinearRope(2)),
+    '"hidden_act": "swish", "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}': (
+        1e4,
+        None,
+    ),
+    """"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 16,
+    "attn_factor": 1.0, "extrapolation_factor": 1}""": (1e4, YarnRope(2, 16)),
 }
 
 
@@ -180,6 +191,22 @@ BAD_CONFIGS = {
     "ValueError rope_type: .*'linear', 'llama3', 'yarn', .*, got str 'ntk'": {
         "rope_scaling": {"rope_type": "ntk"} | TWICE
     },
+    "ValueError rope_theta: wanted one value in .*, got float 500000.0 and float 10000.0": {
+        "rope_theta": 1e4,
+        "rope_parameters": {"rope_theta": 5e5},
+    },
+    "ValueError rope_type: wanted one value in .*, got str 'linear' and str 'default'": {
+        "rope_scaling": LINEAR | TWICE,
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    },
+    "ValueError attn_factor: wanted only": {
+        "rope_scaling": {"rope_type": "yarn", "attn_factor": 2.0} | TWICE
+    },
+    r"TypeError rope_type: wanted a string in rope_scaling, got list \[1\]": {
+        "rope_scaling": {"rope_type": [1]}
+    },
+    r"TypeError rope_parameters: wanted a JSON object, got list \[1\]": {"rope_parameters": [1]},
+    r"ValueError hidden_act: wanted 'silu', got list \[1\]": {"hidden_act": [1]},
     "ValueError rope_scaling: wanted its factor, got dict .*'dynamic'": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}
     },

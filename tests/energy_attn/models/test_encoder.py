@@ -140,7 +140,11 @@ def test_fields_of_no_effect(model, tmp_path):
     model.save(tmp_path)
     path = tmp_path / "config.json"
     entries = json.loads(path.read_text())
-    for more in (json.loads(WRITTEN), {"tie_word_embeddings": False, "eos_token_id": 3}):
+    for more in (
+        json.loads(WRITTEN),
+        {"hidden_act": "gelu_python"},
+        {"tie_word_embeddings": False, "eos_token_id": 3},
+    ):
         path.write_text(json.dumps(entries | more))
         assert load(tmp_path, progress=False).config == CONFIG
 

@@ -151,6 +151,25 @@ REFUSED = {
     "gemma3_text rope_type: wanted 'default' in": {
         "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}
     },
+    "gemma3_text rope_type: wanted 'default' in 'sliding_attention', got 'linear'": {
+        "rope_parameters": {"sliding_attention": {"type": "linear", "factor": 2.0}}
+    },
+    "gemma3_text rope_type: wanted 'default' in .*, partial_rotary_factor 0.5": {
+        "rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}
+    },
+    "gemma3_text rope_theta: wanted only": {
+        "rope_parameters": {"full_attention": {}, "rope_theta": 1e4}
+    },
+    "gemma3_text rope_theta: wanted one value in .*, got float 300.0 and float 10000.0": {
+        "rope_parameters": {"sliding_attention": {"rope_theta": 300.0}},
+        "rope_local_base_freq": 1e4,
+    },
+    "gemma3_text full_attention: wanted a JSON object, got list": {
+        "rope_parameters": {"full_attention": [1]}
+    },
+    "gemma3_text attn_logit_softcapping: wanted null in this family, got float 50.0": {
+        "attn_logit_softcapping": 50.0
+    },
     "qwen2 hidden_act: wanted 'silu', got str 'gelu'": {"hidden_act": "gelu"},
     "llama rope_scaling: wanted its factor": {"rope_scaling": {"rope_type": "yarn"}},
     "llama long_factor: wanted only": {
