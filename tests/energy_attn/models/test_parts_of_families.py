@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -227,6 +228,38 @@ def test_text_over_devices(drafter):
         parallel = SequenceParallel("sequence", heads="tensor")
         found = generate(shard(model, mesh), prompts, 12, drafter=drafter, parallel=parallel)
     np.testing.assert_array_equal(np.asarray(found.tokens), want)
+
+
+@pytest.mark.parametrize("config", [GPT_OSS, DEEPSEEK], ids=["softmax", "groups"])
+def test_symbolic_sizes(config, unchecked):
+    """A program for any batch and number of tokens: fewer rows than a tile, and several tiles for an expert."""
+    model = build(config)
+    b, t = jax.export.symbolic_shape("b, t")
+    read = jax.jit(lambda tokens: model(tokens).logits)
+    program = jax.export.export(read)(jax.ShapeDtypeStruct((b, t), jnp.int32))
+    for shape in ((1, 2), (3, 70)):
+        tokens = array(np.random.default_rng(8).integers(0, 40, shape), jnp.int32)
+        close(program.call(tokens), read(tokens))
+
+
+def test_cache_in_an_exported_program(unchecked):
+    """A prompt and a step of any number of rows, in caches of arrays."""
+    model = build(GPT_OSS)
+    arrays, tree = jax.tree.flatten(model.empty_cache(2, 8))
+    (b,) = jax.export.symbolic_shape("b")
+    like = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in arrays]
+    tokens = array(np.random.default_rng(8).integers(0, 40, (2, 6)), jnp.int32)
+
+    @jax.jit
+    def read(tokens, arrays):
+        out = model.prefill(tokens[:, :5], tree.unflatten(arrays))
+        out = model(tokens[:, 5:], cache=out.cache)
+        return out.logits, jax.tree.leaves(out.cache)
+
+    program = jax.export.export(read)(jax.ShapeDtypeStruct((b, 6), jnp.int32), like)
+    assert "callback" not in program.mlir_module()
+    found, _ = program.call(tokens, arrays)
+    close(found, jax.jit(lambda tokens: model(tokens).logits[:, 5:])(tokens))
 
 
 def test_experts_that_no_axis_divides():
