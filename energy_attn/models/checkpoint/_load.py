@@ -59,7 +59,7 @@ def load(
         return with_end_tokens(config, folder), family, unpacked(tensors)
 
     config, family, stored_tensors = files.steady(folder, (WHOLE, INDEX, CONFIG), read)
-    _check_layers(config, stored_tensors)
+    _check_layers(folder, config, stored_tensors)
     config = _with_own_head(config, stored_tensors)
     model = eqx.filter_eval_shape(family.build, config, key=jax.random.key(0))
     names, leaves = named(model)
@@ -169,14 +169,45 @@ def _with_own_head(
     return dataclasses.replace(own, tie_word_embeddings=False)
 
 
-def _check_layers(config: AbstractModelConfig, stored: Mapping[str, Tensor]) -> None:
+def _check_layers(folder: Path, config: AbstractModelConfig, stored: Mapping[str, Tensor]) -> None:
     """Raises `ValueError` for more layers than the files have, before the model is built."""
     layers = {match[1] for name in stored if (match := _LAYER.search(name))}
+    if not layers:
+        raise ValueError(
+            f"directory: wanted tensors of {config.num_hidden_layers} layers, got "
+            f"{_listed(list(stored)) or 'no tensors'}, in {folder}{_not_read(folder)}"
+        )
     if config.num_hidden_layers > len(layers):
         raise ValueError(
             f"num_hidden_layers: wanted at most the {len(layers)} layers whose tensors are in the "
-            f"files, got {config.num_hidden_layers} in {CONFIG}"
+            f"files, got {config.num_hidden_layers} in {CONFIG}{_not_read(folder)}"
         )
+
+
+def _not_read(folder: Path) -> str:
+    """The end of an error about missing tensors, where the folder has an index that is not read."""
+    both = all(os.path.lexists(folder / name) for name in (WHOLE, INDEX))
+    return f": {INDEX} is not read beside {WHOLE}" if both else ""
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _check_prefix(missing: list[str], stored: Mapping[str, Tensor]) -> None:
+    """Raises `ValueError` if a missing tensor is there under a longer or a shorter name."""
+    for name in missing[:_SHOWN]:
+        for other, tensor in stored.items():
+            if other.endswith(f".{name}"):
+                said = f"names in the file begin with {other.removesuffix(name)!r}"
+            elif name.endswith(f".{other}"):
+                said = f"names without {name.removesuffix(other)!r}"
+            else:
+                continue
+            raise ValueError(
+                f"directory: wanted names such as {name}, got {other}, in {tensor.file}: {said}"
+            )
 
 
 def _matching(
@@ -198,17 +229,16 @@ def _matching(
         name for name in stored if name not in shapes and not config.ignores(name, stored)
     ]
     missing = [name for name in shapes if name not in stored]
+    _check_prefix(missing, stored)
     for expected, wrong in (
         ("all tensors of the model", missing),
         ("no other tensors", unexpected),
     ):
         if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             preposition = "without" if wrong is missing else "with"
-            place = folder if wrong is missing else stored[wrong[0]].file
+            place = f"{folder}{_not_read(folder)}" if wrong is missing else stored[wrong[0]].file
             raise ValueError(
-                f"directory: wanted {expected}, got it {preposition} {', '.join(wrong[:_SHOWN])}{more}, "
-                f"in {place}"
+                f"directory: wanted {expected}, got it {preposition} {_listed(wrong)}, in {place}"
             )
     first = next(name for name in shapes if name not in own)
     for name, shape in shapes.items():

@@ -415,6 +415,26 @@ def beside_the_index(name, value):
     return make
 
 
+def partial(count):
+    """A file of some weights, which is read, beside an index of all."""
+
+    def make(folder):
+        by_index("all.safetensors")(folder)
+        names = sorted(arrays(), key=lambda name: name != NORM)[:count]
+        save_file({name: arrays()[name] for name in names}, folder / WHOLE)
+
+    return make
+
+
+def renamed(change):
+    """A checkpoint whose names have another prefix."""
+
+    def make(folder):
+        write(folder, {change(name): x for name, x in arrays().items()})
+
+    return make
+
+
 def shorter(file):
     file.write_bytes(file.read_bytes()[:-5])
 
@@ -479,6 +499,18 @@ BAD_FOLDERS = {
     ),
     f"{NORM}: wanted one tensor of this name, got two .*all.safeten.*b.safe": beside_the_index(
         NORM, ONES[:, 0]
+    ),
+    f"directory: wanted tensors of 2 layers, got {NORM}, in .*: {INDEX} is not read": partial(1),
+    f"num_hidden_layers: wanted at most the 1 layers .*: {INDEX} is not read beside": partial(13),
+    f"directory: wanted all .*, got it without .*: {INDEX} is not read beside {WHOLE}": partial(25),
+    f"directory: .* {EMBED}, got embed_tokens.weight.*: names without 'model.'": renamed(
+        lambda name: name.removeprefix("model.")
+    ),
+    f"directory: .* {EMBED}, got base_model.model.model.em.*: .* begin with 'base_model.model.'": (
+        renamed(lambda name: f"base_model.model.{name}")
+    ),
+    f"directory: wanted names such as .*{EMBED}, got language_model.model.em": renamed(
+        lambda name: f"language_model.{name}"
     ),
     "model.other: wanted it in .*all.safetensors, as": by_index("all.safetensors", "model.other"),
     r"directory: wanted files inside .*, got str 'a.*x00b'": by_index("a\0b"),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, make_mesh
@@ -162,6 +163,15 @@ def test_what_transformers_writes(tmp_path):
         want = peer(torch.tensor(np.asarray(TOKENS))).last_hidden_state.numpy()
     found = load(tmp_path, progress=False)(TOKENS).hidden
     np.testing.assert_allclose(found, want, rtol=0, atol=2e-5)
+
+
+def test_names_with_a_prefix(model, tmp_path):
+    """A BERT with a head, whose names are all of them missing."""
+    model.save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({f"bert.{name}": x for name, x in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match="embeddings.weight, got bert.emb.* begin with 'bert.'"):
+        load(tmp_path, progress=False)
 
 
 def test_too_many_tokens(model):
