@@ -96,9 +96,10 @@ def check_fields(entries: Mapping[str, Any], read: Collection[str]) -> None:
         if not (name in read or name in _OF_NO_EFFECT or _is_llama(name, value))
     }
     if unknown:
+        first, more = list(unknown)[:3], ", ..." if len(unknown) > 3 else ""
         raise ValueError(
-            f"{', '.join(unknown)}: wanted only fields and values that its family has, got {unknown}; "
-            "delete from the file what changes nothing"
+            f"{', '.join(first)}{more}: wanted only fields and values that its family has, got "
+            f"{received(unknown)}; delete from the file what changes nothing"
         )
 
 

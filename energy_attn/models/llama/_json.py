@@ -19,7 +19,7 @@ _SHARED = (
 )
 _OTHERS = (
     *("model_type", "hidden_act", "hidden_activation", "quantization_config"),
-    *("rope_scaling", "rope_parameters", "rope_local_base_freq"),
+    *("rope_scaling", "rope_parameters"),
 )
 _PART = "partial_rotary_factor"
 # Of a file without them, whatever its family.
@@ -38,7 +38,9 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
         check_activation(name, entries, variant.activation)
     _check_quantization(entries.get("quantization_config"), variant.quantized)
     rope, local = read_rope(entries, variant)
-    check_fields(entries, {*_SHARED, *_OTHERS, _PART, "eos_token_id", *variant.fields})
+    local_name = () if variant.local_theta is None else ("rope_local_base_freq",)
+    read = *_SHARED, *_OTHERS, _PART, "eos_token_id", *variant.fields, *local_name
+    check_fields(entries, read)
     fields = {**variant.defaults, **{x: entries[x] for x in _SHARED if entries.get(x) is not None}}
     if "rope_theta" in rope:
         fields["rope_theta"] = rope["rope_theta"]

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from energy_attn.kernels.internal import received
+from energy_attn.kernels.internal import check_size, received
 
+from ..checkpoint._config import renaming
 from ..checkpoint._fields import check_fields
 from ..families._variant import FULL, SLIDING, Variant, as_tuple
 from ._scaling import AbstractRope, LinearRope, Llama3Rope, YarnRope
@@ -138,8 +139,10 @@ def read_scaling(
         values[_LIMIT] = context
     if kind == "longrope":
         lists = {name: as_tuple(name, values[name]) for name in _NEEDED[kind]}
-        values = {"factor": context / values[_CONTEXT], **values, **lists}
-    return _KINDS[kind](**values)
+        original = check_size(_CONTEXT, values[_CONTEXT], 1)
+        values = {"factor": context / original, **values, **lists}
+    with renaming(_THEIRS):
+        return _KINDS[kind](**values)
 
 
 def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:

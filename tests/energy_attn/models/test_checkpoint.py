@@ -176,7 +176,7 @@ def test_what_changes_nothing_is_taken(tmp_path):
 LINEAR, TWICE = {"rope_type": "linear"}, {"factor": 2.0}
 HALF = {"partial_rotary_factor": 0.5}
 BAD_CONFIGS = {
-    r"ValueError window, no_rope_layers: .*got \{'sliding_window': 4, 'no_rope_layers'": {
+    r"ValueError window, no_rope_layers: .*got dict \{'sliding_window': 4, 'no_rope_layers'": {
         **{"sliding_window": 4, "no_rope_layers": [1, 0]}
     },
     "ValueError layer_types: .*, got .*delete": {"layer_types": ["sliding_attention", "full"]},
