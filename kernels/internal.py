@@ -17,6 +17,7 @@ from ._checks import check_integral as check_integral
 from ._checks import check_key as check_key
 from ._checks import check_names as check_names
 from ._checks import check_shape as check_shape
+from ._checks import check_size as check_size
 from ._checks import received as received
 from ._lazy import lazy as lazy
 from ._private import private_names as private_names
@@ -107,6 +108,7 @@ from .dispatch._registry import reproducible_kernels as reproducible_kernels
 from .dispatch._registry import tried as tried
 from .dispatch._tile_program import computed as computed
 from .dispatch._tile_program import evaluated as evaluated
+from .dispatch._unless_exported import unless_exported as unless_exported
 from .masks._structure import window_structure as window_structure
 from .masks._visibility import may_meet as may_meet
 from .pallas.gpu._sizes import KernelKind as KernelKind

@@ -89,9 +89,9 @@ class AbstractTokens(eqx.Module):
                 beside its window; another number of devices than it was made for, or no mesh.
             RuntimeError: (Equinox's, when it runs, on CPUs and outside of `jax.jit`) a row has no room
                 for its tokens; none of them is then written, nor anything overwritten. In programs for
-                GPUs and TPUs, where each step would wait for the host, and with `EQX_ON_ERROR=off`, the
-                newest token of such a row becomes NaN instead, and so does whatever is asked of it
-                from then on.
+                GPUs and TPUs, where each step would wait for the host, in those of `jax.export`, and with
+                `EQX_ON_ERROR=off`, the newest token of such a row becomes NaN instead, and so does
+                whatever is asked of it from then on.
         """
         room = self.capacity - (self.window or 0)
         tokens = check_new(key, value, self.dtype, self.key.shape, self.value.shape, room)

@@ -15,7 +15,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import AbstractLinearMap, linear_call, vary_together
+from energy_attn.kernels.internal import (
+    AbstractLinearMap,
+    linear_call,
+    unless_exported,
+    vary_together,
+)
 
 from ..methods._arguments import Axes
 from ..methods._parallel import SequenceParallel
@@ -233,7 +238,8 @@ def fitting(
     A row is at fault if it has no room for `counts` more tokens, or if they are not from 0 to
     `tokens`. `starts` is None for a ring buffer, which always has room. Raises, when it runs, Equinox's RuntimeError:
     on CPUs, and on all platforms outside of `jax.jit`. In programs for accelerators an error is a callback, for which
-    every step would wait, and which neither runs ahead of time nor is captured in a graph.
+    every step would wait, and which neither runs ahead of time nor is captured in a graph. JAX does not serialise a
+    program with one, so that exported programs have none.
     """
     traced = any(isinstance(x, jax.core.Tracer) for x in (starts, lengths, counts))
     return _fitting(sharding, capacity, not traced, starts, lengths, counts, tokens)
@@ -254,14 +260,12 @@ def _fitting(
         valid = (counts >= 0) & (counts <= tokens)
         fits = valid if starts is None else valid & (lengths + counts - starts <= capacity)
 
-        def raising(counts: Array) -> Array:
-            message = jnp.where(valid.all(), 1, 0)
-            return eqx.branched_error_if(counts, ~fits, message, _ERRORS)
-
+        given = counts, valid, fits
         if raises:
-            counts = raising(counts)
+            counts = _raising(*given)
         else:
-            counts = lax.platform_dependent(counts, cpu=raising, default=lambda counts: counts)
+            raising = functools.partial(unless_exported, _raising)
+            counts = lax.platform_dependent(*given, cpu=raising, default=lambda x, *_: x)
         return jnp.where(fits, counts, -1)
 
     if sharding is None:
@@ -279,6 +283,11 @@ def _fitting(
     return check(
         *reshard_explicit(sharding.mesh, sharding.axes, (starts, lengths, counts), sharding.rows)
     )
+
+
+def _raising(counts: Array, valid: Array, fits: Array) -> Array:
+    message = jnp.where(valid.all(), 1, 0)
+    return eqx.branched_error_if(counts, ~fits, message, _ERRORS)
 
 
 def positions_from(first: Array, counts: Array, tokens: int) -> Array:

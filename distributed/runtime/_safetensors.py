@@ -93,6 +93,20 @@ def _read(tensor: Tensor, part: Part, dtype: np.dtype) -> np.ndarray:
     return out
 
 
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape and numbers; compares `_PIECE` bytes or one row at a time."""
+    if one.shape != other.shape or not one.shape or one.dtype is None or other.dtype is None:
+        return False
+    dtype = one.dtype if one.dtype == other.dtype else np.dtype(np.float64)
+    rows, *width = one.shape
+    step = max(1, _PIECE // max(1, math.prod(width) * dtype.itemsize))
+    for start in range(0, rows, step):
+        part = ((start, min(start + step, rows)), *((0, size) for size in width))
+        if not np.array_equal(_read(one, part, dtype), _read(other, part, dtype)):
+            return False
+    return True
+
+
 def write(
     file: Path,
     metadata: Mapping[str, str],

@@ -50,8 +50,8 @@ def rows_of_groups(
         )
 
     kind = jax.eval_shape(dot, x[:tile], weight[0])
-    out = jnp.zeros((len(x), *kind.shape[1:]), kind.dtype)
-    return over_groups(step, sizes, len(x), tile, out)
+    out = jnp.zeros((x.shape[0], *kind.shape[1:]), kind.dtype)
+    return over_groups(step, sizes, x.shape[0], tile, out)
 
 
 def sums_of_groups(

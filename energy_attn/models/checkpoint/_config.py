@@ -36,6 +36,16 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise type(error)(f"{path}: {error}") from error
 
 
+@contextlib.contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Puts a file's name of a field in the place of ours in front of a `TypeError` or `ValueError`."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        name, _, said = str(error).partition(":")
+        raise type(error)(f"{names.get(name, name)}:{said}") from error
+
+
 def family_of(entries: Mapping[str, Any], families: Mapping[str, Family]) -> Family:
     """The family that a `config.json` names; raises `ValueError` for one that is not known."""
     kind = entries.get("model_type")

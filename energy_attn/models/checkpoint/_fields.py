@@ -1,7 +1,9 @@
-"""The fields of a `config.json` that do not change what a model computes."""
+"""Checks of fields of a `config.json`: the activation, and those that change nothing."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from energy_attn.kernels.internal import received
 
 from ._folder import SAVE
 
@@ -59,12 +61,31 @@ _ELSEWHERE: Mapping[str, Any] = {
     "lm_head_bias": False,
     "full_attn_mod": 1,
     "interpolate_factor": 1,
+    # of YaRN's first code, which transformers does not read
+    "attn_factor": 1,
+    "extrapolation_factor": 1,
     "attention_bias": False,
     "mlp_bias": False,
     "use_sliding_window": False,
     "layer_types": "full_attention",
     "no_rope_layers": 1,
 }
+
+
+# transformers' other names of the same functions.
+_SAME = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+}
+
+
+def check_activation(name: str, entries: Mapping[str, Any], wanted: str) -> None:
+    """Raises `ValueError` for a field that names another activation than this one."""
+    given = entries.get(name, wanted)
+    if not isinstance(given, str) or _SAME.get(given, given) != wanted:
+        raise ValueError(f"{name}: wanted {wanted!r}, got {received(given)}")
 
 
 def check_fields(entries: Mapping[str, Any], read: Collection[str]) -> None:
@@ -75,9 +96,10 @@ def check_fields(entries: Mapping[str, Any], read: Collection[str]) -> None:
         if not (name in read or name in _OF_NO_EFFECT or _is_llama(name, value))
     }
     if unknown:
+        first, more = list(unknown)[:3], ", ..." if len(unknown) > 3 else ""
         raise ValueError(
-            f"{', '.join(unknown)}: wanted only fields and values that its family has, got {unknown}; "
-            "delete from the file what changes nothing"
+            f"{', '.join(first)}{more}: wanted only fields and values that its family has, got "
+            f"{received(unknown)}; delete from the file what changes nothing"
         )
 
 

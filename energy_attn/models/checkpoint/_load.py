@@ -1,7 +1,9 @@
 """Reads a decoder from a folder with Hugging Face's `config.json` and safetensors files."""
 
+import dataclasses
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from energy_attn.distributed.internal import Part, Tensor, files, safetensors
 from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
 from ...functional._progress import Progress, progress_of
-from ..decoder._config import AbstractModelConfig
+from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig
 from ..decoder._decoder import AbstractModel, Family
 from ..decoder._stored import Stored
 from . import _folder
@@ -28,6 +30,7 @@ from ._shard import along, shardings
 
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _LAYER = re.compile(r"\blayers?\.(\d+)\.")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN = 3  # names in an error
 
 
@@ -56,7 +59,8 @@ def load(
         return with_end_tokens(config, folder), family, unpacked(tensors)
 
     config, family, stored_tensors = files.steady(folder, (WHOLE, INDEX, CONFIG), read)
-    _check_layers(config, stored_tensors)
+    _check_layers(folder, config, stored_tensors)
+    config = _with_own_head(config, stored_tensors)
     model = eqx.filter_eval_shape(family.build, config, key=jax.random.key(0))
     names, leaves = named(model)
     places = [config.stored(name, x.shape) for name, x in zip(names, leaves, strict=True)]
@@ -123,7 +127,8 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
         raise ValueError(f"directory: wanted {WHOLE} or {INDEX} in it, got {folder}")
     file_of, save = _folder.index(folder)
     headers = {
-        name: safetensors.header(_folder.inside(folder, name)) for name in set(file_of.values())
+        name: safetensors.header(_folder.inside(folder, name))
+        for name in sorted(set(file_of.values()))
     }
     for name, header in headers.items():
         other = _folder.identity_of(header.metadata)
@@ -134,17 +139,75 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
     for name, file in file_of.items():
         if name not in headers[file].tensors:
             raise ValueError(f"{name}: wanted it in {folder / file}, as {INDEX} says, got none")
-    return {name: headers[file].tensors[name] for name, file in file_of.items()}, save
+    found = {name: headers[file].tensors[name] for name, file in file_of.items()}
+    for header in headers.values():
+        for name, tensor in header.tensors.items():
+            other = found.setdefault(name, tensor)
+            if other is not tensor and not safetensors.equal(other, tensor):
+                raise ValueError(
+                    f"{name}: wanted one tensor of this name, got two that differ, in {other.file} and "
+                    f"{tensor.file}"
+                )
+    return found, save
 
 
-def _check_layers(config: AbstractModelConfig, stored: Mapping[str, Tensor]) -> None:
+def _with_own_head(
+    config: AbstractModelConfig, stored: Mapping[str, Tensor]
+) -> AbstractModelConfig:
+    """The configuration without tied embeddings if the files have another head; transformers uses it, too."""
+    if not (isinstance(config, AbstractDecoderConfig) and config.tie_word_embeddings):
+        return config
+    both = [stored[name] for name in (_HEAD, _EMBEDDING) if name in stored]
+    if len(both) < 2 or safetensors.equal(*both):
+        return config
+    warnings.warn(
+        f"{both[0].file}: {_HEAD} differs from the embedding, so that it is the output projection, "
+        f"although tie_word_embeddings is true in {CONFIG}",
+        stacklevel=4,
+    )
+    own: Any = config
+    return dataclasses.replace(own, tie_word_embeddings=False)
+
+
+def _check_layers(folder: Path, config: AbstractModelConfig, stored: Mapping[str, Tensor]) -> None:
     """Raises `ValueError` for more layers than the files have, before the model is built."""
     layers = {match[1] for name in stored if (match := _LAYER.search(name))}
+    if not layers:
+        raise ValueError(
+            f"directory: wanted tensors of {config.num_hidden_layers} layers, got "
+            f"{_listed(list(stored)) or 'no tensors'}, in {folder}{_not_read(folder)}"
+        )
     if config.num_hidden_layers > len(layers):
         raise ValueError(
             f"num_hidden_layers: wanted at most the {len(layers)} layers whose tensors are in the "
-            f"files, got {config.num_hidden_layers} in {CONFIG}"
+            f"files, got {config.num_hidden_layers} in {CONFIG}{_not_read(folder)}"
         )
+
+
+def _not_read(folder: Path) -> str:
+    """The end of an error about missing tensors, where the folder has an index that is not read."""
+    both = all(os.path.lexists(folder / name) for name in (WHOLE, INDEX))
+    return f": {INDEX} is not read beside {WHOLE}" if both else ""
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _check_prefix(missing: list[str], stored: Mapping[str, Tensor]) -> None:
+    """Raises `ValueError` if a missing tensor is there under a longer or a shorter name."""
+    for name in missing[:_SHOWN]:
+        for other, tensor in stored.items():
+            if other.endswith(f".{name}"):
+                said = f"names in the file begin with {other.removesuffix(name)!r}"
+            elif name.endswith(f".{other}"):
+                said = f"names without {name.removesuffix(other)!r}"
+            else:
+                continue
+            raise ValueError(
+                f"directory: wanted names such as {name}, got {other}, in {tensor.file}: {said}"
+            )
 
 
 def _matching(
@@ -162,19 +225,20 @@ def _matching(
         for name in place.names
     }
     own = {name for place in places if place.dtype is not None for name in place.names}
-    unexpected = [name for name in stored if name not in shapes and not config.ignores(name)]
+    unexpected = [
+        name for name in stored if name not in shapes and not config.ignores(name, stored)
+    ]
     missing = [name for name in shapes if name not in stored]
+    _check_prefix(missing, stored)
     for expected, wrong in (
         ("all tensors of the model", missing),
         ("no other tensors", unexpected),
     ):
         if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             preposition = "without" if wrong is missing else "with"
-            place = folder if wrong is missing else stored[wrong[0]].file
+            place = f"{folder}{_not_read(folder)}" if wrong is missing else stored[wrong[0]].file
             raise ValueError(
-                f"directory: wanted {expected}, got it {preposition} {', '.join(wrong[:_SHOWN])}{more}, "
-                f"in {place}"
+                f"directory: wanted {expected}, got it {preposition} {_listed(wrong)}, in {place}"
             )
     first = next(name for name in shapes if name not in own)
     for name, shape in shapes.items():

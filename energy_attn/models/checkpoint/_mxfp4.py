@@ -24,6 +24,10 @@ def unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if name.endswith(_BLOCKS):
             whole = name.removesuffix(_BLOCKS)
+            if whole in tensors:
+                raise ValueError(
+                    f"{whole}: wanted a weight or its {_BLOCKS} and {_SCALES}, got both, in {tensor.file}"
+                )
             found[whole] = _weight(name, tensor, tensors.get(whole + _SCALES))
         elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in tensors):
             found[name] = tensor

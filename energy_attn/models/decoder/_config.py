@@ -1,6 +1,7 @@
 """The configurations of models of any family."""
 
 import abc
+from collections.abc import Collection
 from typing import Any
 
 from ._stored import Stored
@@ -28,8 +29,8 @@ class AbstractModelConfig(abc.ABC):
         """Where a checkpoint has the weight of this name and shape."""
 
     @abc.abstractmethod
-    def ignores(self, name: str) -> bool:
-        """Whether a tensor of a checkpoint is none of the model's, and may be there."""
+    def ignores(self, name: str, names: Collection[str]) -> bool:
+        """Whether a tensor of a checkpoint with these `names` has no weight of the model, and may be there."""
 
     @abc.abstractmethod
     def to_json(self) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def read_chunks(
     carry = model.embed_tokens(tokens[:, :1]), counts, cache
     if short:
         carry, _ = read(carry, tokens[:, :short])
-    chunks = tokens[:, short:].reshape(len(tokens), -1, size).swapaxes(0, 1)
+    chunks = tokens[:, short:].reshape(tokens.shape[0], -1, size).swapaxes(0, 1)
     if is_ragged:
         needed = -(-carry[1].max() // size)
         x, _, cache = lax.fori_loop(0, needed, lambda i, carry: read(carry, chunks[i])[0], carry)

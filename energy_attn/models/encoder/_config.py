@@ -2,17 +2,17 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from energy_attn.kernels.internal import (
     check_finite_number,
-    check_integer,
+    check_size,
     received,
 )
 
-from ..checkpoint._fields import check_fields
+from ..checkpoint._fields import check_activation, check_fields
 from ..decoder._config import AbstractModelConfig
 from ..decoder._stored import Stored
 
@@ -36,14 +36,19 @@ _RENAMED = (
 )
 # What a checkpoint has and hidden states do not depend on.
 _IGNORED = re.compile(r"pooler\.dense\.(weight|bias)|embeddings\.position_ids")
+_ACTIVATION = "gelu"
 # Fields with the only value that is computed.
 _ONLY: Mapping[str, Any] = {
-    "hidden_act": "gelu",
     "position_embedding_type": "absolute",
     "is_decoder": False,
 }
-# Fields of training, and of how others lay out their work.
-_OF_NO_EFFECT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+# Fields of training, of the pooler, of heads, and of how others lay out their work.
+_OF_NO_EFFECT = (
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
+    *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
+    *("pooler_size_per_head", "pooler_type", "directionality"),
+    *("tie_word_embeddings", "eos_token_id"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class EncoderConfig(AbstractModelConfig):
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            check_integer(name, getattr(self, name), 1)
+            check_size(name, getattr(self, name), 1)
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size: wanted a multiple of the {self.num_attention_heads} heads, "
@@ -103,7 +108,13 @@ class EncoderConfig(AbstractModelConfig):
     def to_json(self) -> dict[str, Any]:
         """The fields of a `config.json` that transformers reads."""
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {"architectures": ["BertModel"], "model_type": "bert", **_ONLY, **sizes}
+        return {
+            "architectures": ["BertModel"],
+            "model_type": "bert",
+            "hidden_act": _ACTIVATION,
+            **_ONLY,
+            **sizes,
+        }
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
         """Where a checkpoint has the weight of this name and shape."""
@@ -112,8 +123,9 @@ class EncoderConfig(AbstractModelConfig):
             name = re.sub(ours, theirs, name)
         return Stored((name,))
 
-    def ignores(self, name: str) -> bool:
-        """Whether a tensor of a checkpoint is none of the encoder's, and may be there."""
+    def ignores(self, name: str, names: Collection[str]) -> bool:
+        """Whether a tensor of a checkpoint with these `names` has no weight of the encoder, and may be there."""
+        del names
         return _IGNORED.fullmatch(name) is not None
 
 
@@ -122,9 +134,10 @@ def read_config(entries: Mapping[str, Any]) -> EncoderConfig:
 
     Raises `TypeError` or `ValueError` for what an encoder does not compute.
     """
+    check_activation("hidden_act", entries, _ACTIVATION)
     for name, only in _ONLY.items():
         if entries.get(name, only) != only:
             raise ValueError(f"{name}: wanted {only!r}, got {received(entries[name])}")
     names = {field.name for field in dataclasses.fields(EncoderConfig)}
-    check_fields(entries, {*names, *_ONLY, *_OF_NO_EFFECT, "model_type"})
+    check_fields(entries, {*names, *_ONLY, *_OF_NO_EFFECT, "hidden_act", "model_type"})
     return EncoderConfig(**{name: x for name, x in entries.items() if name in names})

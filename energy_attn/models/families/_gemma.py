@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from energy_attn.kernels.internal import check_integer, received
+from energy_attn.kernels.internal import check_size, received
 
 from ._variant import FULL, SLIDING, Variant, flags, read_list
 
@@ -36,7 +36,7 @@ def _read(
             f"use_bidirectional_attention: wanted false, got {received(values['use_bidirectional_attention'])}"
         )
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
-        pattern = check_integer(name, values.get(name, pattern), 1)
+        pattern = check_size(name, values.get(name, pattern), 1)
     types = read_list(values, "layer_types")
     if types is None:
         layers = range(1, values["num_hidden_layers"] + 1)
@@ -48,6 +48,13 @@ def _read(
         **{name: values.get(name, cap) for name, cap in zip(_CAPS, caps, strict=True)},
         **flags(values, "attention_bias"),
     }
+
+
+def _read_third(values: Mapping[str, Any]) -> dict[str, Any]:
+    cap = values.get("attn_logit_softcapping")
+    if cap is not None:  # transformers has the field, and no cap
+        raise ValueError(f"attn_logit_softcapping: wanted null in this family, got {received(cap)}")
+    return _read(values, (None, None), 6)
 
 
 def _write(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +84,6 @@ GEMMA3 = Variant(
     },
     fixed={**_FIXED, "qk_norm": True},
     fields=_FIELDS,
-    read=lambda values: _read(values, (None, None), 6),
+    read=_read_third,
     write=_write,
 )

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..checkpoint._config import renaming
 from ..decoder._stored import Stored
 from ._experts import ExpertsConfig
 
@@ -30,7 +31,8 @@ class ExpertFields(NamedTuple):
         """The experts of a file, with what all of the family have."""
         found: dict[str, Any] = dict(fixed)
         found |= {name: values.get(theirs, x) for name, (theirs, x) in self.fields.items()}
-        return ExpertsConfig(**found)
+        with renaming({name: theirs for name, (theirs, _) in self.fields.items()}):
+            return ExpertsConfig(**found)
 
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of the file of a `LlamaConfig` with these attributes."""

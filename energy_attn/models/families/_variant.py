@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from energy_attn.kernels.internal import check_integer, received
+from energy_attn.kernels.internal import check_flag, check_size, received
 
 from ..decoder._stored import Stored
 
@@ -67,22 +67,21 @@ def read_windows(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Without `layer_types` it is those from `max_window_layers` on. Raises `ValueError` for a window without a size.
     """
-    if not values.get("use_sliding_window", False):
-        types = values.get("layer_types") or []
-        if SLIDING in types:
+    types, used = read_list(values, "layer_types"), values.get("use_sliding_window")
+    if used is None or not check_flag("use_sliding_window", used):
+        if any(kind != FULL for kind in types or ()):
             raise ValueError(
-                f"layer_types: wanted {FULL!r} without use_sliding_window, got {types}"
+                f"layer_types: wanted {FULL!r} without use_sliding_window, got {list(types or ())}"
             )
         return {}
     size = values.get("sliding_window", 4096)
     if size is None:
         return {}
-    types = values.get("layer_types")
     if types is None:
-        first = check_integer("max_window_layers", values.get("max_window_layers", 28), 0)
+        first = check_size("max_window_layers", values.get("max_window_layers", 28), 0)
         layers = range(values["num_hidden_layers"])
-        types = [SLIDING if i >= first else FULL for i in layers]
-    return {"sliding_window": size, "layer_types": as_tuple("layer_types", types)}
+        types = tuple(SLIDING if i >= first else FULL for i in layers)
+    return {"sliding_window": size, "layer_types": types}
 
 
 def write_windows(values: Mapping[str, Any]) -> dict[str, Any]:

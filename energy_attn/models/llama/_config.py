@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from energy_attn.kernels.internal import (
     check_choice,
     check_finite_number,
     check_flag,
-    check_integer,
+    check_size,
     received,
 )
 
@@ -162,10 +162,10 @@ class LlamaConfig(AbstractDecoderConfig):
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        check_integer("num_attention_heads", heads, 1)
+        check_size("num_attention_heads", heads, 1)
         self._fill("num_key_value_heads", heads if kv_heads is None else kv_heads)
         for name in _SIZES:
-            check_integer(name, getattr(self, name), 1)
+            check_size(name, getattr(self, name), 1)
         if heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_key_value_heads: wanted a divisor of the {heads} heads, "
@@ -181,7 +181,7 @@ class LlamaConfig(AbstractDecoderConfig):
                     f"given, got {self.hidden_size}"
                 )
             self._fill("head_dim", self.hidden_size // heads)
-        if check_integer("head_dim", self.head_dim, 2) % 2:
+        if check_size("head_dim", self.head_dim, 2) % 2:
             raise ValueError(f"head_dim: wanted an even number, got {self.head_dim}")
         for name, least in (("rms_norm_eps", 0.0), ("rope_theta", 1.0)):
             if check_finite_number(name, getattr(self, name)) < least:
@@ -208,7 +208,7 @@ class LlamaConfig(AbstractDecoderConfig):
         if not isinstance(self.eos_token_id, tuple):  # hashable, as the configuration is static
             raise TypeError(f"eos_token_id: wanted a tuple, got {received(self.eos_token_id)}")
         for token in self.eos_token_id:
-            check_integer("eos_token_id", token, 0)
+            check_size("eos_token_id", token, 0)
         check_choice("model_type", self.model_type, tuple(VARIANTS))
         check_choice("hidden_act", self.hidden_act, _ACTIVATIONS)
         if not (self.pre_norms or self.post_norms):
@@ -219,7 +219,7 @@ class LlamaConfig(AbstractDecoderConfig):
         if self.output_bias is not None:
             check_flag("output_bias", self.output_bias)
         if self.sliding_window is not None:
-            check_integer("sliding_window", self.sliding_window, 1)
+            check_size("sliding_window", self.sliding_window, 1)
         check_layers(self, "layer_types", (FULL, SLIDING))
         check_layers(self, "no_rope_layers", (0, 1))
         if self.sliding_window is None and SLIDING in (self.layer_types or ()):
@@ -339,15 +339,19 @@ class LlamaConfig(AbstractDecoderConfig):
         """Where a checkpoint has the weight of this name and shape."""
         return VARIANTS[self.model_type].stored(self, name, shape)
 
-    def ignores(self, name: str) -> bool:
-        """Whether a tensor of a checkpoint is none of the decoder's, and may be there.
+    def ignores(self, name: str, names: Collection[str]) -> bool:
+        """Whether a tensor of a checkpoint with these `names` has no weight of the decoder, and may be there.
 
-        So are rotary frequencies, the head of tied embeddings, and layers behind the last one, which draft.
+        Rotary frequencies, a copy of the embedding, and layers behind the last one that draft tokens may be.
         """
-        head = self.tie_word_embeddings and name == "lm_head.weight"
-        drafts = VARIANTS[self.model_type].has_drafting_layers and _LAYER.match(name)
-        behind = drafts and int(drafts[1]) >= self.num_hidden_layers
-        return bool(head or behind or name.endswith(".rotary_emb.inv_freq"))
+        is_head = self.tie_word_embeddings and name == "lm_head.weight"
+        if is_head or name.endswith(".rotary_emb.inv_freq"):
+            return True
+        layer = _LAYER.match(name)
+        if layer is None or int(layer[1]) < self.num_hidden_layers:
+            return False
+        drafts = VARIANTS[self.model_type].has_drafting_layers
+        return drafts and f"{layer[0]}eh_proj.weight" in names
 
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -62,7 +62,7 @@ class Router(eqx.Module):
         config = self.config
         if config.topk_group == config.n_group:
             return rank
-        grouped = rank.reshape(len(rank), config.n_group, -1)
+        grouped = rank.reshape(rank.shape[0], config.n_group, -1)
         best = lax.top_k(grouped, 2)[0].sum(2)
         _, groups = lax.top_k(best, config.topk_group)
         each = jnp.arange(config.n_group, dtype=groups.dtype)

@@ -1,10 +1,11 @@
 """Rows times the matrix of their group: `jax.lax.ragged_dot`, and tiles of rows on CPUs."""
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from energy_attn.kernels.internal import lse_dtype, rows_of_groups, vary_together
+from energy_attn.kernels.internal import is_static, lse_dtype, rows_of_groups, vary_together
 
 _DIMENSIONS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())),
@@ -13,6 +14,7 @@ _DIMENSIONS = lax.RaggedDotDimensionNumbers(
 )
 # Rows of a tile: a few for each group where there are few rows, as a tile is computed whole.
 _LEAST, _MOST = 8, 64
+_ANY = 32  # where the number of rows is a symbol
 
 
 def grouped_dot(
@@ -46,11 +48,14 @@ def _ragged(x: Array, weight: Array, sizes: Array) -> Array:
 
 def _tiles(x: Array, weight: Array, sizes: Array) -> Array:
     """A product for each tile of rows of one group."""
-    kind, rows = lse_dtype(x.dtype), len(x)
+    kind, rows = lse_dtype(x.dtype), x.shape[0]
 
     def dot(part: Array, matrix: Array) -> Array:
         axes = ((1,), (1,)), ((), ())
         return lax.dot_general(part, matrix, axes, preferred_element_type=kind)
 
-    tile = min(rows, max(_LEAST, min(_MOST, rows // len(weight))))
-    return rows_of_groups(dot, x, weight, sizes, tile)
+    if is_static(rows):
+        tile = min(rows, max(_LEAST, min(_MOST, rows // len(weight))))
+        return rows_of_groups(dot, x, weight, sizes, tile)
+    x = jnp.pad(x, ((0, _ANY), (0, 0)))  # a tile may have more rows than there are
+    return rows_of_groups(dot, x, weight, sizes, _ANY)[:rows]

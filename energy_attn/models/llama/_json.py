@@ -6,10 +6,10 @@ from typing import Any
 from energy_attn.kernels.internal import received
 
 from ..checkpoint._config import end_tokens
-from ..checkpoint._fields import check_fields
+from ..checkpoint._fields import check_activation, check_fields
 from ..families._variant import FULL, SLIDING
 from ..families._variants import VARIANTS
-from ._scaling_fields import read_scaling, rope_entries
+from ._scaling_fields import read_rope, read_scaling, rope_entries
 
 # Attributes that every family has in its file, and fields that are read in addition.
 _SHARED = (
@@ -19,7 +19,7 @@ _SHARED = (
 )
 _OTHERS = (
     *("model_type", "hidden_act", "hidden_activation", "quantization_config"),
-    *("rope_scaling", "rope_parameters", "rope_local_base_freq"),
+    *("rope_scaling", "rope_parameters"),
 )
 _PART = "partial_rotary_factor"
 # Of a file without them, whatever its family.
@@ -35,42 +35,24 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
         )
     variant = VARIANTS[kind]
     for name in ("hidden_act", "hidden_activation"):
-        if entries.get(name, variant.activation) != variant.activation:
-            raise ValueError(
-                f"{name}: wanted {variant.activation!r}, got {received(entries[name])}"
-            )
+        check_activation(name, entries, variant.activation)
     _check_quantization(entries.get("quantization_config"), variant.quantized)
-    # transformers 5 has one object for both; 4 has the base apart
-    rope = entries.get("rope_scaling") or entries.get("rope_parameters") or variant.rope
-    if not isinstance(rope, Mapping):
-        raise TypeError(f"rope_scaling: wanted a JSON object, got {received(rope)}")
-    local = entries.get("rope_local_base_freq", variant.local_theta)
-    if variant.local_theta is not None and {SLIDING, FULL} & set(
-        rope
-    ):  # one for each kind of layers
-        parts = {"rope_type": "default", **rope.get(SLIDING, {})}
-        if parts["rope_type"] != "default":
-            raise ValueError(
-                f"rope_type: wanted 'default' in {SLIDING!r}, got {parts['rope_type']!r}"
-            )
-        local, rope = parts.get("rope_theta", local), rope.get(FULL, {})
-    check_fields(entries, {*_SHARED, *_OTHERS, _PART, "eos_token_id", *variant.fields})
+    rope, local = read_rope(entries, variant)
+    local_name = () if variant.local_theta is None else ("rope_local_base_freq",)
+    read = *_SHARED, *_OTHERS, _PART, "eos_token_id", *variant.fields, *local_name
+    check_fields(entries, read)
     fields = {**variant.defaults, **{x: entries[x] for x in _SHARED if entries.get(x) is not None}}
     if "rope_theta" in rope:
         fields["rope_theta"] = rope["rope_theta"]
     fields["eos_token_id"] = end_tokens(entries)
-    part = rope.get(_PART, entries.get(_PART))
-    if part not in (None, 1) and _PART not in variant.fields:
-        raise ValueError(f"{_PART}: wanted 1, got {received(part)}")
-    if part is not None:
-        fields[_PART] = part
+    if _PART in rope:
+        if rope[_PART] != 1 and _PART not in variant.fields:
+            raise ValueError(f"{_PART}: wanted 1, got {received(rope[_PART])}")
+        fields[_PART] = rope[_PART]
     sizes = {"num_hidden_layers": _LAYERS, "max_position_embeddings": _CONTEXT, **fields}
     own = variant.read({**{x: entries[x] for x in variant.fields if x in entries}, **sizes})
     fields |= {"model_type": kind, "hidden_act": variant.activation, **variant.fixed, **own}
-    if variant.local_theta is not None:
-        fields["rope_local_base_freq"] = local
-    if variant.rope_types and "rope_type" not in rope and rope.get("type") in variant.rope_types:
-        rope = {**rope, "type": variant.rope_types[rope["type"]]}
+    fields["rope_local_base_freq"] = local
     original = entries.get(variant.original) if variant.original else None
     scaling = read_scaling(rope, sizes["max_position_embeddings"], original)
     return {**fields, "rope_scaling": scaling}

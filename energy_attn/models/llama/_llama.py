@@ -104,9 +104,10 @@ class Llama(AbstractDecoder):
 
         Everything is checked before the first weight is read, and nothing is unpickled. Each process
         reads the parts of a weight that its devices hold, once; the host holds one weight at a time.
-        Rotary frequencies in old files are ignored, and so is the output projection where it is tied to
-        the embedding. If another process saves at the same time, each process reads the files of one
-        save, which need not be the same for all.
+        Rotary frequencies in old files are ignored, and so is a copy of the embedding as the output
+        projection of tied embeddings. One that differs from the embedding is used, with a warning,
+        although `tie_word_embeddings` is true; each process reads both to tell. If another process saves
+        at the same time, each process reads the files of one save, which need not be the same for all.
 
         Args:
             directory: the folder.

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from energy_attn.kernels.internal import received
+from energy_attn.kernels.internal import check_size, received
 
+from ..checkpoint._config import renaming
 from ..checkpoint._fields import check_fields
-from ..families._variant import as_tuple
+from ..families._variant import FULL, SLIDING, Variant, as_tuple
 from ._scaling import AbstractRope, LinearRope, Llama3Rope, YarnRope
 from ._scaling_by_length import DynamicRope, LongRope
 
@@ -29,7 +30,12 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 _CONTEXT, _LIMIT = "original_max_position_embeddings", "max_position_embeddings"
 # transformers' names of fields that have others here, and fields beside those of a scaling.
 _THEIRS = {"scale": "attention_factor"}
-_BESIDE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_THETA, _PART = "rope_theta", "partial_rotary_factor"
+# Sections of positions in images, which are equal in texts.
+_BESIDE = ("rope_type", _THETA, _PART, "mrope_section", "mrope_interleaved")
+_TEXT = {"mrope": "default"}
+# Where a file has the fields of a rotary embedding: transformers 5 has all of them in the second object.
+_OBJECTS = ("rope_scaling", "rope_parameters")
 # Fields of older kinds, which files of others may have.
 _OLDER = ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)
 
@@ -49,6 +55,62 @@ def rope_entries(scaling: AbstractRope) -> dict[str, Any]:
     }
 
 
+def read_rope(entries: Mapping[str, Any], variant: Variant) -> tuple[dict[str, Any], Any]:
+    """The fields of a file's rotary embedding, and the base in layers with a window.
+
+    A file may have them in three places. Raises `TypeError` or `ValueError`, also where two disagree.
+    """
+    found: dict[str, Any] = {}
+    local: dict[str, Any] = {}
+    for name in _OBJECTS:
+        rope = _object(name, entries.get(name))
+        if variant.local_theta is not None and {FULL, SLIDING} & rope.keys():
+            check_fields(rope, (FULL, SLIDING))  # one for each kind of layers
+            _add(local, _named(SLIDING, rope.get(SLIDING), variant))
+            rope = _object(FULL, rope.get(FULL))
+        _add(found, _named(name, rope, variant))
+    found = found or dict(variant.rope)
+    _add(found, {x: entries[x] for x in (_THETA, _PART) if entries.get(x) is not None})
+    if variant.local_theta is not None:
+        base = entries.get("rope_local_base_freq")
+        _add(local, {} if base is None else {_THETA: base})
+        local.setdefault(_THETA, variant.local_theta)
+    kind, part = local.get("rope_type", "default"), local.get(_PART, 1)
+    if (kind, part) != ("default", 1):
+        given = f"{kind!r}, {_PART} {part}" if part != 1 else repr(kind)
+        raise ValueError(f"rope_type: wanted 'default' in {SLIDING!r}, got {given}")
+    check_fields(local, (*_BESIDE, *_OLDER))
+    return found, local.get(_THETA)
+
+
+def _named(name: str, given: object, variant: Variant) -> dict[str, Any]:
+    """The fields of an object that are not null, with its type under transformers' present name."""
+    rope = {x: value for x, value in _object(name, given).items() if value is not None}
+    kinds = [rope.pop(x) for x in ("rope_type", "type") if x in rope]
+    if kinds:
+        kind = kinds[0]
+        if not isinstance(kind, str):
+            raise TypeError(f"rope_type: wanted a string in {name}, got {received(kind)}")
+        rope["rope_type"] = {**_TEXT, **variant.rope_types}.get(kind, kind)
+    return rope
+
+
+def _object(name: str, given: object) -> Mapping[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"{name}: wanted a JSON object, got {received(given)}")
+    return given or {}
+
+
+def _add(found: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Adds fields; raises `ValueError` for one that is there with another value."""
+    for name, value in more.items():
+        if found.setdefault(name, value) != value:
+            raise ValueError(
+                f"{name}: wanted one value in {', '.join(_OBJECTS)} and beside them, got "
+                f"{received(found[name])} and {received(value)}"
+            )
+
+
 def read_scaling(
     rope: Mapping[str, Any], context: int, original: int | None = None
 ) -> AbstractRope | None:
@@ -57,7 +119,7 @@ def read_scaling(
     Raises `ValueError` for one that is unknown or lacks a number, or a field that its kind does not have, and as its
     class.
     """
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     if kind != "default" and kind not in _KINDS:
         names = ", ".join(map(repr, ("default", *_KINDS)))
         raise ValueError(f"rope_type: wanted one of {names}, got {received(kind)}")
@@ -77,8 +139,10 @@ def read_scaling(
         values[_LIMIT] = context
     if kind == "longrope":
         lists = {name: as_tuple(name, values[name]) for name in _NEEDED[kind]}
-        values = {"factor": context / values[_CONTEXT], **values, **lists}
-    return _KINDS[kind](**values)
+        original = check_size(_CONTEXT, values[_CONTEXT], 1)
+        values = {"factor": context / original, **values, **lists}
+    with renaming(_THEIRS):
+        return _KINDS[kind](**values)
 
 
 def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:

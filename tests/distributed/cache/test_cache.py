@@ -9,6 +9,7 @@ import math
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -252,6 +253,32 @@ def test_no_room_where_nothing_raises(kind, monkeypatch):
                     nan = jnp.isnan(x.reshape(B, -1))
                     assert nan.all(1).tolist() == nan.any(1).tolist() == broken
                 grown = append(grown, *tokens(3, 12), lengths=array([0] * B, jnp.int32))
+
+
+def test_exported_program():
+    """A callback, with which JAX does not serialise a step; a row without room that answers from what it holds."""
+    cache = KVCache.empty(B, 16, K, H, V, dtype=jnp.float32, block_size=16)
+    cache = cache.append(*tokens(0, 14, jnp.float32))
+    query, new = jnp.ones((B, 1, N, H), jnp.float32), tokens(1, 3, jnp.float32)
+
+    def step(before, counts):
+        cache = before.append(*new, lengths=counts)
+        # the rows of a batch by themselves, too
+        rows = jax.tree.map(lambda x: x[:, None], (before, *new, counts))
+        each = jax.vmap(lambda cache, key, value, n: cache.append(key, value, lengths=n).lengths)
+        return cache.attend(query), each(*rows)
+
+    counts = jnp.array([2, 3, 1])
+    program = jax.export.export(jax.jit(step), platforms=("cpu", "cuda"))(cache, counts)
+    assert "callback" not in program.mlir_module()
+    (found, energy), lengths = program.call(cache, counts)
+    broken = jnp.isnan(found.reshape(B, -1))
+    assert broken.all(1).tolist() == broken.any(1).tolist() == [False, True, False]
+    assert jnp.isnan(energy[1]).all() and lengths[:, 0].tolist() == [16, 15, 15]
+    want = cache.append(*new, lengths=jnp.array([2, 0, 1])).attend(query)
+    close((found[::2], energy[::2]), (want.out[::2], want.lse[::2]))
+    with pytest.raises(RuntimeError, match="no room for its new tokens"):
+        jax.block_until_ready(jax.jit(step)(cache, counts))
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import make_mesh
-from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, shard
+from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, YarnRope, shard
 from tests.support.compare import same
 from tests.support.complaints import refused
 from tests.support.disk import Killed, contents, failing, meanwhile
@@ -50,6 +50,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def shapes():
@@ -114,6 +116,17 @@ ROPES = {  # the rotary embedding as config.json says it: theta, and how positio
     '"rope_theta": 100, "rope_scaling": {"type": "linear", "factor": 4.0}': (100, LinearRope(4.0)),
     """"max_position_embeddings": 64, "rope_scaling": {"rope_type": "llama3", "factor": 2.0,
     "low_freq_factor": 1.0, "high_freq_factor": 2.0}""": (1e4, Llama3Rope(2.0, 1.0, 2.0, 64)),
+    '"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 5e5}': (
+        5e5,
+        LinearRope(2),
+    ),
+    '"rope_scaling": {"rope_type": null, "type": "linear", "factor": 2}': (1e4, LinearRope(2)),
+    '"hidden_act": "swish", "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}': (
+        1e4,
+        None,
+    ),
+    """"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 16,
+    "attn_factor": 1.0, "extrapolation_factor": 1}""": (1e4, YarnRope(2, 16)),
 }
 
 
@@ -163,7 +176,7 @@ def test_what_changes_nothing_is_taken(tmp_path):
 LINEAR, TWICE = {"rope_type": "linear"}, {"factor": 2.0}
 HALF = {"partial_rotary_factor": 0.5}
 BAD_CONFIGS = {
-    r"ValueError window, no_rope_layers: .*got \{'sliding_window': 4, 'no_rope_layers'": {
+    r"ValueError window, no_rope_layers: .*got dict \{'sliding_window': 4, 'no_rope_layers'": {
         **{"sliding_window": 4, "no_rope_layers": [1, 0]}
     },
     "ValueError layer_types: .*, got .*delete": {"layer_types": ["sliding_attention", "full"]},
@@ -178,6 +191,22 @@ BAD_CONFIGS = {
     "ValueError rope_type: .*'linear', 'llama3', 'yarn', .*, got str 'ntk'": {
         "rope_scaling": {"rope_type": "ntk"} | TWICE
     },
+    "ValueError rope_theta: wanted one value in .*, got float 500000.0 and float 10000.0": {
+        "rope_theta": 1e4,
+        "rope_parameters": {"rope_theta": 5e5},
+    },
+    "ValueError rope_type: wanted one value in .*, got str 'linear' and str 'default'": {
+        "rope_scaling": LINEAR | TWICE,
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    },
+    "ValueError attn_factor: wanted only": {
+        "rope_scaling": {"rope_type": "yarn", "attn_factor": 2.0} | TWICE
+    },
+    r"TypeError rope_type: wanted a string in rope_scaling, got list \[1\]": {
+        "rope_scaling": {"rope_type": [1]}
+    },
+    r"TypeError rope_parameters: wanted a JSON object, got list \[1\]": {"rope_parameters": [1]},
+    r"ValueError hidden_act: wanted 'silu', got list \[1\]": {"hidden_act": [1]},
     "ValueError rope_scaling: wanted its factor, got dict .*'dynamic'": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}
     },
@@ -265,11 +294,12 @@ def test_float64_without_64_bits(tmp_path, user_settings):
 
 
 def test_several_files(tmp_path):
-    """Files by an index; old frequencies and a tied head are ignored, as by Hugging Face."""
+    """Files by an index; old frequencies and a copy of the embedding are ignored, as by Hugging Face."""
     tensors = arrays()
     write(tmp_path, tensors)
     (tmp_path / WHOLE).unlink()
-    head = tensors.pop("lm_head.weight")
+    del tensors[HEAD]
+    head = tensors[EMBED]
     old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(3) for i in range(2)}
     where = {}
     for i, name in enumerate({**tensors, **old, "lm_head.weight": head}):
@@ -285,6 +315,34 @@ def test_several_files(tmp_path):
     assert_same(model, tensors)
 
 
+@pytest.mark.parametrize("changed", [0, 23])
+def test_head_unlike_the_embedding(changed, tmp_path, monkeypatch):
+    """A fine-tuned head beside `tie_word_embeddings: true` that is dropped: transformers uses it."""
+    # bytes: 3 rows of 16
+    monkeypatch.setattr("energy_attn.distributed.runtime._safetensors._PIECE", 200)
+    tensors = arrays()
+    tensors[HEAD] = tensors[EMBED].copy()
+    tensors[HEAD][changed] += 1
+    said = SAID | {"tie_word_embeddings": True}
+    with pytest.warns(UserWarning, match=f"{WHOLE}: lm_head.weight .* tie_word_embeddings"):
+        model = Llama.load(write(tmp_path, tensors, said))
+    assert model.config == dataclasses.replace(CONFIG, rope_scaling=None)
+    assert_same(model, tensors)
+    model.save(tmp_path)
+    assert_same(Llama.load(tmp_path), tensors)
+
+
+def test_copy_of_the_embedding_in_another_dtype(tmp_path):
+    """Equal numbers that are taken for a head of its own."""
+    tensors = arrays()
+    tensors[EMBED] = tensors[EMBED].astype(np.float16)
+    tensors[HEAD] = tensors[EMBED].astype(np.float32)
+    model = Llama.load(
+        write(tmp_path, tensors, SAID | {"tie_word_embeddings": True}), dtype=np.float32
+    )
+    assert model.lm_head is None
+
+
 def test_links_of_a_cache(tmp_path):
     """Hugging Face's cache: a snapshot of links to blobs beside it."""
     tensors, blobs = arrays(), tmp_path / "hub" / "blobs"
@@ -297,8 +355,6 @@ def test_links_of_a_cache(tmp_path):
     assert_same(Llama.load(snapshot), tensors)
 
 
-NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
-HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 ONES = np.ones((16, 24), np.float32)
 
 
@@ -342,6 +398,39 @@ def by_index(file, name=NORM):
         where = dict.fromkeys(arrays(), "all.safetensors")
         where[name] = file
         (folder / INDEX).write_text(json.dumps({"weight_map": where} if file else []))
+
+    return make
+
+
+def beside_the_index(name, value):
+    """One with a tensor of this name in a file of its own, which the index names for another tensor."""
+
+    def make(folder):
+        by_index("all.safetensors")(folder)
+        save_file({name: value, "lm_head.rotary_emb.inv_freq": value}, folder / "b.safetensors")
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"]["lm_head.rotary_emb.inv_freq"] = "b.safetensors"
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return make
+
+
+def partial(count):
+    """A file of some weights, which is read, beside an index of all."""
+
+    def make(folder):
+        by_index("all.safetensors")(folder)
+        names = sorted(arrays(), key=lambda name: name != NORM)[:count]
+        save_file({name: arrays()[name] for name in names}, folder / WHOLE)
+
+    return make
+
+
+def renamed(change):
+    """A checkpoint whose names have another prefix."""
+
+    def make(folder):
+        write(folder, {change(name): x for name, x in arrays().items()})
 
     return make
 
@@ -405,6 +494,24 @@ BAD_FOLDERS = {
     "directory: .* inside .*, got str '../all.safetensors'": by_index("../all.safetensors"),
     "directory: wanted files inside .*, got str '/etc/passwd'": by_index("/etc/passwd"),
     "gone.safetensors: wanted a safetensors file, got .*No such file": by_index("gone.safetensors"),
+    "directory: wanted no other tensors, got it with model.other, in .*b.saf": beside_the_index(
+        "model.other", ONES
+    ),
+    f"{NORM}: wanted one tensor of this name, got two .*all.safeten.*b.safe": beside_the_index(
+        NORM, ONES[:, 0]
+    ),
+    f"directory: wanted tensors of 2 layers, got {NORM}, in .*: {INDEX} is not read": partial(1),
+    f"num_hidden_layers: wanted at most the 1 layers .*: {INDEX} is not read beside": partial(13),
+    f"directory: wanted all .*, got it without .*: {INDEX} is not read beside {WHOLE}": partial(25),
+    f"directory: .* {EMBED}, got embed_tokens.weight.*: names without 'model.'": renamed(
+        lambda name: name.removeprefix("model.")
+    ),
+    f"directory: .* {EMBED}, got base_model.model.model.em.*: .* begin with 'base_model.model.'": (
+        renamed(lambda name: f"base_model.model.{name}")
+    ),
+    f"directory: wanted names such as .*{EMBED}, got language_model.model.em": renamed(
+        lambda name: f"language_model.{name}"
+    ),
     "model.other: wanted it in .*all.safetensors, as": by_index("all.safetensors", "model.other"),
     r"directory: wanted files inside .*, got str 'a.*x00b'": by_index("a\0b"),
     r"directory: wanted files inside .*, got str 'a{50,60}[.]{3}, which": by_index("a" * 5000),

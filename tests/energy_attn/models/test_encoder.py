@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, make_mesh
@@ -116,6 +117,7 @@ def test_files(model, tmp_path):
         "hidden_act: wanted 'gelu', got str 'relu'": {"hidden_act": "relu"},
         "position_embedding_type: wanted 'absolute'": {"position_embedding_type": "relative_key"},
         "rope_theta: wanted only fields and values": {"rope_theta": 1e4},
+        "vocab_size: wanted at most 2147483647, got 1099511627776": {"vocab_size": 2**40},
         "hidden_size: wanted a multiple of the 5 heads": {"num_attention_heads": 5},
         "num_hidden_layers: wanted at most the 2 layers": {"num_hidden_layers": 3},
         r"embeddings.word_embeddings.weight: wanted shape \(41, 24\)": {"vocab_size": 41},
@@ -123,6 +125,54 @@ def test_files(model, tmp_path):
         path.write_text(json.dumps(entries | change))
         with pytest.raises(ValueError, match=said):
             load(tmp_path, progress=False)
+
+
+# Fields that transformers 5 writes beside sizes, and those of the first files of the family.
+WRITTEN = """{
+"add_cross_attention": false, "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1,
+"bos_token_id": null, "classifier_dropout": null, "dtype": "float32", "eos_token_id": null, "hidden_dropout_prob": 0.1,
+"initializer_range": 0.02, "pad_token_id": 0, "tie_word_embeddings": true, "transformers_version": "5.24.0",
+"use_cache": true, "directionality": "bidi", "pooler_fc_size": 768, "pooler_num_attention_heads": 12,
+"pooler_num_fc_layers": 3, "pooler_size_per_head": 128, "pooler_type": "first_token_transform"
+}"""
+
+
+def test_fields_of_no_effect(model, tmp_path):
+    """A BERT as transformers writes it, which is refused for fields that no hidden state depends on."""
+    model.save(tmp_path)
+    path = tmp_path / "config.json"
+    entries = json.loads(path.read_text())
+    for more in (
+        json.loads(WRITTEN),
+        {"hidden_act": "gelu_python"},
+        {"tie_word_embeddings": False, "eos_token_id": 3},
+    ):
+        path.write_text(json.dumps(entries | more))
+        assert load(tmp_path, progress=False).config == CONFIG
+
+
+@pytest.mark.full
+def test_what_transformers_writes(tmp_path):
+    """A folder of `save_pretrained`, which is refused or computed otherwise."""
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    torch.manual_seed(0)
+    sizes = {x: getattr(CONFIG, x) for x in ("vocab_size", "hidden_size", "num_attention_heads")}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=2, intermediate_size=36)
+    peer = transformers.BertModel(config).eval()
+    peer.save_pretrained(tmp_path)
+    with torch.no_grad():
+        want = peer(torch.tensor(np.asarray(TOKENS))).last_hidden_state.numpy()
+    found = load(tmp_path, progress=False)(TOKENS).hidden
+    np.testing.assert_allclose(found, want, rtol=0, atol=2e-5)
+
+
+def test_names_with_a_prefix(model, tmp_path):
+    """A BERT with a head, whose names are all of them missing."""
+    model.save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({f"bert.{name}": x for name, x in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match="embeddings.weight, got bert.emb.* begin with 'bert.'"):
+        load(tmp_path, progress=False)
 
 
 def test_too_many_tokens(model):

@@ -151,7 +151,48 @@ REFUSED = {
     "gemma3_text rope_type: wanted 'default' in": {
         "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}
     },
+    "gemma3_text rope_type: wanted 'default' in 'sliding_attention', got 'linear'": {
+        "rope_parameters": {"sliding_attention": {"type": "linear", "factor": 2.0}}
+    },
+    "gemma3_text rope_type: wanted 'default' in .*, partial_rotary_factor 0.5": {
+        "rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}
+    },
+    "gemma3_text rope_theta: wanted only": {
+        "rope_parameters": {"full_attention": {}, "rope_theta": 1e4}
+    },
+    "gemma3_text rope_theta: wanted one value in .*, got float 300.0 and float 10000.0": {
+        "rope_parameters": {"sliding_attention": {"rope_theta": 300.0}},
+        "rope_local_base_freq": 1e4,
+    },
+    "gemma3_text full_attention: wanted a JSON object, got list": {
+        "rope_parameters": {"full_attention": [1]}
+    },
+    "gemma3_text attn_logit_softcapping: wanted null in this family, got float 50.0": {
+        "attn_logit_softcapping": 50.0
+    },
     "qwen2 hidden_act: wanted 'silu', got str 'gelu'": {"hidden_act": "gelu"},
+    "qwen2 use_sliding_window: wanted True or False, got dict": {"use_sliding_window": {"a": 1}},
+    "qwen3 layer_types: wanted a list, got dict": {"layer_types": {"a": 1}},
+    "smollm3 layer_types: wanted a list, got float 1.5": {"layer_types": 1.5},
+    r"qwen3_moe layer_types: wanted 'full_attention' without use_sliding_window, got \[\[1": {
+        "layer_types": [[1], 2, 3, 4]
+    },
+    "llama rope_local_base_freq: wanted only": {"rope_local_base_freq": 5e3},
+    "llama eos_token_id: wanted at most 2147483647, got 1099511627776": {"eos_token_id": [2**40]},
+    "llama vocab_size: wanted at most 2147483647": {"vocab_size": 2**31},
+    "llama num_attention_heads: wanted at most 2147483647": {"num_attention_heads": 2**70},
+    "mistral sliding_window: wanted at most 2147483647": {"sliding_window": 2**40},
+    "gemma2 sliding_window_pattern: wanted at most 2147483647": {"sliding_window_pattern": 2**40},
+    "mixtral num_local_experts: wanted at most 2147483647": {"num_local_experts": 2**31},
+    "deepseek_v3 n_routed_experts: wanted an integer, got list": {"n_routed_experts": [1]},
+    "deepseek_v3 kv_lora_rank: wanted at most 2147483647": {"kv_lora_rank": 2**40},
+    "llama attention_factor: wanted a real number, got list": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": [1]}
+    },
+    "phi3 original_max_position_embeddings: wanted an integer, got str 'x'": {
+        "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]},
+        "original_max_position_embeddings": "x",
+    },
     "llama rope_scaling: wanted its factor": {"rope_scaling": {"rope_type": "yarn"}},
     "llama long_factor: wanted only": {
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "long_factor": [1.0]}
@@ -160,7 +201,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_refused(said, tmp_path):
+def test_refused(said, tmp_path, unchecked):
     """A setting that is ignored, or an error that does not name it."""
     kind, _, words = said.partition(" ")
     with pytest.raises((ValueError, TypeError), match=f"config.json: {words}"):

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import Llama, PromptLookup, generate, load
@@ -388,6 +389,22 @@ def test_gradients(pair, seen, tmp_path):
         }
         note(seen, pair, **{kind: float(max(errors.values()))})
         assert max(errors.values()) < 2e-5, max(errors, key=errors.__getitem__)
+
+
+@pytest.mark.parametrize("pair", ["llama3"], indirect=True)
+def test_head_unlike_the_embedding(pair, tmp_path):
+    """A fine-tuned head beside `tie_word_embeddings: true`, which transformers uses."""
+    torch, transformers = libraries()
+    pair.theirs.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    head = np.random.default_rng(2).normal(0, 0.15, tensors["model.embed_tokens.weight"].shape)
+    save_file({**tensors, "lm_head.weight": head.astype(np.float32)}, file, {"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **EAGER).eval()
+    with pytest.warns(UserWarning, match="differs from the embedding"):
+        ours = load(tmp_path)
+    got = np.asarray(our_logits(ours, jnp.asarray(pair.tokens, jnp.int32)))
+    np.testing.assert_allclose(got, pair.their_logits(model), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("pair", ["llama3"], indirect=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -229,6 +230,38 @@ def test_text_over_devices(drafter):
     np.testing.assert_array_equal(np.asarray(found.tokens), want)
 
 
+@pytest.mark.parametrize("config", [GPT_OSS, DEEPSEEK], ids=["softmax", "groups"])
+def test_symbolic_sizes(config, unchecked):
+    """A program for any batch and number of tokens: fewer rows than a tile, and several tiles for an expert."""
+    model = build(config)
+    b, t = jax.export.symbolic_shape("b, t")
+    read = jax.jit(lambda tokens: model(tokens).logits)
+    program = jax.export.export(read)(jax.ShapeDtypeStruct((b, t), jnp.int32))
+    for shape in ((1, 2), (3, 70)):
+        tokens = array(np.random.default_rng(8).integers(0, 40, shape), jnp.int32)
+        close(program.call(tokens), read(tokens))
+
+
+def test_cache_in_an_exported_program(unchecked):
+    """A prompt and a step of any number of rows, in caches of arrays."""
+    model = build(GPT_OSS)
+    arrays, tree = jax.tree.flatten(model.empty_cache(2, 8))
+    (b,) = jax.export.symbolic_shape("b")
+    like = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in arrays]
+    tokens = array(np.random.default_rng(8).integers(0, 40, (2, 6)), jnp.int32)
+
+    @jax.jit
+    def read(tokens, arrays):
+        out = model.prefill(tokens[:, :5], tree.unflatten(arrays))
+        out = model(tokens[:, 5:], cache=out.cache)
+        return out.logits, jax.tree.leaves(out.cache)
+
+    program = jax.export.export(read)(jax.ShapeDtypeStruct((b, 6), jnp.int32), like)
+    assert "callback" not in program.mlir_module()
+    found, _ = program.call(tokens, arrays)
+    close(found, jax.jit(lambda tokens: model(tokens).logits[:, 5:])(tokens))
+
+
 def test_experts_that_no_axis_divides():
     """Experts that do not lie evenly on devices: a wrong part of them, or an error of XLA that names no weight."""
     mesh = make_mesh((2, 4), ("sequence", "tensor"))
@@ -378,6 +411,32 @@ def test_damaged_four_bits(said, in_four_bits):
     packed(in_four_bits, change)
     with pytest.raises(ValueError, match=said):
         load(in_four_bits, progress=False)
+
+
+def test_four_bits_beside_the_weight(in_four_bits):
+    """A weight that is dropped for blocks of the same name."""
+    name = "model.layers.0.mlp.experts.down_proj"
+    packed(in_four_bits, lambda tensors: {**tensors, name: np.zeros((4, 32, 64), np.float32)})
+    with pytest.raises(ValueError, match=rf"{name}: wanted a weight or .*_blocks .* got both"):
+        load(in_four_bits, progress=False)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_layers_behind_the_last(drafts, tmp_path):
+    """Layers that draft tokens are left out; a layer of the decoder is not."""
+    build(DEEPSEEK, jnp.float32).save(tmp_path)
+    file, path = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors, entries = load_file(file), json.loads(path.read_text())
+    if drafts:
+        tensors["model.layers.1.eh_proj.weight"] = np.zeros((24, 48), np.float32)
+    save_file(tensors, file)
+    del entries["energy_attn_save"]
+    path.write_text(json.dumps(entries | {"num_hidden_layers": 1}))
+    if drafts:
+        assert len(load(tmp_path, progress=False).layers) == 1
+    else:
+        with pytest.raises(ValueError, match="wanted no other tensors, got it with model.layers.1"):
+            load(tmp_path, progress=False)
 
 
 LONG = LongRope((1.0, 1.5, 2.0, 1.0), (3.0, 5.0, 9.0, 2.0), 20, factor=4.0)
