@@ -176,11 +176,7 @@ class Tokenizer:
             before: the tokens that the text follows, which may decide whether it begins with a space.
             stop: strings that end the text.
         """
-
-        def decode(tokens: Sequence[int]) -> str:
-            return self._vocabulary.decode(tokens, True)
-
-        return TextStream(decode, before, stop)
+        return TextStream(self._vocabulary, before, stop)
 
 
 def special_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
