@@ -27,7 +27,7 @@ from ...prefix_tree._tree import is_concrete
 from ..decoder._config import AbstractDecoderConfig
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._see import How
-from ..text._text_stream import TextStream
+from ..text._text_stream import TextStream, stop_strings
 from ..text._tokenizer import Tokenizer, special_ids
 from ._drafters import AbstractDrafter
 from ._loop import Decoding, begin, run
@@ -251,11 +251,7 @@ def _check_rows_of(parallel: SequenceParallel | None) -> None:
 
 def _check_text(tokenizer: object, stop: Any) -> tuple[str, ...]:
     """The stop strings; raises `TypeError` or `ValueError`, also for text inside `jax.jit`."""
-    stops = (stop,) if isinstance(stop, str) else () if stop is None else stop
-    if not isinstance(stops, Sequence) or not all(isinstance(x, str) for x in stops):
-        raise TypeError(f"stop: wanted a string or a sequence of strings, got {received(stop)}")
-    if not all(stops):
-        raise ValueError(f"stop: wanted strings that are not empty, got {received(stop)}")
+    stops = stop_strings(stop)
     if tokenizer is None:
         if stops:
             raise ValueError(f"tokenizer: wanted one beside stop={received(stop)}, got None")
@@ -263,7 +259,7 @@ def _check_text(tokenizer: object, stop: Any) -> tuple[str, ...]:
         raise TypeError(f"tokenizer: wanted None or a Tokenizer, got {received(tokenizer)}")
     else:
         check_untraced("tokenizer", tokenizer)
-    return tuple(stops)
+    return stops
 
 
 def _text_streams(

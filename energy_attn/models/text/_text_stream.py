@@ -1,8 +1,11 @@
 """Text of tokens as they come: no text that may still change, or become a stop string."""
 
 from collections.abc import Sequence
+from typing import Any
 
-from ._vocabulary import AbstractVocabulary
+from energy_attn.kernels.internal import received
+
+from ._vocabulary import AbstractVocabulary, Tokens, ids
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of bytes that are no UTF-8, or not yet
 
@@ -36,22 +39,25 @@ class TextStream:
     stopped: bool
 
     def __init__(
-        self, vocabulary: AbstractVocabulary, before: Sequence[int], stop: Sequence[str]
+        self, vocabulary: AbstractVocabulary, before: Tokens, stop: str | Sequence[str] | None
     ) -> None:
         self.text, self.count, self.stopped = "", 0, False
-        self._vocabulary, self._stop, self._held = vocabulary, tuple(stop), ""
+        self._vocabulary, self._stop, self._held = vocabulary, stop_strings(stop), ""
         # tokens that still decide how later ones are spelled, and the part of their text that is done with
-        self._tokens = list(before)
+        self._tokens = ids("before", before)
         self._known = self._decode(self._tokens)
         # how many of them, at the end, may get another text
-        settling = (n for n, x in enumerate(reversed(before)) if vocabulary.settles(x))
-        self._open = next(settling, len(before))
+        settling = (n for n, x in enumerate(reversed(self._tokens)) if vocabulary.settles(x))
+        self._open = next(settling, len(self._tokens))
         if self._settled(self._known) == self._known:
             self._forget(self._known)
 
-    def write(self, tokens: Sequence[int]) -> str:
-        """The text that the next tokens add, as far as it cannot change any more."""
-        return self._shown("".join(map(self._step, tokens)))
+    def write(self, tokens: Tokens) -> str:
+        """The text that the next tokens add, as far as it cannot change any more.
+
+        Raises `TypeError` or `ValueError` as `Tokenizer.decode`.
+        """
+        return self._shown("".join(map(self._step, ids("tokens", tokens))))
 
     def end(self) -> str:
         """The text that was held back: there are no more tokens."""
@@ -69,8 +75,8 @@ class TextStream:
         if self.stopped:
             return ""
         self.count += 1
-        self._tokens.append(int(token))
-        self._open = 0 if self._vocabulary.settles(self._tokens[-1]) else self._open + 1
+        self._tokens.append(token)
+        self._open = 0 if self._vocabulary.settles(token) else self._open + 1
         text = self._decode(self._tokens)
         settled = self._settled(text)
         shown = self._take(settled, settled if text.endswith(_REPLACEMENT) else text)
@@ -116,6 +122,16 @@ class TextStream:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._vocabulary.decode(tokens, True)
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """The stop strings that one string, several or None stand for; raises `TypeError` or `ValueError`."""
+    stops = (stop,) if isinstance(stop, str) else () if stop is None else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(x, str) for x in stops):
+        raise TypeError(f"stop: wanted a string or a sequence of strings, got {received(stop)}")
+    if not all(stops):
+        raise ValueError(f"stop: wanted strings that are not empty, got {received(stop)}")
+    return tuple(stops)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -7,10 +7,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import Array, Int
+
 from energy_attn.distributed.internal import check_file
+from energy_attn.kernels.internal import check_int32, check_shape, received
 
 from ..checkpoint._config import naming
 from ._special import Special
+
+Tokens = Sequence[int] | Int[Array | np.ndarray, " tokens"]
+
+
+def ids(name: str, tokens: Tokens) -> list[int]:
+    """Tokens as a list, without negative numbers; errors call the argument `name`.
+
+    Raises `TypeError` for other types, and `ValueError` for numbers past 32 bits or another number of axes.
+    """
+    array = np.asarray(tokens) if len(tokens) else np.zeros(0, np.int32)
+    if array.dtype == object and all(isinstance(x, int) for x in array.flat):  # past 64 bits
+        raise ValueError(f"{name}: wanted numbers of 32 bits, got {received(tokens)}")
+    check_shape(name, check_int32(name, array), ("tokens",))
+    return array[array >= 0].tolist()
 
 
 class AbstractVocabulary(abc.ABC):
