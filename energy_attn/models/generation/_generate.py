@@ -15,8 +15,8 @@ from energy_attn.distributed.internal import is_explicit
 from energy_attn.kernels.internal import (
     as_int32,
     check_flag,
+    check_int32,
     check_integer,
-    check_integral,
     check_shape,
     received,
 )
@@ -35,6 +35,8 @@ from ._options import SamplingOptions, sampling_of, warn
 from ._prompts import Prompts, check_padding, encoded, prompts
 from ._queue import check_rows, serve
 from ._stream import Receivers, check_untraced, listening
+
+_MOST = 2**31 - 1  # positions and tokens, of 32 bits
 
 
 class Generation(NamedTuple):
@@ -201,6 +203,11 @@ def generate(
     check_padding(tokens, lengths, tokenizer)
     given_lengths = lengths
     tokens, lengths = prompts(encoded(tokens, tokenizer), lengths, model.config.vocab_size)
+    if tokens.shape[1] + max_new_tokens > _MOST:
+        most = _MOST - tokens.shape[1]
+        raise ValueError(
+            f"max_new_tokens: wanted at most {most} behind the prompts, got {max_new_tokens}"
+        )
     longest = tokens.shape[1] if given_lengths is None else given_lengths
     _warn_beyond(model.config, longest, max_new_tokens)
     chosen = sampling_of(
@@ -286,11 +293,14 @@ def _stop_tokens(tokens: object) -> Array:
     if isinstance(tokens, (int, np.integer)):
         tokens = (tokens,)
     if isinstance(tokens, (jax.Array, np.ndarray)):
-        check_shape(name, check_integral(name, tokens), ("tokens",))
+        check_shape(name, check_int32(name, tokens), ("tokens",))
         return jnp.asarray(as_int32(tokens))
     if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes)):
         raise TypeError(f"{name}: wanted a token or a sequence of tokens, got {received(tokens)}")
-    return jnp.asarray([check_integer(name, token, 0) for token in tokens], jnp.int32)
+    checked = [check_integer(name, token, 0) for token in tokens]
+    if max(checked, default=0) > _MOST:
+        raise ValueError(f"{name}: wanted integers of 32 bits, got {max(checked)}")
+    return jnp.asarray(checked, jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames="most")

@@ -46,7 +46,7 @@ def _text(path: Path) -> str:
 
 
 def named_templates(given: object, name: str) -> dict[str, str]:
-    """A template, or a list of named ones, by name; `name` is that of the argument in a `ValueError`."""
+    """Templates by name, from one or a list of named ones; a `ValueError` calls the argument `name`."""
     if given is None:
         return {}
     if isinstance(given, str):

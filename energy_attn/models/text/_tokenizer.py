@@ -9,7 +9,7 @@ from typing import Any, final
 from energy_attn.kernels.internal import check_flag, received
 
 from ..checkpoint._config import read_json
-from ..checkpoint._folder import checked
+from ..checkpoint._folder import located
 from ._special import special_tokens
 from ._template import chat_templates, check_messages, named_templates, plain, render
 from ._text_stream import TextStream
@@ -58,7 +58,7 @@ class Tokenizer:
         and truncation that a `tokenizer.json` asks for are switched off.
 
         Args:
-            directory: the folder.
+            directory: the folder; `"demo"`: that of the library's own model.
             chat_template: in place of that of the files.
 
         Raises:
@@ -66,7 +66,7 @@ class Tokenizer:
             TypeError: an argument of another type.
             ValueError: a file that is missing or cannot be read.
         """
-        folder = checked(directory)
+        folder = located(directory)
         if chat_template is not None and not isinstance(chat_template, str):
             raise TypeError(
                 f"chat_template: wanted None or a template, got {received(chat_template)}"
