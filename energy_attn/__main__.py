@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="command")
     chosen = arguments[0] if arguments else None
     for name, text in _COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(
+            name, help=text, description=text, usage=f"{parser.prog} {name} [options]"
+        )
         if name == chosen:
             if name in ("demo", "reproducible"):  # they shard
                 simulate_devices()
