@@ -86,6 +86,7 @@ def _added(tokens: object) -> tuple[dict[str, Any], ...]:
 def _content(name: str, token: object) -> str:
     """The text of a token: a string, or an object whose `content` it is."""
     text = token.get("content") if isinstance(token, Mapping) else token
-    if not isinstance(text, str) or not text:
+    # half of a surrogate pair is no text
+    if not isinstance(text, str) or not text or re.search("[\ud800-\udfff]", text):
         raise ValueError(f"{name}: wanted a token, got {received(token)}")
     return text

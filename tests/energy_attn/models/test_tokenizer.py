@@ -452,6 +452,9 @@ BAD = {
     "ValueError tokenizer_config.json: extra_special_tokens: wanted .*, got str 'ab'": with_file(
         "tokenizer_config.json", '{"extra_special_tokens": "ab"}'
     ),
+    "ValueError tokenizer_config.json: bos_token: wanted a token, got str": with_file(
+        "tokenizer_config.json", '{"bos_token": "\\ud800"}'
+    ),
     "ValueError special_tokens_map.json: pad_token: wanted a token, got int 3": with_file(
         "special_tokens_map.json", '{"pad_token": 3}'
     ),
