@@ -7,6 +7,9 @@ Free energies of disjoint key sets add by logaddexp, so attention over keys that
 devices is one associative reduction.
 """
 
+from . import _interrupt as _interrupt  # first, as the others take seconds
+
+# isort: split
 import typing as _typing
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 
 import jax
@@ -37,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="command")
     chosen = arguments[0] if arguments else None
     for name, text in _COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(
+            name, help=text, description=text, usage=f"{parser.prog} {name} [options]"
+        )
         if name == chosen:
             if name in ("demo", "reproducible"):  # they shard
                 simulate_devices()
@@ -52,7 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command() -> int:
-    """`main`, with escapes for what standard output cannot encode, and silent once that is closed."""
+    """`main`, with escapes for what standard output cannot encode, and silent once that is closed.
+
+    A warning is one line, without its place in the source.
+    """
+    warnings.formatwarning = lambda message, *_, **__: f"energy_attn: {message}\n"
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

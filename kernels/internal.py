@@ -12,6 +12,7 @@ from ._checks import check_finite_number as check_finite_number
 from ._checks import check_flag as check_flag
 from ._checks import check_floating as check_floating
 from ._checks import check_floating_dtype as check_floating_dtype
+from ._checks import check_int32 as check_int32
 from ._checks import check_integer as check_integer
 from ._checks import check_integral as check_integral
 from ._checks import check_key as check_key

@@ -3,13 +3,31 @@
 import argparse
 import re
 
+MOST = 2**31 - 1  # of 32 bits, as JAX counts
 
-def numbers(text: str, separator: str, expected: str) -> tuple[int, ...]:
-    """Integers between separators; raises `ArgumentTypeError` that says what was expected."""
+
+def integer(text: str) -> int:
+    """An integer of 32 bits; raises `ArgumentTypeError`."""
+    return numbers(text, None, "an integer")[0]
+
+
+def numbers(text: str, separator: str | None, expected: str) -> tuple[int, ...]:
+    """Integers of 32 bits between separators; raises `ArgumentTypeError`, which says `expected`."""
+    parts = [text] if separator is None else text.split(separator)
     try:
-        return tuple(int(part) for part in text.split(separator))
+        found = tuple(map(int, parts))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"wanted {expected}, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"wanted {expected}, got {shown(text)}") from None
+    if not all(-MOST <= x <= MOST for x in found):
+        raise argparse.ArgumentTypeError(
+            f"wanted {expected}, from {-MOST} to {MOST}, got {shown(text)}"
+        )
+    return found
+
+
+def shown(text: str) -> str:
+    """A text as errors show it, cut where it is long."""
+    return repr(text if len(text) < 60 else text[:57] + "...")
 
 
 def count(text: str) -> int:
@@ -17,6 +35,11 @@ def count(text: str) -> int:
     found = re.fullmatch(r"([1-9]\d*)([KM]?)", text.upper())
     if found is None:
         raise argparse.ArgumentTypeError(
-            f"wanted a number above 0, as 32768, 32K or 1M, got {text!r}"
+            f"wanted a number above 0, as 32768, 32K or 1M, got {shown(text)}"
         )
-    return int(found[1]) * 1024 ** ("", "K", "M").index(found[2])
+    number = int(found[1][:20]) * 1024 ** ("", "K", "M").index(found[2])
+    if number > MOST:
+        raise argparse.ArgumentTypeError(
+            f"wanted a number above 0 and at most {MOST}, got {shown(text)}"
+        )
+    return number

@@ -5,12 +5,16 @@ from typing import Any
 
 import jax
 
+_MOST = 4096  # simulated devices: each takes memory and threads
+
 
 def simulate_devices(count: int = 8) -> None:
-    """Asks for `count` CPU devices, unless the user has asked for a number.
+    """Asks for `count` CPU devices, unless the user has asked for a number, or there are too many.
 
     JAX reads the flag when it starts its CPU backend. Accelerators stay the default devices.
     """
+    if count > _MOST:
+        return
     flag = "--xla_force_host_platform_device_count"
     flags = os.environ.get("XLA_FLAGS", "")
     if flag not in flags:

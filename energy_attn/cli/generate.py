@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from energy_attn.distributed import SequenceParallel, make_mesh
@@ -29,17 +30,20 @@ from ..models import (
 )
 from ..models.generation._prompts import tokens_of
 from ..models.text._tokenizer import special_ids
-from ._arguments import numbers
-from ._byte_llama import FOLDER
+from ._arguments import integer, numbers
 from ._devices import enough_devices, simulate_devices
+
+_EXAMPLE = '--prompt "if __name__ == " --stop ":"'  # which the model in this package answers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `generate`."""
+    parser.usage = f"{parser.prog} --model DIR (--prompt TEXT | --prompt-file FILE) [options]"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"example:\n  {parser.prog} --model demo {_EXAMPLE}"
     add = parser.add_argument
     add(
         "--model",
-        type=_model,
         required=True,
         help="folder: config.json, *.safetensors, tokenizer.json; demo: the library's own, which writes Python",
     )
@@ -60,12 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--system", help="what the model is told before the user speaks, with --chat")
     add("--mesh", type=_mesh, default=(), help="devices to shard the context over: 8, or 2x4")
-    add("--tensor", type=int, default=1, help="devices to split the weights over (%(default)s)")
+    add("--tensor", type=integer, default=1, help="devices to split the weights over (%(default)s)")
     methods = "auto", *METHODS
     add("--method", default="auto", choices=methods, help="to read the prompt by (%(default)s)")
-    add("--max-new-tokens", type=int, default=128, help="tokens to generate (%(default)s)")
+    add("--max-new-tokens", type=integer, default=128, help="tokens to generate (%(default)s)")
     add("--temperature", type=float, default=0.0, help="0: the likeliest token (%(default)s)")
-    add("--top-k", type=int, help="draw from this number of likeliest tokens")
+    add("--top-k", type=integer, help="draw from this number of likeliest tokens")
     add(
         "--top-p",
         type=float,
@@ -89,9 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a line for each prompt: prompt, text, tokens, logprobs, finish_reason",
     )
-    add("--seed", type=int, default=0, help="of the draws (%(default)s)")
+    add("--seed", type=integer, default=0, help="of the draws (%(default)s)")
     add("--dtype", help="of weights and cache: bfloat16, float32; default: that of the files")
-    add("--chunk-size", type=int, default=1024, help="tokens read at a time (%(default)s)")
+    add("--chunk-size", type=integer, default=1024, help="tokens read at a time (%(default)s)")
     add("--speculative", action="store_true", help="draft by lookup in the text")
     add("--draft-model", type=Path, help="draft by the smaller model in this folder")
 
@@ -111,11 +115,9 @@ def run(args: argparse.Namespace) -> int:
         raise
     except (OSError, TypeError, ValueError, NotImplementedError, ImportError) as error:
         print(f"energy_attn generate: {error}", file=sys.stderr)
-        return 2
-
-
-def _model(text: str) -> Path:
-    return FOLDER if text == "demo" and not Path(text).exists() else Path(text)
+    except JaxRuntimeError as error:  # no memory
+        print(f"energy_attn generate: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+    return 2
 
 
 def _mesh(text: str) -> tuple[int, ...]:
@@ -131,6 +133,8 @@ def _tokens(text: str) -> tuple[int, ...]:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if any(token < 0 for token in args.eos or ()):
+        raise ValueError(f"--eos: wanted tokens of at least 0, got {min(args.eos)}")
     if args.tensor < 1:
         raise ValueError(f"--tensor: wanted at least 1, got {args.tensor}")
     if args.speculative and args.draft_model is not None:
@@ -148,7 +152,10 @@ def _run(args: argparse.Namespace, count: int) -> int:
     mesh = None
     if count > 1:
         names, sizes = (*sequence, "tensor"), (*args.mesh, args.tensor)
-        mesh = make_mesh(sizes, names, devices=enough_devices(count))
+        try:
+            mesh = make_mesh(sizes, names, devices=enough_devices(count))
+        except ValueError as error:
+            raise ValueError(f"--{'mesh' if args.mesh else 'tensor'}: {error}") from error
     parallel = SequenceParallel(sequence, method=args.method) if mesh and sequence else None
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         model = load(args.model, mesh=mesh, dtype=args.dtype)
@@ -195,7 +202,12 @@ def _run(args: argparse.Namespace, count: int) -> int:
 def _text(file: Path, option: str) -> str:
     """The text in a file, or in standard input; `option` names it."""
     is_stdin = str(file) == "-"
-    data = sys.stdin.buffer.read() if is_stdin else file.read_bytes()
+    try:
+        data = sys.stdin.buffer.read() if is_stdin else file.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"{option}: wanted a file of text, got {file}: {error.strerror}"
+        ) from error
     try:
         # line ends become those of Python
         return io.TextIOWrapper(io.BytesIO(data), "utf-8").read()

@@ -6,23 +6,25 @@ import math
 import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
 from energy_attn.distributed import cost
 from energy_attn.distributed.internal import CHIPS
 
 from ..models import LlamaConfig
+from ..models.checkpoint._folder import located
 from ._ahead import Compiled, compiled
 from ._arguments import count, numbers
 from ._planned import LAYOUTS, METHODS, Planned
 from ._planned import Job as Job
 from ._planned import planned as planned
 
+_MOST = 2**14  # devices, of which tables list all pairs
 _COLUMNS = "method", "layout", "fits", "memory", "sent", "transfers", "products", "exposed", "total"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `plan`."""
+    parser.usage = f"{parser.prog} --chip CHIP --axes SIZES --tokens TOKENS --model DIR [options]"
     add = parser.add_argument
     add("--chip", required=True, choices=tuple(CHIPS), help="each device")
     add(
@@ -39,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="of the context: 32768, 32K (of 1024) or 1M (of 1024²)",
     )
-    add("--model", type=Path, required=True, help="a config.json, or the folder of a checkpoint")
+    add(
+        "--model",
+        required=True,
+        help="folder of a checkpoint, or a config.json; demo: the library's own",
+    )
     add("--batch", type=count, default=1, help="contexts (%(default)s)")
     add("--method", choices=METHODS, help="default: all that can be")
     add("--layout", choices=LAYOUTS, help="of the tokens over the devices; default: all")
@@ -104,7 +110,8 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _job(args: argparse.Namespace) -> Job:
-    path = args.model / "config.json" if args.model.is_dir() else args.model
+    model = located(args.model)
+    path = model / "config.json" if model.is_dir() else model
     try:
         config = LlamaConfig.from_json(path)
     except (TypeError, ValueError) as error:
@@ -116,6 +123,8 @@ def _job(args: argparse.Namespace) -> Job:
     topology = cost.topology(chip.network, args.axes, nodes=args.nodes)
     options = args.tokens, args.batch, args.dtype, args.gradients, args.tile
     parts = topology.devices
+    if parts > _MOST:
+        raise ValueError(f"--axes: wanted at most {_MOST} devices, got {parts}")
     if args.tokens % parts:
         raise ValueError(f"--tokens: wanted a multiple of the {parts} devices, got {args.tokens}")
     return Job(config, chip, topology, *options)
@@ -131,11 +140,19 @@ def _plans(job: Job, args: argparse.Namespace) -> tuple[list[Planned], dict[str,
             try:
                 plans.append(planned(job, method, layout))
             except ValueError as error:
-                refused[method] = str(error).partition("; ")[0]
+                refused[method] = _reason(str(error))
     if not plans:
         option = "--method" if args.method else "--layout"
         raise ValueError(f"{option}: {'; '.join(refused.values())}")
     return sorted(plans, key=lambda x: (not x.fits, x.seconds)), refused
+
+
+def _reason(error: str) -> str:
+    """The first sentence of an error of the cost model, with the option to type in place of its argument."""
+    name, _, rest = error.partition("; ")[0].partition(": ")
+    if name == "gradient":
+        return "wanted --no-gradients, got --gradients"
+    return rest if name == "method" else f"{name}: {rest}"
 
 
 def _print(

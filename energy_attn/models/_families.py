@@ -31,7 +31,7 @@ def load(
     Files are read as by [`Llama.load`][energy_attn.models.Llama.load].
 
     Args:
-        directory: the folder.
+        directory: the folder; `"demo"`: that of the library's own model of bytes, if there is no other one.
         mesh: of the devices that get the weights, placed as by [`shard`][energy_attn.models.shard];
             None: the mesh in force, else the default device.
         dtype: of the weights; None: that of the files.

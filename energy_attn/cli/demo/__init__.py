@@ -18,6 +18,7 @@ from energy_attn.distributed import SequenceParallel, make_mesh
 
 from ... import attention
 from ...models import Llama, LlamaConfig, shard
+from .._arguments import integer
 from .._byte_llama import byte_llama, held_out_text
 from .._devices import enough_devices
 from ._checks import errors, expected
@@ -33,8 +34,10 @@ DEVICES = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `demo`."""
-    parser.add_argument("--context", type=int, default=8192, help="bytes of prompt (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=96, help="bytes to decode (%(default)s)")
+    parser.add_argument(
+        "--context", type=integer, default=8192, help="bytes of prompt (%(default)s)"
+    )
+    parser.add_argument("--tokens", type=integer, default=96, help="bytes to decode (%(default)s)")
     parser.add_argument(
         "--parts", action="store_true", help="time merges, attention, the rest and calls, too"
     )
@@ -109,8 +112,8 @@ def _check(args: argparse.Namespace, available: int) -> None:
     if not 2 * WINDOW <= args.context < available - WINDOW:
         limits = f"from {2 * WINDOW} to {available - WINDOW - 1}"
         raise ValueError(f"--context: wanted {limits} bytes, got {args.context}")
-    if args.tokens < 1:
-        raise ValueError(f"--tokens: wanted at least 1, got {args.tokens}")
+    if not 1 <= args.tokens <= available:
+        raise ValueError(f"--tokens: wanted from 1 to {available}, got {args.tokens}")
     if not args.out.parent.is_dir():
         raise ValueError(f"--out: wanted a path in a folder that exists, got {args.out}")
 

@@ -33,7 +33,9 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from error
+        # some of their subclasses, such as `UnicodeError`s, cannot be made of a message
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{path}: {error}") from error
 
 
 @contextlib.contextmanager

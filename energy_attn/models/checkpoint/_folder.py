@@ -20,6 +20,8 @@ from ..decoder._decoder import Family
 from ._config import family_of, naming, read_json
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+# The checkpoint that comes with the library, and its name.
+DEMO = Path(__file__).parents[2] / "cli" / "demo" / "model"
 SAVE = "energy_attn_save"  # the key of the identity, in metadata and config.json
 
 
@@ -28,6 +30,12 @@ def checked(directory: object) -> Path:
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"directory: wanted the path of a folder, got {received(directory)}")
     return Path(os.fsdecode(directory))
+
+
+def located(directory: object) -> Path:
+    """The folder to read: "demo" is the library's own checkpoint where no file has that name; raises `TypeError`."""
+    folder = checked(directory)
+    return DEMO if folder == Path("demo") and not folder.exists() else folder
 
 
 def inside(folder: Path, name: str) -> Path:

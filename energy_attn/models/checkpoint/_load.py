@@ -44,7 +44,7 @@ def load(
     progress: bool | Progress | None,
 ) -> Any:
     """The decoder in a folder, of one of `families`. Raises as `Llama.load`, before it reads a weight."""
-    folder = _folder.checked(directory)
+    folder = _folder.located(directory)
     if not folder.is_dir():
         raise ValueError(
             f"directory: wanted a folder on this machine, got {folder}, which is none: nothing is "

@@ -15,8 +15,8 @@ from energy_attn.distributed.internal import is_explicit
 from energy_attn.kernels.internal import (
     as_int32,
     check_flag,
+    check_int32,
     check_integer,
-    check_integral,
     check_shape,
     received,
 )
@@ -27,7 +27,7 @@ from ...prefix_tree._tree import is_concrete
 from ..decoder._config import AbstractDecoderConfig
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._see import How
-from ..text._text_stream import TextStream
+from ..text._text_stream import TextStream, stop_strings
 from ..text._tokenizer import Tokenizer, special_ids
 from ._drafters import AbstractDrafter
 from ._loop import Decoding, begin, run
@@ -35,6 +35,8 @@ from ._options import SamplingOptions, sampling_of, warn
 from ._prompts import Prompts, check_padding, encoded, prompts
 from ._queue import check_rows, serve
 from ._stream import Receivers, check_untraced, listening
+
+_MOST = 2**31 - 1  # positions and tokens, of 32 bits
 
 
 class Generation(NamedTuple):
@@ -201,6 +203,11 @@ def generate(
     check_padding(tokens, lengths, tokenizer)
     given_lengths = lengths
     tokens, lengths = prompts(encoded(tokens, tokenizer), lengths, model.config.vocab_size)
+    if tokens.shape[1] + max_new_tokens > _MOST:
+        most = _MOST - tokens.shape[1]
+        raise ValueError(
+            f"max_new_tokens: wanted at most {most} behind the prompts, got {max_new_tokens}"
+        )
     longest = tokens.shape[1] if given_lengths is None else given_lengths
     _warn_beyond(model.config, longest, max_new_tokens)
     chosen = sampling_of(
@@ -251,11 +258,7 @@ def _check_rows_of(parallel: SequenceParallel | None) -> None:
 
 def _check_text(tokenizer: object, stop: Any) -> tuple[str, ...]:
     """The stop strings; raises `TypeError` or `ValueError`, also for text inside `jax.jit`."""
-    stops = (stop,) if isinstance(stop, str) else () if stop is None else stop
-    if not isinstance(stops, Sequence) or not all(isinstance(x, str) for x in stops):
-        raise TypeError(f"stop: wanted a string or a sequence of strings, got {received(stop)}")
-    if not all(stops):
-        raise ValueError(f"stop: wanted strings that are not empty, got {received(stop)}")
+    stops = stop_strings(stop)
     if tokenizer is None:
         if stops:
             raise ValueError(f"tokenizer: wanted one beside stop={received(stop)}, got None")
@@ -263,7 +266,7 @@ def _check_text(tokenizer: object, stop: Any) -> tuple[str, ...]:
         raise TypeError(f"tokenizer: wanted None or a Tokenizer, got {received(tokenizer)}")
     else:
         check_untraced("tokenizer", tokenizer)
-    return tuple(stops)
+    return stops
 
 
 def _text_streams(
@@ -290,11 +293,14 @@ def _stop_tokens(tokens: object) -> Array:
     if isinstance(tokens, (int, np.integer)):
         tokens = (tokens,)
     if isinstance(tokens, (jax.Array, np.ndarray)):
-        check_shape(name, check_integral(name, tokens), ("tokens",))
+        check_shape(name, check_int32(name, tokens), ("tokens",))
         return jnp.asarray(as_int32(tokens))
     if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes)):
         raise TypeError(f"{name}: wanted a token or a sequence of tokens, got {received(tokens)}")
-    return jnp.asarray([check_integer(name, token, 0) for token in tokens], jnp.int32)
+    checked = [check_integer(name, token, 0) for token in tokens]
+    if max(checked, default=0) > _MOST:
+        raise ValueError(f"{name}: wanted integers of 32 bits, got {max(checked)}")
+    return jnp.asarray(checked, jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames="most")

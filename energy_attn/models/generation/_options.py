@@ -83,6 +83,10 @@ def sampling_of(vocab: int, options: SamplingOptions, is_scored: bool) -> Sampli
     is_number = isinstance(temperature, (int, float, np.number)) and not isinstance(
         temperature, bool
     )
+    if is_number and not temperature >= 0:
+        raise ValueError(
+            f"temperature: wanted 0, for the likeliest token, or a number above 0, got {temperature}"
+        )
     greedy = is_number and temperature == 0
     checked = check_sampling(
         1.0 if greedy else temperature, options.get("top_k"), options.get("top_p")

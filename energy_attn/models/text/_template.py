@@ -3,31 +3,50 @@
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
+from energy_attn.distributed.internal import check_file
 from energy_attn.kernels.internal import received
 
 from ..checkpoint._config import read_json
+
+_LONGEST = 2**26  # characters of a chat: more is no text for a model
+_WIDEST = 2**14  # bits of a number: Python writes no wider one
 
 
 def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The chat templates of a checkpoint by name; `config` is its tokenizer_config.json.
 
-    A file of its own is preferred to the configuration. Raises `ValueError`.
+    Files of their own are preferred to the configuration. Raises `ValueError`.
     """
-    found = config.get("chat_template")
-    file = folder / "tokenizer_config.json"
+    files = {x.stem: x for x in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (path := folder / "chat_template.jinja").exists():
+        files["default"] = path
+    if files:
+        return {name: _text(path) for name, path in files.items()}
     if (path := folder / "chat_template.json").is_file():
-        found, file = read_json(path, path.name).get("chat_template"), path
-    if (path := folder / "chat_template.jinja").is_file():
-        found, file = path.read_text(encoding="utf-8"), path
-    return named_templates(found, f"{file}: chat_template")
+        found = read_json(path, path.name).get("chat_template")
+        return named_templates(found, f"{path}: chat_template")
+    path = folder / "tokenizer_config.json"
+    return named_templates(config.get("chat_template"), f"{path}: chat_template")
+
+
+def _text(path: Path) -> str:
+    """The template in a file; raises `ValueError`."""
+    try:
+        check_file(path)
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: chat_template: wanted text in UTF-8, got none: {error}"
+        ) from error
 
 
 def named_templates(given: object, name: str) -> dict[str, str]:
-    """A template, or a list of named ones, by name; `name` is that of the argument in a `ValueError`."""
+    """Templates by name, from one or a list of named ones; a `ValueError` calls the argument `name`."""
     if given is None:
         return {}
     if isinstance(given, str):
@@ -79,17 +98,41 @@ def plain(name: str, x: Any) -> Any:
 def render(template: str, source: str, messages: list[dict[str, Any]], variables: Any) -> str:
     """The text of messages.
 
-    Raises `ImportError` without jinja2, and `ValueError` for a template that is none, or refuses the
-    messages; `source` says where it is from.
+    Raises `ImportError` without jinja2, and `ValueError` for a template that is none, refuses the
+    messages, or writes too much; `source` says where it is from.
     """
     program = _program(template, source)
+    pieces, length = [], 0
     try:
-        return program.render(messages=messages, **variables)
+        for piece in program.generate(messages=messages, **variables):
+            length += len(piece)
+            _check_length(length)
+            pieces.append(piece)
+        return "".join(pieces)
     except Exception as error:  # a template is a program, which may raise anything
         raise ValueError(
             f"messages: wanted a chat that the chat template of {source} takes, got "
             f"{received(messages)}: {error}"
         ) from error
+
+
+def _check_length(length: float) -> None:
+    if length > _LONGEST:
+        raise ValueError(f"too long a text, list or number, of more than {_LONGEST:,} characters")
+
+
+def _length(operator: str, left: object, right: object) -> float:
+    """The length of the text or list that an operator makes; infinity for a number that is too wide."""
+    if isinstance(left, Sized) and isinstance(right, Sized):
+        return len(left) + len(right)
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length()
+        wide = bits * right if operator == "**" else bits + right.bit_length()
+        return math.inf if wide > _WIDEST else 0
+    for x, times in ((left, right), (right, left)):
+        if isinstance(x, Sized) and isinstance(times, int):
+            return len(x) * times
+    return 0
 
 
 @functools.lru_cache(64)
@@ -116,6 +159,15 @@ def _environment() -> Any:
             "pip install jinja2"
         ) from error
 
+    class Environment(ImmutableSandboxedEnvironment):
+        """A sandbox whose operators make nothing that is too long."""
+
+        intercepted_binops = frozenset(("+", "*", "**"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            _check_length(_length(operator, left, right))
+            return super().call_binop(context, operator, left, right)
+
     class Generation(Extension):
         """`{% generation %}`, which marks what an assistant wrote: its body, unchanged."""
 
@@ -140,7 +192,7 @@ def _environment() -> Any:
         options = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
         return json.dumps(x, **options, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = to_json

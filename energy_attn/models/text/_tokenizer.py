@@ -6,17 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
-from jaxtyping import Array, Int
-
-from energy_attn.kernels.internal import check_flag, check_integral, check_shape, received
+from energy_attn.kernels.internal import check_flag, received
 
 from ..checkpoint._config import read_json
-from ..checkpoint._folder import checked
+from ..checkpoint._folder import located
 from ._special import special_tokens
 from ._template import chat_templates, check_messages, named_templates, plain, render
 from ._text_stream import TextStream
-from ._vocabulary import AbstractVocabulary, vocabulary
+from ._vocabulary import AbstractVocabulary, Tokens, ids, vocabulary
 
 
 @final
@@ -55,12 +52,13 @@ class Tokenizer:
         """Reads the tokenizer of a checkpoint.
 
         These are `tokenizer.json`, by the library tokenizers, and, where they are, `tokenizer_config.json`,
-        `special_tokens_map.json`, `chat_template.jinja` and `chat_template.json`. Without a
+        `special_tokens_map.json`, `chat_template.jinja`, `additional_chat_templates/NAME.jinja` and
+        `chat_template.json`. Without a
         `tokenizer.json`, a `config.json` with a vocabulary of 256 tokens means a token for each byte. Padding
         and truncation that a `tokenizer.json` asks for are switched off.
 
         Args:
-            directory: the folder.
+            directory: the folder; `"demo"`: that of the library's own model.
             chat_template: in place of that of the files.
 
         Raises:
@@ -68,7 +66,7 @@ class Tokenizer:
             TypeError: an argument of another type.
             ValueError: a file that is missing or cannot be read.
         """
-        folder = checked(directory)
+        folder = located(directory)
         if chat_template is not None and not isinstance(chat_template, str):
             raise TypeError(
                 f"chat_template: wanted None or a template, got {received(chat_template)}"
@@ -105,7 +103,7 @@ class Tokenizer:
 
     def decode(
         self,
-        tokens: Sequence[int] | Int[Array | np.ndarray, " tokens"],
+        tokens: Tokens,
         *,
         skip_special_tokens: bool = True,
     ) -> str:
@@ -117,12 +115,10 @@ class Tokenizer:
 
         Raises:
             TypeError: an argument of another type.
-            ValueError: an array with another number of axes.
+            ValueError: an array with another number of axes, or numbers past 32 bits.
         """
-        array = np.asarray(tokens) if len(tokens) else np.zeros(0, np.int32)
-        check_shape("tokens", check_integral("tokens", array), ("tokens",))
         skip = check_flag("skip_special_tokens", skip_special_tokens)
-        return self._vocabulary.decode(array[array >= 0].tolist(), skip)
+        return self._vocabulary.decode(ids("tokens", tokens), skip)
 
     def token_id(self, token: str) -> int | None:
         """The number of a token; None if it is not in the vocabulary."""
@@ -148,16 +144,19 @@ class Tokenizer:
         Raises:
             ImportError: jinja2 is not installed.
             TypeError: an argument of another type.
-            ValueError: a checkpoint without a chat template, or one that refuses the messages.
+            ValueError: a checkpoint without a chat template, or one that refuses the messages or writes
+                more than 2²⁶ characters.
         """
         chat = check_messages("messages", messages)
         check_flag("add_generation_prompt", add_generation_prompt)
         given = {name: plain(name, x) for name, x in variables.items()}
-        name = "tool_use" if given.get("tools") and "tool_use" in self.chat_templates else "default"
+        has_tools = given.get("tools") is not None and "tool_use" in self.chat_templates
+        name = "tool_use" if has_tools else "default"
         if name not in self.chat_templates:
+            has = ", ".join(self.chat_templates) or "none"
             raise ValueError(
-                f"messages: wanted a checkpoint with a chat template, or chat_template= of Tokenizer.load, "
-                f"got {self._folder}, which has none"
+                "messages: wanted a checkpoint with a chat template called 'default', or chat_template= of "
+                f"Tokenizer.load, got {self._folder}, which has {has}"
             )
         known = {
             **self.special_tokens,
@@ -167,20 +166,20 @@ class Tokenizer:
         }
         return render(self.chat_templates[name], str(self._folder), chat, known | given)
 
-    def stream(self, before: Sequence[int] = (), *, stop: Sequence[str] = ()) -> TextStream:
+    def stream(self, before: Tokens = (), *, stop: str | Sequence[str] | None = None) -> TextStream:
         """Text of tokens as they come, which never cuts a character.
 
         Special tokens are left out.
 
         Args:
             before: the tokens that the text follows, which may decide whether it begins with a space.
-            stop: strings that end the text.
+            stop: a string that ends the text, or several.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: an empty stop string; tokens that `decode` refuses.
         """
-
-        def decode(tokens: Sequence[int]) -> str:
-            return self._vocabulary.decode(tokens, True)
-
-        return TextStream(decode, before, stop)
+        return TextStream(self._vocabulary, before, stop)
 
 
 def special_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:

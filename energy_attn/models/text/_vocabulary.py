@@ -2,14 +2,33 @@
 
 import abc
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import Array, Int
+
 from energy_attn.distributed.internal import check_file
+from energy_attn.kernels.internal import check_int32, check_shape, received
 
 from ..checkpoint._config import naming
 from ._special import Special
+
+Tokens = Sequence[int] | Int[Array | np.ndarray, " tokens"]
+
+
+def ids(name: str, tokens: Tokens) -> list[int]:
+    """Tokens as a list, without negative numbers; errors call the argument `name`.
+
+    Raises `TypeError` for other types, and `ValueError` for numbers past 32 bits or another number of axes.
+    """
+    array = np.asarray(tokens) if len(tokens) else np.zeros(0, np.int32)
+    if array.dtype == object and all(isinstance(x, int) for x in array.flat):  # past 64 bits
+        raise ValueError(f"{name}: wanted numbers of 32 bits, got {received(tokens)}")
+    check_shape(name, check_int32(name, array), ("tokens",))
+    return array[array >= 0].tolist()
 
 
 class AbstractVocabulary(abc.ABC):
@@ -22,6 +41,10 @@ class AbstractVocabulary(abc.ABC):
     @abc.abstractmethod
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of tokens; U+FFFD in place of bytes that are no UTF-8."""
+
+    @abc.abstractmethod
+    def settles(self, token: int) -> bool:
+        """Whether later tokens cannot change the text up to this token, except a U+FFFD at the end."""
 
     @abc.abstractmethod
     def number(self, token: str) -> int | None:
@@ -40,6 +63,10 @@ class Bytes(AbstractVocabulary):
         if tokens and max(tokens) > 255:
             raise ValueError(f"tokens: wanted bytes, from 0 to 255, got {max(tokens)}")
         return bytes(tokens).decode("utf-8", "replace")
+
+    def settles(self, token: int) -> bool:
+        """True: each character has its own bytes."""
+        return True
 
     def number(self, token: str) -> int | None:
         """The byte of a character that is one."""
@@ -75,6 +102,10 @@ class FromFile(AbstractVocabulary):
         with _explained(self._path):
             return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
+    def settles(self, token: int) -> bool:
+        """False for a byte of byte fallback, and for a token without text."""
+        return token not in self._unsettled and self._tokenizer.id_to_token(token) is not None
+
     def number(self, token: str) -> int | None:
         """The number of a token of the vocabulary, or of one that was added."""
         return self._tokenizer.token_to_id(token)
@@ -90,6 +121,15 @@ class FromFile(AbstractVocabulary):
         # a name for text that is no token would make one, with a number beyond the model's
         named = [x for x in special.contents if self.number(x) is not None and x not in known]
         self._tokenizer.add_special_tokens([AddedToken(x, normalized=False) for x in named])
+
+    @functools.cached_property
+    def _unsettled(self) -> frozenset[int]:
+        """Special tokens, and the bytes that a decoder with byte fallback joins."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {number for number, token in added.items() if token.special}
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        numbers = [(number, x) for x in names if (number := self.number(x)) is not None]
+        return frozenset(special | {n for n, x in numbers if self.decode([n], True) != x})
 
 
 @contextlib.contextmanager

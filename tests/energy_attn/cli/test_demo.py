@@ -201,7 +201,8 @@ def test_nan_does_not_hold(run, monkeypatch):
     [
         ({"context": 10}, "--context: wanted from"),
         ({"context": 10**9}, "--context: wanted from"),
-        ({"tokens": 0}, "--tokens: wanted at least 1"),
+        ({"tokens": 0}, "--tokens: wanted from 1 to"),
+        ({"tokens": 2**31 - 1}, "--tokens: wanted from 1 to"),
         ({"out": Path("/nowhere/at/all.png")}, "--out: wanted a path in a folder that exists"),
     ],
     ids=str,
@@ -381,7 +382,9 @@ def test_info_says_what_would_be_used(call):
         assert chosen in wanted
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["demo", "--tokens", "x"]], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["demo", "--tokens", "x"], ["demo", "--tokens", "9" * 20]], ids=str
+)
 def test_bad_commands(arguments, capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     with pytest.raises(SystemExit) as stop:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from energy_attn.__main__ import main
 from energy_attn.cli._byte_llama import byte_llama
-from energy_attn.models import Llama, LlamaConfig, Tokenizer, generate
+from energy_attn.models import Llama, LlamaConfig, Tokenizer, generate, load
 from tests.support.flags import environment
 from tests.support.selection import few
 
@@ -45,6 +46,44 @@ def command(folder, *more, prompt=True):
     return main(["generate", "--model", str(folder), *given, "--max-new-tokens", "12", *more])
 
 
+@pytest.mark.parametrize(
+    "moment",
+    few(["importing", "compiling", "writing"], "importing"),
+)
+def test_an_interrupt(moment):
+    """A traceback, or a crash of XLA, in place of one line and the status of a program that Ctrl-C ends."""
+    logs = {"importing": ["-X", "importtime"]}.get(moment, [])
+    given = ["--model", "demo", "--prompt", "import ", "--max-new-tokens", "4000", "--top-k", "5"]
+    with subprocess.Popen(
+        [sys.executable, *logs, "-m", "energy_attn", "generate", *given],
+        env=environment() | {"JAX_LOG_COMPILES": str(int(moment == "compiling"))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        if moment == "writing":
+            assert process.stdout.read(1)
+        else:
+            word = {"importing": "jax._src.core", "compiling": "Compiling jit(run)"}[moment]
+            assert any(word in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read().splitlines()
+    assert said[-1] == "energy_attn: interrupted" and process.returncode == 130
+    if moment == "writing":
+        assert said[:-1] == [
+            "energy_attn: top_k: wanted a temperature above 0 beside it, got 0; nothing is drawn"
+        ]
+
+
+def test_the_example_says_something(capsys):
+    """An example in the help to which the model answers with spaces."""
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    example = capsys.readouterr().out.partition("example:\n")[2]
+    assert main(shlex.split(example)[3:]) == 0
+    assert capsys.readouterr().out == "'__main__'\n"
+
+
 def test_the_model_that_comes_with_the_library(capsys):
     """A name that is taken for a folder."""
     prompt = "class Node:\n    def __init__(self, "
@@ -52,6 +91,8 @@ def test_the_model_that_comes_with_the_library(capsys):
     assert main(["generate", "--model", "demo", *given]) == 0
     found = generate(byte_llama(), [list(prompt.encode())], 8).tokens[0]
     assert capsys.readouterr().out == bytes(found.tolist()).decode() + "\n"
+    assert load("demo").config == byte_llama().config
+    assert Tokenizer.load("demo").encode("a") == [97]
 
 
 @pytest.mark.full
@@ -128,6 +169,18 @@ def test_tokens_of_a_tokenizer(tmp_path, capsys):
         (["--mesh", "3x5"], "wanted 15 devices, real or simulated, got 8"),
         (["--max-new-tokens", "0"], "max_new_tokens: wanted at least 1, got 0"),
         (["--dtype", "int8"], "dtype: wanted"),
+        (["--mesh", "1000000000"], "--mesh: wanted 1000000000 devices, real or simulated, got 8"),
+        (["--tensor", "1000000000"], "--tensor: wanted 1000000000 devices"),
+        (
+            ["--temperature", "-1"],
+            "temperature: wanted 0, for the likeliest token, or a number above",
+        ),
+        (
+            ["--temperature", "nan"],
+            "temperature: wanted 0, for the likeliest token, or a number above",
+        ),
+        (["--eos", "-1"], "--eos: wanted tokens of at least 0, got -1"),
+        (["--max-new-tokens", "2147483647"], "max_new_tokens: wanted"),
     ],
 )
 def test_what_cannot_be_done_is_said(more, message, folder, capsys):
@@ -144,6 +197,10 @@ def test_what_cannot_be_done_is_said(more, message, folder, capsys):
         ),
         *((["--eos", x], f"by number, 2 or 2,7, got {x!r}") for x in ("foo", "2,", "2;7")),
         (["--method", "star"], "invalid choice: 'star'"),
+        (["--eos", "1099511627776"], "by number, 2 or 2,7, from -2147483647 to 2147483647, got"),
+        (["--seed", str(2**70)], "an integer, from -2147483647 to 2147483647, got '1180591"),
+        (["--max-new-tokens", "9" * 5000], "wanted an integer"),
+        (["--mesh", "9" * 30], "wanted 8 or 2x4"),
     ],
 )
 def test_options_that_are_none(more, message, folder, capsys):
@@ -151,7 +208,7 @@ def test_options_that_are_none(more, message, folder, capsys):
     with pytest.raises(SystemExit):
         command(folder, *more)
     said = capsys.readouterr().err
-    assert message in said and more[0] in said
+    assert message in said and more[0] in said and len(said.splitlines()) == 2
 
 
 def test_missing_files_are_named(folder, tmp_path, capsys):
@@ -161,8 +218,10 @@ def test_missing_files_are_named(folder, tmp_path, capsys):
             f"wanted a folder on this machine, got {name}, which is none: nothing is downloaded"
         )
         assert wanted in capsys.readouterr().err
-    assert main(["generate", "--model", str(folder), "--prompt-file", str(tmp_path / "no")]) == 2
-    assert "no" in capsys.readouterr().err
+    for path, reason in ((tmp_path / "no", "No such file"), (tmp_path, "Is a directory")):
+        assert main(["generate", "--model", str(folder), "--prompt-file", str(path)]) == 2
+        wanted = f"--prompt-file: wanted a file of text, got {path}: {reason}"
+        assert wanted in capsys.readouterr().err
     odd = LlamaConfig(300, 16, 24, num_hidden_layers=1, num_attention_heads=4)
     Llama(odd, key=jax.random.key(0)).save(tmp_path)
     assert main(["generate", "--model", str(tmp_path), "--prompt", "a"]) == 2

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from energy_attn.__main__ import main
+from energy_attn.cli._byte_llama import FOLDER
 from energy_attn.cli._planned import Job, weights
 from energy_attn.distributed import cost
 from energy_attn.models import ExpertsConfig, LlamaConfig
@@ -58,6 +59,15 @@ def test_seconds_and_bytes(plan):
     assert read["ring", "zigzag"]["products"] == pytest.approx(3 * pairs * 32 / (0.654 * 459e12))
     contiguous, even = read["ring", "contiguous"], read["ring", "zigzag"]
     assert contiguous["products"] / even["products"] == pytest.approx(2 - 1 / 16, rel=0.01)
+
+
+def test_the_model_that_comes_with_the_library(capsys):
+    """A name that is taken for a file."""
+    found = []
+    for model in "demo", str(FOLDER):
+        assert main(["plan", *MESH, "--tokens", "2K", "--model", model, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
 
 
 def test_memory(plan):
@@ -127,7 +137,7 @@ def test_the_table(folder, capsys):
     assert out.startswith(
         "1 × 2048 tokens on 16 v5p, forward and backward, all 3 layers\n\nmethod "
     )
-    assert "no tree: gradient: wanted False" in out and "no ulysses: method: wanted" in out
+    assert "no tree: wanted --no-gradients, got" in out and "no ulysses: wanted" in out
     assert "not counted: the backward's buffers, what MLPs" in out
     assert main([*command, "--method", "ring", "--layout", "striped", "--efficiency", "1"]) == 0
     out = capsys.readouterr().out
@@ -144,6 +154,20 @@ def test_the_table(folder, capsys):
         (["--tokens", "0"], "argument --tokens: wanted a number above 0"),
         (["--axes", "4,x"], "argument --axes: wanted sizes of mesh axes, as 8 or 4,4,8, got '4,x'"),
         (["--axes", "0"], "argument --axes: wanted sizes"),
+        (["--axes", "9" * 30], "argument --axes: wanted sizes"),
+        (
+            ["--tokens", "9" * 5000],
+            "argument --tokens: wanted a number above 0 and at most 2147483647",
+        ),
+        (
+            ["--tokens", "2048M"],
+            "argument --tokens: wanted a number above 0 and at most 2147483647",
+        ),
+        (
+            ["--axes", "65536", "--tokens", "64K"],
+            "--axes: wanted at most 16384 devices, got 65536",
+        ),
+        (["--method", "tree"], "--method: wanted --no-gradients, got --gradients"),
         (["--chip", "abacus"], "argument --chip: invalid choice: 'abacus'"),
         (["--model", "nowhere"], "--model: path: wanted a config.json, got nowhere"),
         (["--tokens", "1001"], "--tokens: wanted a multiple of the 16 devices, got 1001"),
@@ -157,7 +181,7 @@ def test_the_table(folder, capsys):
         ),
         (
             ["--method", "ulysses"],
-            "--method: method: wanted a number of devices that can share 8 heads",
+            "--method: wanted a number of devices that can share 8 heads",
         ),
         (
             ["--chip", "h100", "--compile"],

@@ -424,6 +424,14 @@ BAD = {
     "ValueError top_p": lambda m: sampled(m, temperature=1.0, top_p=0.0),
     "TypeError drafter: wanted None or an Abs": lambda m: generate(m, TOKENS, 3, drafter=m),
     "TypeError eos_token_id: wanted a token": lambda m: generate(m, TOKENS, 3, eos_token_id="end"),
+    "ValueError eos_token_id: wanted .* of 32 bits": lambda m: generate(
+        m, TOKENS, 3, eos_token_id=[2, 2**40]
+    ),
+    "ValueError eos_token_id: wanted numbers of 32 bits": lambda m: generate(
+        m, TOKENS, 3, eos_token_id=np.array([2, 2**40])
+    ),
+    "ValueError max_new_tokens: wanted": lambda m: generate(m, TOKENS, 2**31 - 1),
+    "ValueError max_new_tokens: .*, got .*1099511627776": lambda m: generate(m, TOKENS, 2**40),
     "ValueError tokens: .*, got 13": lambda m: generate(m, [[1, 13, 2]], 3),
     "ValueError tokens: .*, got 4294967298": lambda m: generate(m, [[1, 2**32 + 2]], 3),
     "ValueError continuations: wanted tokens from 0 to 12": lambda m: score(m, TOKENS, -C),

@@ -21,7 +21,7 @@ from tests.support.complaints import refused
 from tests.support.distributions import distribution
 from tests.support.llama import build
 from tests.support.selection import few
-from tests.support.tokenizers import byte_level, write
+from tests.support.tokenizers import byte_level, sentence_piece, write
 
 CONFIG = LlamaConfig(13, 16, 24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
 BYTES = LlamaConfig(256, 16, 24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
@@ -301,6 +301,38 @@ def test_stop_strings_and_streams(way, writer, tokenizer):
     assert (np.asarray(found.accepted) <= np.asarray(found.lengths)).all()
     # a message for each pass, but where a character or a stop string is awaited
     assert len(heard) > 5 and sum(map(any, heard)) > 5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [None, 2], ids=["at once", "queue"])
+def test_text_behind_part_of_a_character(rows, tmp_path):
+    """Letters that are lost, or another text as it comes, behind a prompt that ends inside a character."""
+    falling = Tokenizer.load(write(tmp_path, sentence_piece("BPE")))
+    model = build(LlamaConfig(400, 16, 24, num_hidden_layers=1, num_attention_heads=4))
+    names = [f"<0x{x:02X}>" for x in "🦙é".encode()]
+    likely = [falling.token_id(x) for x in (*names, "<s>", "▁the", "a")]
+    bias = {x: 9.0 for x in likely if x is not None}
+    prompts = [
+        falling.encode(x)[:-cut] for x, cut in (("hi 🦙🦙", 2), ("é", 1), ("a 🦙a", 2), ("a", 1))
+    ]
+    prompts = [x or [falling.token_id("a")] for x in prompts]
+    heard = []
+    found = generate(
+        model,
+        prompts,
+        30,
+        tokenizer=falling,
+        stream=heard.append,
+        batch_size=rows,
+        temperature=1.0,
+        key=jax.random.key(0),
+        logit_bias=bias,
+    )
+    for row, (prompt, tokens) in enumerate(zip(prompts, found.tokens.tolist(), strict=True)):
+        known, whole = falling.decode(prompt), falling.decode([*prompt, *tokens])
+        unlike = [n for n in range(min(len(known), len(whole))) if known[n] != whole[n]]
+        want = whole[min(unlike, default=min(len(known), len(whole))) :]
+        assert found.texts[row] == "".join(texts[row] for texts in heard) == want
 
 
 @pytest.mark.full

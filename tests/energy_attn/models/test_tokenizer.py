@@ -140,7 +140,7 @@ def test_the_file_says_what_is_put_around_a_text(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", ["config", "list", "jinja", "json"])
+@pytest.mark.parametrize("place", ["config", "list", "jinja", "json", "saved"])
 def test_chats_are_those_of_transformers(place, tmp_path):
     """White space around blocks, HTML that is escaped, a message with None, tools, dates, and where templates are."""
     folder = write(tmp_path, byte_level())
@@ -149,12 +149,16 @@ def test_chats_are_those_of_transformers(place, tmp_path):
             {"name": "tool_use", "template": CHATML},
             {"name": "default", "template": template},
         ]
-        given = {"config": template, "list": other, "jinja": "not this one", "json": "not this one"}
-        write(tmp_path, byte_level(), chat_template=given[place])
+        given = {"config": template, "list": other}
+        write(tmp_path, byte_level(), chat_template=given.get(place, "not this one"))
         if place == "jinja":
             (folder / "chat_template.jinja").write_text(template, "utf-8")
         if place == "json":
             (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+        if place == "saved":  # as files of their own, in folders
+            peer = peer_of(folder)
+            peer.chat_template = {x["name"]: x["template"] for x in other}
+            peer.save_pretrained(folder)
         ours, peer = Tokenizer.load(folder), peer_of(folder)
         if place == "json":  # which transformers reads for processors alone
             peer.chat_template = template
@@ -162,6 +166,7 @@ def test_chats_are_those_of_transformers(place, tmp_path):
             {},
             {"add_generation_prompt": False},
             {"tools": TOOLS},
+            {"tools": []},
             {"enable_thinking": False, "date_string": "1 Jan 2030"},
         ):
             options = {"add_generation_prompt": True, **options}
@@ -172,6 +177,26 @@ def test_chats_are_those_of_transformers(place, tmp_path):
     assert ours.apply_chat_template(CHAT) == ours.apply_chat_template(
         CHAT, add_generation_prompt=True
     )
+
+
+def test_templates_in_files_of_their_own(tmp_path):
+    """A template for tools that is not read, or one of the configuration beside those of files."""
+    folder = write(tmp_path, byte_level(), chat_template="the configuration's")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("with {{ tools[0] }}")
+    (folder / "additional_chat_templates" / "notes.txt").write_bytes(b"\xff")
+    with pytest.raises(
+        ValueError, match="wanted a .*chat template called 'default', .* has tool_use"
+    ):
+        Tokenizer.load(folder).apply_chat_template(CHAT)
+    (folder / "chat_template.jinja").write_text("without")
+    tokenizer = Tokenizer.load(folder)
+    assert dict(tokenizer.chat_templates) == {
+        "default": "without",
+        "tool_use": "with {{ tools[0] }}",
+    }
+    assert tokenizer.apply_chat_template(CHAT) == "without"
+    assert tokenizer.apply_chat_template(CHAT, tools=["f"]) == "with f"
 
 
 def test_text_as_it_comes(folder):
@@ -217,10 +242,86 @@ def test_stop_strings(folder):
         want, count = naive(drawn, stops)
         assert "".join(shown) + stream.end() == stream.text == want
         assert stream.count == sum(len(spelled(c)) for c in drawn[:count])
-        # nothing is held that cannot become a stop string
+        # nothing is held that can neither become a stop string nor lose its text
         for index in range(1, count):
             held = "".join(drawn[:index])[len("".join(shown[:index])) :]
+            if tokenizer.token_id("<0xE2>") is not None:  # a byte behind it may take its text
+                held = held.rstrip("€")
             assert not held or any(stop.startswith(held) for stop in stops)
+
+
+# Llamas and Tibetan are bytes to a tokenizer with byte fallback, letters and Han to none.
+SCRIPTS = (
+    "hi there",
+    "🦙🦙",
+    "é€",
+    "東京 天気",
+    "བོད་ཡིག",
+    "👩‍👩‍👧 ",
+    "نص",
+    "▁ \n\t",
+    "\ufffd",
+    " END",
+)
+
+
+@pytest.fixture(scope="module", params=[*KINDS, "bytes"])
+def tokenizer(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "bytes":
+        (folder / "config.json").write_text('{"vocab_size": 256}')
+    else:
+        write(folder, KINDS[request.param]())
+    return Tokenizer.load(folder)
+
+
+def added(tokenizer, before, tokens):
+    """The text of all tokens, without what it has in common with the prompt's."""
+    prompt, whole = tokenizer.decode(before), tokenizer.decode([*before, *tokens])
+    unlike = (n for n, (x, y) in enumerate(zip(prompt, whole, strict=False)) if x != y)
+    return whole[next(unlike, min(len(prompt), len(whole))) :]
+
+
+def drawn_tokens(tokenizer, rng, is_text):
+    """Text with special tokens in it, or any tokens: bytes that are no text, behind those that are."""
+    special = [x for x in map(tokenizer.token_id, ("<s>", "<|im_start|>")) if x is not None]
+    if not is_text:
+        names = [f"<0x{byte:02X}>" for byte in "🦙é\x7f".encode()]
+        often = [x for x in map(tokenizer.token_id, names) if x is not None]
+        drawn = rng.choice([*often, *special, *rng.integers(0, 256, 8)], 24)
+        return drawn.tolist()
+    tokens = []
+    for _ in range(5):
+        tokens += tokenizer.encode(SCRIPTS[rng.integers(len(SCRIPTS))], add_special_tokens=False)
+        if special and rng.random() < 0.3:
+            tokens += rng.choice(special, 7).tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("is_text", [True, False], ids=["text", "any tokens"])
+def test_streamed_text_is_what_the_whole_adds(is_text, tokenizer):
+    """A prompt that ends inside a character or in special tokens, text that later tokens change, a lost stop."""
+    rng = np.random.default_rng(is_text)
+    for _ in range(60):
+        tokens = drawn_tokens(tokenizer, rng, is_text)
+        cut, *splits = np.sort(rng.integers(0, len(tokens), 6)).tolist()
+        before, after = tokens[:cut], tokens[cut:]
+        want = added(tokenizer, before, after)
+        stream = tokenizer.stream(before)
+        ends = [*splits, len(tokens)]
+        shown = [stream.write(tokens[x:y]) for x, y in zip([cut, *ends], ends, strict=False)]
+        assert want.startswith("".join(shown)), (before, after)
+        assert "".join(shown) + stream.end() == stream.text == want, (before, after)
+        begin = rng.integers(0, len(want) + 1)
+        stop = want[begin : begin + rng.integers(1, 4)]
+        if not stop or "\ufffd" in stop:
+            continue
+        stream = tokenizer.stream(before, stop=[stop])
+        shown = [stream.write([x]) for x in after]
+        texts = [added(tokenizer, before, after[: n + 1]) for n in range(len(after))]
+        count = next(n for n, text in enumerate(texts) if stop in text)
+        assert (stream.stopped, stream.count) == (True, count + 1), (before, after, stop)
+        assert "".join(shown) + stream.end() == texts[count].partition(stop)[0] == stream.text
 
 
 def test_bytes(tmp_path):
@@ -237,6 +338,43 @@ def test_bytes(tmp_path):
         "é",
         "",
     ] and stream.end() == "\ufffd"
+
+
+def test_one_stop_string(tokenizer):
+    """A string that is taken for a stop string of each letter."""
+    tokens = tokenizer.encode("So END that", add_special_tokens=False)
+    found = tokenizer.stream(stop="END")
+    assert found.write(tokens) + found.end() == found.text == "So " and found.stopped
+    found = tokenizer.stream(stop=None)
+    assert found.write(tokens) + found.end() == "So END that"
+
+
+LONG = {
+    "a product": "{{ 'x' * 10**10 }}",
+    "a list": "{{ 10**10 * [0] }}",
+    "a number": "{{ 10**(10**10) }}",
+    "products of numbers": "{% set n = namespace(x=9) %}{% for _ in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "sums": "{% set n = namespace(x='x') %}{% for _ in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "loops": "{% for _ in range(9**5) %}{{ 'x' * 10**5 }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", LONG.values(), ids=LONG)
+def test_a_template_that_does_not_end(template, tmp_path):
+    """Memory that a template fills."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 256}')
+    tokenizer = Tokenizer.load(tmp_path, chat_template=template)
+    with pytest.raises(ValueError, match="^messages: wanted a chat .* takes, .*: too long"):
+        tokenizer.apply_chat_template(CHAT)
+
+
+def test_products_in_templates(tmp_path):
+    """Products and sums that are not long, and are refused."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 256}')
+    template = "{{ '-' * 9 }} {{ 3 * [1] + [2] }} {{ 2 ** 62 * 2.5 }} {{ -3 * 4 - 2 ** -1 }} {{ 'a' + 'b' }}"
+    tokenizer = Tokenizer.load(tmp_path, chat_template=template)
+    want = f"{'-' * 9} {3 * [1] + [2]} {2**62 * 2.5} {-3 * 4 - 2**-1} ab"
+    assert tokenizer.apply_chat_template(CHAT) == want
 
 
 @pytest.mark.parametrize("name", ["tokenizers", "jinja2"])
@@ -261,7 +399,8 @@ def chat(*messages, **options):
 
 def with_file(name, text):
     def load(folder):
-        (folder / name).write_text(text)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
         return Tokenizer.load(folder)
 
     return load
@@ -300,6 +439,52 @@ BAD = {
     ),
     "ValueError tokenizer_config.json: pad_token: wanted a token, got list": with_file(
         "tokenizer_config.json", '{"pad_token": []}'
+    ),
+    r"ValueError tokenizer_config.json: added_tokens_decoder: wanted a token's number, got 'a'": with_file(
+        "tokenizer_config.json", '{"added_tokens_decoder": {"a": {"content": "x"}}}'
+    ),
+    r"TypeError tokenizer_config.json: added_tokens_decoder\['7'\].lstrip: wanted True or": with_file(
+        "tokenizer_config.json", '{"added_tokens_decoder": {"7": {"content": "x", "lstrip": 3}}}'
+    ),
+    "ValueError tokenizer_config.json: additional_special_tokens: wanted .*, got int 3": with_file(
+        "tokenizer_config.json", '{"additional_special_tokens": 3}'
+    ),
+    "ValueError tokenizer_config.json: extra_special_tokens: wanted .*, got str 'ab'": with_file(
+        "tokenizer_config.json", '{"extra_special_tokens": "ab"}'
+    ),
+    "ValueError tokenizer_config.json: bos_token: wanted a token, got str": with_file(
+        "tokenizer_config.json", '{"bos_token": "\\ud800"}'
+    ),
+    "ValueError special_tokens_map.json: pad_token: wanted a token, got int 3": with_file(
+        "special_tokens_map.json", '{"pad_token": 3}'
+    ),
+    "ValueError chat_template.jinja: chat_template: wanted text in UTF-8, got": with_file(
+        "chat_template.jinja", b"a\xff"
+    ),
+    "ValueError rag.jinja: chat_template: wanted text in UTF-8, got": with_file(
+        "additional_chat_templates/rag.jinja", b"a\xff"
+    ),
+    "ValueError chat_template.jinja: .*wanted a file, got a folder": with_file(
+        "chat_template.jinja/x", b""
+    ),
+    r"ValueError tokens: wanted numbers of 32 bits, got 5 to 1099511627776": lambda f: (
+        Tokenizer.load(f).decode([5, 2**40])
+    ),
+    r"ValueError tokens: wanted numbers of 32 bits, got list \[1180591": lambda f: Tokenizer.load(
+        f
+    ).decode([2**70]),
+    "ValueError before: wanted numbers of 32 bits, got 1099511627776 to": lambda f: Tokenizer.load(
+        f
+    ).stream([2**40]),
+    "ValueError tokens: wanted numbers of 32 bits, got 1099511627776 to": lambda f: (
+        Tokenizer.load(f).stream().write([2**40])
+    ),
+    "TypeError before: wanted an integer array": lambda f: Tokenizer.load(f).stream(["a"]),
+    "TypeError stop: wanted a string or a sequence of strings": lambda f: Tokenizer.load(f).stream(
+        stop=[3]
+    ),
+    "ValueError stop: wanted strings that are not empty": lambda f: Tokenizer.load(f).stream(
+        stop=""
     ),
     "ValueError tokenizer_config.json: added_tokens_decoder: wanted objects": with_file(
         "tokenizer_config.json", '{"added_tokens_decoder": [1]}'
