@@ -104,6 +104,13 @@ def check_integral(name: str, x: object) -> Any:
     return array
 
 
+def is_concrete(x: object) -> bool:
+    """Whether this process can read an array's values: it is not traced, and is fully addressable."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
 def check_int32(name: str, x: object) -> Any:
     """Returns `x` if it is an array of integers that, where they are known, 32 bits hold.
 

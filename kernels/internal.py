@@ -16,6 +16,7 @@ from ._checks import check_integral as check_integral
 from ._checks import check_key as check_key
 from ._checks import check_names as check_names
 from ._checks import check_shape as check_shape
+from ._checks import is_concrete as is_concrete
 from ._checks import received as received
 from ._lazy import lazy as lazy
 from ._private import private_names as private_names

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.distributed.internal import (
     ShardingPlan,
     attend_sharded,
+    check_order,
     in_shard_map,
     laid_out,
     local_sharding_plan,
@@ -187,6 +188,7 @@ def prepare(
     if plan is not None and plan.axes:
         cite(plan.method.name)
         if parallel is not None:
+            check_order(parallel, plan, options, *sizes)
             warn_of_idle_devices(parallel, plan, call.settings.mask.window, options, *sizes)
     return StaticCall(names, plan, call.settings, call.batched), call.operands
 

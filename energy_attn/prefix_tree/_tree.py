@@ -2,10 +2,8 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Integer, Shaped
 
 from energy_attn.kernels.internal import (
@@ -14,6 +12,7 @@ from energy_attn.kernels.internal import (
     check_floating,
     check_integral,
     check_shape,
+    is_concrete,
     received,
 )
 
@@ -184,8 +183,3 @@ def check_range(name: str, x: Array | np.ndarray, least: int, most: int) -> None
         raise ValueError(
             f"{name}: wanted integers from {least} to {most}, got {values[index]} at {list(index)}"
         )
-
-
-def is_concrete(x: object) -> bool:
-    """Whether an array's values can be read: it is not traced, and is fully addressable."""
-    return not isinstance(x, Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)
