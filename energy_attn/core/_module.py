@@ -62,7 +62,7 @@ class FreeEnergy(AbstractEnergy):
         scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$. An array, a scalar or `[N]` with one for each head
             of queries, is a trainable parameter, the inverse temperature.
         is_causal: whether to hide keys whose position is after the query's.
-        local_window_size: `(left, right)` or one int: how far from a query its keys may lie.
+        local_window_size: `(left, right)` or one int: how far from a query its keys may lie; None: any distance.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations].
         parallel: how keys are sharded over the current mesh.
         mask: a mask of `energy_attn.masks`, besides causality, the window and the mask of a call. Its
@@ -97,7 +97,9 @@ class FreeEnergy(AbstractEnergy):
 
     scale: float | Float[Array, ""] | Float[Array, " N"] | None = None
     is_causal: bool = eqx.field(static=True, default=False)
-    local_window_size: int | tuple[int, int] | None = eqx.field(static=True, default=None)
+    local_window_size: int | tuple[int | None, int | None] | None = eqx.field(
+        static=True, default=None
+    )
     implementation: Candidate | tuple[Candidate, ...] | None = eqx.field(
         static=True, default=None, converter=_hashable
     )

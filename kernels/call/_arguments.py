@@ -1,6 +1,7 @@
 """Checks a user's arguments and turns them into the operands that every implementation takes."""
 
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -292,25 +293,26 @@ def _four_axes(name: str, x: Array | np.ndarray, shape: tuple[int, int, int, int
     return x if x.ndim >= 4 else x[(None,) * (4 - x.ndim)]
 
 
-def check_window(size: object) -> tuple[int, int] | None:
-    """Returns the window as `(left, right)`, or None.
+def check_window(size: object) -> tuple[int | None, int | None] | None:
+    """Returns the window as `(left, right)`, or None; None for a side is any distance.
 
-    Raises `TypeError` for anything but an int or a pair, `ValueError` for negative sizes.
+    Raises `TypeError` for anything but an int or a pair of sides, `ValueError` for negative sides.
     """
     if size is None:
         return None
     sides = (size, size) if isinstance(size, (int, np.integer)) else size
-    if not (
-        isinstance(sides, tuple)
-        and len(sides) == 2
-        and all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in sides)
-    ):
-        raise TypeError(
-            f"local_window_size: wanted an int or a pair (left, right), got {received(size)}"
-        )
-    if min(sides) < 0:
-        raise ValueError(f"local_window_size: wanted sizes of at least 0, got {size}")
-    return int(sides[0]), int(sides[1])
+    wanted = "an int or a pair (left, right) of ints, or None for any distance"
+    if not (isinstance(sides, tuple) and len(sides) == 2):
+        raise TypeError(f"local_window_size: wanted {wanted}, got {received(size)}")
+    for side in sides:
+        if isinstance(side, bool) or not isinstance(side, (int, np.integer, NoneType)):
+            raise TypeError(f"local_window_size: wanted {wanted}, got {received(size)}")
+        if side is not None and side < 0:
+            raise ValueError(
+                f"local_window_size: wanted sides of at least 0, or None for any distance, got {size}"
+            )
+    left, right = (None if side is None else int(side) for side in sides)
+    return left, right
 
 
 def _lengths(

@@ -89,7 +89,7 @@ def split_mask(mask: object) -> tuple[AbstractMask | None, Any]:
 def canonical_mask(
     mask: AbstractMask | None,
     is_causal: bool,
-    window: tuple[int, int] | None,
+    window: tuple[int | None, int | None] | None,
     tokens: Tokens,
     batch: int,
     query_len: int,

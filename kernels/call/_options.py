@@ -19,9 +19,9 @@ class ScoreOptions(TypedDict, total=False):
     is_causal: bool
     """Whether to hide keys whose position is after the query's; False if not given."""
 
-    local_window_size: int | tuple[int, int] | None
+    local_window_size: int | tuple[int | None, int | None] | None
     """`(left, right)`, or one int for both: only keys at positions in `[query - left, query + right]`
-    are seen."""
+    are seen. None for a side is any distance."""
 
     score: AbstractScore | None
     """A [score][energy_attn.kernels.scores.AbstractScore], a function of the scaled product of a query

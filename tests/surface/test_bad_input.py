@@ -102,7 +102,9 @@ SHARED = [
     # masks by position
     ({"is_causal": 1}, TypeError, "int 1", "True or False"),
     ({"is_causal": a(dtype="bool")}, TypeError, "bool[]", "True or False"),
-    ({"local_window_size": (1, -2)}, ValueError, "(1, -2)", "at least 0"),
+    ({"local_window_size": (1, -2)}, ValueError, "(1, -2)", "at least 0, or None for any"),
+    ({"local_window_size": -1}, ValueError, "-1", "at least 0, or None for any"),
+    ({"local_window_size": (None, 2.0)}, TypeError, "(None, 2.0)", "or None for any"),
     ({"local_window_size": (1, 2, 3)}, TypeError, "(1, 2, 3)", "pair"),
     ({"local_window_size": 1.5}, TypeError, "float 1.5", "an int"),
     ({"local_window_size": a(2, dtype="int32")}, TypeError, "int32[2]", "an int"),
