@@ -1,5 +1,6 @@
 """Checks of single arguments. Each error names the argument, what was wanted and what was given."""
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -227,6 +228,35 @@ def check_names(name: str, x: object, what: str) -> tuple[str, ...]:
     if len(set(names)) != len(names):
         raise ValueError(f"{name}: wanted different names, got {tuple(names)}")
     return tuple(names)
+
+
+def check_function(name: str, x: object, *arguments: str) -> None:
+    """Checks that `x` can be called with as many arguments as `arguments` names.
+
+    Raises `TypeError` for anything that cannot be called, or takes others.
+    """
+    wanted = f"a function of ({', '.join(arguments)})"
+    if not callable(x):
+        raise TypeError(f"{name}: wanted {wanted}, got {received(x)}")
+    try:
+        takes = inspect.signature(x)
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return
+    try:
+        takes.bind(*arguments)
+    except TypeError:
+        raise TypeError(f"{name}: wanted {wanted}, got one of {takes}") from None
+
+
+def check_hashable(name: str, x: object) -> None:
+    """Raises `ValueError` for a function that cannot be hashed."""
+    try:
+        hash(x)
+    except TypeError:
+        raise ValueError(
+            f"{name}: wanted one that can be hashed, with its arrays given as parameters, "
+            f"got {received(x)}"
+        ) from None
 
 
 def check_flag(name: str, x: object) -> bool:

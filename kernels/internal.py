@@ -105,6 +105,7 @@ from .dispatch._registry import reproducible_kernels as reproducible_kernels
 from .dispatch._registry import tried as tried
 from .dispatch._tile_program import computed as computed
 from .dispatch._tile_program import evaluated as evaluated
+from .masks._abstract import check_mask as check_mask
 from .masks._structure import window_structure as window_structure
 from .masks._visibility import may_meet as may_meet
 from .pallas.gpu._sizes import KernelKind as KernelKind

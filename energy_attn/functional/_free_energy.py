@@ -126,6 +126,7 @@ def free_energy(
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
         True
     """
+    check_options(options, AttentionOptions, "source", "bias", "mask")
     arguments = query, key, value, bias, mask
     call, operands = prepare_recorded("free_energy", source, *arguments, **options)
     return energy_at((call,), source, (operands,))
@@ -161,7 +162,6 @@ def prepare(
 
     Returns the static part of the call and its arrays. Raises as `free_energy` does.
     """
-    check_options(options, AttentionOptions)
     scored: dict[str, Any] = dict(options)
     names = candidates(scored.pop("implementation", None), scored.get("reproducible", False))
     parallel = scored.pop("parallel", None)

@@ -1,6 +1,7 @@
 """Checks a user's arguments and turns them into the operands that every implementation takes."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from types import NoneType
 from typing import Any, NamedTuple, Unpack
 
@@ -81,7 +82,7 @@ def check_call(
 
     Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
     """
-    check_options(options, KernelOptions)
+    check_options(options, KernelOptions, "source", "bias", "mask")
     arrays = check_arrays(query, key, value, scales)
     if source is not None:
         shape = (*arrays.query.shape[:-1], arrays.value.shape[-1])
@@ -216,10 +217,23 @@ def check_scores(
     Raises `TypeError` for another dtype and `ValueError` for a shape that does not broadcast.
     """
     if bias is not None:
-        bias = _four_axes("bias", check_floating("bias", bias), shape)
+        with _hint("a boolean array is mask="):
+            check_floating("bias", bias)
+        bias = _four_axes("bias", bias, shape)
     if mask is not None:
-        mask = _four_axes("mask", check_boolean("mask", mask), shape)
+        with _hint("an array that is added to the scores is bias="):
+            check_boolean("mask", mask)
+        mask = _four_axes("mask", mask, shape)
     return bias, mask
+
+
+@contextlib.contextmanager
+def _hint(hint: str) -> Iterator[None]:
+    """Adds to a `TypeError` what else may have been meant."""
+    try:
+        yield
+    except TypeError as wrong:
+        raise TypeError(f"{wrong}; {hint}") from None
 
 
 def check_source(source: object, query: Array, value: Array) -> None:
@@ -275,7 +289,7 @@ def _scaled(
     return query.astype(dtype) * scale.astype(dtype), key.astype(dtype), 1.0
 
 
-def _four_axes(name: str, x: Array | np.ndarray, shape: tuple[int, int, int, int]) -> Array:
+def _four_axes(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array:
     # as in jax.nn: leading axes may be left out
     try:
         check_broadcastable(name, x, shape, leading=False)

@@ -84,8 +84,12 @@ SHARED = [
     ({"bias": a(B, N, T, S, dtype="bool")}, TypeError, "bool[2,4,3,7]", "float32"),
     ({"bias": a(T, S - 1)}, ValueError, "float32[3,6]", "broadcastable to (2, 4, 3, 7)"),
     ({"bias": a(B + 1, 1, T, S)}, ValueError, "[3,1,3,7]", "broadcastable to (2, 4, 3, 7)"),
+    ({"bias": a(B, N, T, S, dtype="bool")}, TypeError, "array is mask=", "float32"),
     ({"mask": True}, TypeError, "bool True", "array"),
     ({"mask": a(B, N, T, S)}, TypeError, "float32[2,4,3,7]", "boolean"),
+    ({"mask": a(B, N, T, S)}, TypeError, "added to the scores is bias=", "boolean"),
+    ({"mask": lambda i, j: i >= j}, TypeError, "masks.Function(function, *p", "or a boolean array"),
+    ({"mask": ea.masks.Causal}, TypeError, "Causal(...) makes one", "a mask of energy_attn.masks"),
     ({"mask": a(T + 1, S, dtype="bool")}, ValueError, "bool[4,7]", "broadcastable to (2, 4, 3, 7)"),
     # what other libraries' masks look like
     ({"mask": a(B, S, dtype="bool")}, ValueError, "mask[:, None, None, :]", "to (2, 4, 3, 7)"),
@@ -130,12 +134,20 @@ SHARED = [
     ({"implementation": 3}, TypeError, "int 3", "a name"),
     ({"implementation": ()}, TypeError, "tuple ()", "a name"),
     ({"implementation": ("reference", 3)}, TypeError, "('reference', 3)", "a name"),
-    # no option at all
-    ({"is_casual": True}, TypeError, "'is_casual'", "is_causal"),
+    # no option at all; what other libraries call one
+    ({"is_casual": True}, TypeError, "'is_casual'", "did you mean is_causal?"),
+    ({"causal": True}, TypeError, "'causal'", "did you mean is_causal?"),
+    ({"attn_mask": a(T, S)}, TypeError, "'attn_mask'", "did you mean mask (True: "),
+    ({"attn_bias": a(T, S)}, TypeError, "'attn_bias'", "did you mean bias?"),
+    ({"softcap": 3.0}, TypeError, "'softcap'", "did you mean score=scores.SoftCap(c)?"),
+    ({"dropout": 0.1}, TypeError, "'dropout'", "did you mean nn.MultiheadAttention(dropout_p"),
+    ({"sliding_window": 3}, TypeError, "'sliding_window'", "did you mean local_window_size?"),
+    ({"nonsense": 3}, TypeError, "'nonsense'", "bias, mask, "),
 ]
 OTHER_ATTENTION = {
     ea.free_energy: [
         ({"source": 0.0}, TypeError, "float 0.0", "array"),
+        ({"nonsense": 3}, TypeError, "'nonsense'", "source, bias, mask, scale, is_causal"),
         ({"source": a(B, T, N, V, dtype="int32")}, TypeError, "int32[2,3,4,6]", "float32"),
         ({"source": a(B, T, N, V, dtype="complex64")}, TypeError, "complex64", "float32"),
         ({"source": a(B, T, N, H)}, ValueError, "float32[2,3,4,5]", "(2, 3, 4, 6)"),
@@ -144,6 +156,8 @@ OTHER_ATTENTION = {
         ({"parallel": SequenceParallel("x")}, ValueError, "none", "a mesh in force"),
     ],
     ea.attention: [
+        ({"source": a(B, T, N, V)}, TypeError, "'source'", "free_energy(query, key, value, source"),
+        ({"return_lse": True}, TypeError, "'return_lse'", "return_energy"),
         ({"return_energy": "yes"}, TypeError, "str 'yes'", "True or False"),
         ({"return_energy": None}, TypeError, "None", "True or False"),
         ({"parallel": ("device",)}, TypeError, "tuple ('device',)", "SequenceParallel"),
@@ -339,7 +353,48 @@ SOFTMAX = (
     *((partial(shifted_energy, a(2, 3), shift), *rest) for shift, *rest in SHIFT),
 )
 KEYS, TWO_OF = lambda: jax.random.split(jax.random.key(0), 3), lambda *heads: heads[:2]
+CAUSAL, SEEN = ea.masks.Causal(), a(T, S, dtype="bool")
+MASKS, SCORES = partial(ea.masks.Function, lambda i, j: i), partial(ea.scores.Function, lambda s: s)
+FUNCTIONS = (
+    (lambda: CAUSAL & SEEN, TypeError, "&", "(mask=...).attention(..., mask=array)", "a mask"),
+    (lambda: SEEN | CAUSAL, TypeError, "|", "(mask=...).attention(..., mask=array)", "a mask"),
+    (lambda: CAUSAL & print, TypeError, "&", "masks.Function(function, *parameters)", "a mask"),
+    (lambda: CAUSAL & ea.masks.Causal, TypeError, "&", "Causal(...) makes one", "a mask"),
+    (partial(MASKS, 3), TypeError, "function", "(i, j)", "(query, key, parameter)"),
+    (lambda: ea.masks.Function(len), TypeError, "function", "(obj, /)", "(query, key)"),
+    (SCORES, TypeError, "function", "(s)", "(score, at)"),
+    (partial(SCORES, 1.0), TypeError, "function", "(s)", "(score, at, parameter)"),
+    (lambda: ea.scores.Distance(lambda i, j: i), TypeError, "function", "(i, j)", "(distance)"),
+    (
+        lambda: ea.scores.RelativeBias(a(2, 4), lambda: 3),
+        TypeError,
+        "buckets",
+        "()",
+        "(distance)",
+    ),
+)
 MODULES = (
+    (partial(ea.FreeEnergy, *VALID.values()), TypeError, "FreeEnergy", "[2,3,4,5]", ".at(query, "),
+    (
+        partial(ea.FreeEnergy, query=X),
+        TypeError,
+        "query",
+        "'query'",
+        "Energy().at(query, key, value)",
+    ),
+    (partial(ea.FreeEnergy, causal=True), TypeError, "causal", "'causal'", "is_causal"),
+    (
+        partial(ea.FreeEnergy, nonsense=1),
+        TypeError,
+        "nonsense",
+        "'nons",
+        "regulariser, name, scale",
+    ),
+    (partial(ea.FreeEnergy, mask=print), TypeError, "mask", "masks.Function(f", "None (arrays go"),
+    *(
+        (partial(call, **VALID, causal=True), TypeError, "causal", "'ca", "Energy(is_causal=...)")
+        for call in (ea.FreeEnergy(), ea.FreeEnergy().at, ea.FreeEnergy().attention)
+    ),
     (partial(ea.FreeEnergy, scale=NAN), ValueError, "scale", "nan", "finite"),
     (partial(ea.FreeEnergy, implementation="fast"), ValueError, "implementation", "'fast'", "'ref"),
     (partial(ea.FreeEnergy, parallel="device"), TypeError, "parallel", "str 'device'", "Sequence"),
@@ -379,7 +434,8 @@ MODULES = (
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "name", "received", "wanted"), PARALLEL + STATES + SOFTMAX + MODULES
+    ("call", "error", "name", "received", "wanted"),
+    PARALLEL + STATES + SOFTMAX + FUNCTIONS + MODULES,
 )
 def test_everything_else(call, error, name, received, wanted):
     """Axis names that XLA does not know, states that do not match, sizes that no array can have."""

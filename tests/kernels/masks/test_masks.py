@@ -352,7 +352,13 @@ def closing(length):
         (lambda: masks.Or("x", masks.Causal()), TypeError, "first", "str 'x'", "mask"),
         (lambda: masks.Or(masks.Causal(), masks.Causal), TypeError, "second", "Causal", "mask"),
         (lambda: masks.Not(None), TypeError, "mask", "NoneType None", "mask"),
-        (by(masks.Causal), TypeError, "mask", "class", "Causal(...)"),
+        (
+            by(masks.Causal),
+            TypeError,
+            "mask",
+            "Causal(...) makes one",
+            "a mask of energy_attn.masks",
+        ),
         (
             by(masks.Causal() | masks.Prefix(I3)),
             ValueError,
