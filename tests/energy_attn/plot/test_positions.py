@@ -25,6 +25,32 @@ def test_weights(tmp_path):
     assert (tmp_path / "weights.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize(("count", "labels"), [(60, None), (16, None), (3000, None), (8, "word")])
+def test_labels(count, labels):
+    """Labels that run into each other."""
+    keys = labels and [f"{labels}{i}" for i in range(count)]
+    shown = np.full((count, 4, count), 1 / count, np.float32)
+    figure = ea.plot.weights(shown, rows=keys, keys=keys)
+    figure.draw_without_rendering()
+    for panel in (x for x in figure.axes if x.images):
+        for axis, start, end in ((panel.xaxis, "x0", "x1"), (panel.yaxis, "y0", "y1")):
+            boxes = [x.get_window_extent() for x in axis.get_ticklabels() if x.get_text()]
+            boxes = sorted(boxes, key=lambda box: getattr(box, start))
+            assert len(boxes) >= 3
+            for one, other in zip(boxes, boxes[1:], strict=False):
+                assert getattr(one, end) < getattr(other, start)
+
+
+def test_what_is_not_seen():
+    """Keys that a mask hides in the colour of a small weight."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+    shown = ea.FreeEnergy(is_causal=True).at(q, k, v).weights()
+    image = ea.plot.weights(shown).axes[0].images[0]
+    colours = image.cmap(image.norm(image.get_array()))
+    black = (colours == (0, 0, 0, 1)).all(-1)
+    np.testing.assert_array_equal(black, ~np.tril(np.ones((5, 5), bool)))
+
+
 @pytest.mark.parametrize("batched", [False, True])
 def test_mask(batched):
     """Another entry of the batch; queries for keys; a mask whose arrays are not read by position."""
