@@ -1,5 +1,6 @@
 """Pictures by position: what stands where in them."""
 
+import itertools
 import sys
 
 import jax
@@ -37,7 +38,7 @@ def test_labels(count, labels):
             boxes = [x.get_window_extent() for x in axis.get_ticklabels() if x.get_text()]
             boxes = sorted(boxes, key=lambda box: getattr(box, start))
             assert len(boxes) >= 3
-            for one, other in zip(boxes, boxes[1:], strict=False):
+            for one, other in itertools.pairwise(boxes):
                 assert getattr(one, end) < getattr(other, start)
 
 
