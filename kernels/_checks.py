@@ -248,6 +248,17 @@ def check_function(name: str, x: object, *arguments: str) -> None:
         raise TypeError(f"{name}: wanted {wanted}, got one of {takes}") from None
 
 
+def check_nesting(name: str, x: object, kind: type, hint: str) -> None:
+    """Raises `ValueError` for a module with more than 100 others of its kind inside each other."""
+    level = [x]
+    for _ in range(101):
+        fields = [field for module in level for field in vars(module).values()]
+        fields += [item for field in fields if isinstance(field, tuple) for item in field]
+        level = list({id(field): field for field in fields if isinstance(field, kind)}.values())
+    if level:
+        raise ValueError(f"{name}: wanted at most 100 inside each other, got more; {hint}")
+
+
 def check_hashable(name: str, x: object) -> None:
     """Raises `ValueError` for a function that cannot be hashed."""
     try:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from .._checks import received
+from .._checks import check_nesting, received
 from ._interval import Interval
 
 
@@ -106,6 +106,10 @@ def check_mask(name: str, x: Any, wanted: str = "a mask of energy_attn.masks") -
     raise TypeError(f"{name}: wanted {wanted}, got {received(x)}{hint}")
 
 
+def _check_nesting(mask: AbstractMask) -> None:
+    check_nesting("masks", mask, AbstractMask, "join them in pairs, as (a & b) & (c & d)")
+
+
 class _Pair(AbstractMask):
     """Two masks that are joined."""
 
@@ -117,6 +121,7 @@ class _Pair(AbstractMask):
     def __check_init__(self) -> None:
         check_mask("first", self.first)
         check_mask("second", self.second)
+        _check_nesting(self)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -197,6 +202,7 @@ class Not(AbstractMask):
 
     def __check_init__(self) -> None:
         check_mask("mask", self.mask)
+        _check_nesting(self)
 
     @property
     def ranks(self) -> tuple[int, ...]:

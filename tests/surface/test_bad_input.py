@@ -3,6 +3,7 @@
 The type checks of this suite are off here, so that mistakes get as far as they would for a user.
 """
 
+import functools
 import inspect
 from functools import partial
 
@@ -355,7 +356,19 @@ SOFTMAX = (
 KEYS, TWO_OF = lambda: jax.random.split(jax.random.key(0), 3), lambda *heads: heads[:2]
 CAUSAL, SEEN = ea.masks.Causal(), a(T, S, dtype="bool")
 MASKS, SCORES = partial(ea.masks.Function, lambda i, j: i), partial(ea.scores.Function, lambda s: s)
+
+
+def nested(join, x):
+    """`x` joined to itself a thousand times."""
+    return lambda: functools.reduce(lambda inner, _: join(inner), range(1000), x)
+
+
+CAP = ea.scores.SoftCap(3.0)
 FUNCTIONS = (
+    (nested(lambda x: x & CAUSAL, CAUSAL), ValueError, "masks", "(a & b) & (c", "at most 100 in"),
+    (nested(lambda x: CAUSAL | x, CAUSAL), ValueError, "masks", "(a & b) & (c", "at most 100 in"),
+    (nested(lambda x: ~x, CAUSAL), ValueError, "masks", "(a & b) & (c & d)", "at most 100 inside"),
+    (nested(partial(ea.scores.Compose, CAP), CAP), ValueError, "scores", "any num", "at most 100"),
     (lambda: CAUSAL & SEEN, TypeError, "&", "(mask=...).attention(..., mask=array)", "a mask"),
     (lambda: SEEN | CAUSAL, TypeError, "|", "(mask=...).attention(..., mask=array)", "a mask"),
     (lambda: CAUSAL & print, TypeError, "&", "masks.Function(function, *parameters)", "a mask"),

@@ -90,6 +90,20 @@ def test_simple_rules_are_options():
     jax.tree.map(np.testing.assert_array_equal, found.operands, wanted.operands)
 
 
+def test_many():
+    """Masks that can be made and not be used, as Python ends the recursion over them."""
+    arrays, _ = cast(PROBLEM, jnp.float64)
+    chain = masks.Causal()
+    for i in range(66):
+        chain = ~(chain & masks.Prefix(2)) if i % 2 else chain & ~masks.Prefix(1)
+    query, key = (
+        jnp.arange(n, dtype=jnp.int32) for n in (PROBLEM.query.shape[1], PROBLEM.key.shape[1])
+    )
+    seen = chain.visible(query[:, None], key[None])
+    found, wanted = (local_attention(**arrays, mask=x) for x in (chain, seen))
+    close(tuple(found), tuple(wanted))
+
+
 @pytest.mark.parametrize("sides", [(None, 0), (None, 3), (3, None), (None, None), 4])
 def test_windows_are_options(sides):
     """A side without a bound, which the mask takes and the option did not."""
