@@ -186,15 +186,18 @@ def check_finite_number(name: str, x: object) -> float:
     return number
 
 
-def check_integer(name: str, x: object, least: int | None = None) -> int:
+def check_integer(name: str, x: object, least: int | None = None, *, is_wide: bool = False) -> int:
     """Returns `x` as a Python int.
 
-    Raises `TypeError` if it is not an integer (booleans are not) and `ValueError` below `least`.
+    Raises `TypeError` if it is not an integer (booleans are not) and `ValueError` below `least`, or where
+    32 bits do not hold it unless it `is_wide`.
     """
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise TypeError(f"{name}: wanted an integer, got {received(x)}")
     if least is not None and x < least:
         raise ValueError(f"{name}: wanted at least {least}, got {x}")
+    if not (is_wide or -(2**31) <= x < 2**31):
+        raise ValueError(f"{name}: wanted an integer of 32 bits, got {received(x)}")
     return int(x)
 
 
@@ -268,6 +271,13 @@ def check_hashable(name: str, x: object) -> None:
             f"{name}: wanted one that can be hashed, with its arrays given as parameters, "
             f"got {received(x)}"
         ) from None
+
+
+def check_text(name: str, x: object) -> str:
+    """Returns `x` if it is a text; raises `TypeError` otherwise."""
+    if not isinstance(x, str):
+        raise TypeError(f"{name}: wanted a text, got {received(x)}")
+    return x
 
 
 def check_flag(name: str, x: object) -> bool:

@@ -11,11 +11,14 @@ from ._checks import check_finite_number as check_finite_number
 from ._checks import check_flag as check_flag
 from ._checks import check_floating as check_floating
 from ._checks import check_floating_dtype as check_floating_dtype
+from ._checks import check_function as check_function
+from ._checks import check_int32 as check_int32
 from ._checks import check_integer as check_integer
 from ._checks import check_integral as check_integral
 from ._checks import check_key as check_key
 from ._checks import check_names as check_names
 from ._checks import check_shape as check_shape
+from ._checks import check_text as check_text
 from ._checks import is_concrete as is_concrete
 from ._checks import received as received
 from ._lazy import lazy as lazy

@@ -14,6 +14,7 @@ from .._checks import (
     check_boolean,
     check_function,
     check_hashable,
+    check_integer,
     received,
 )
 from ._abstract import AbstractMask
@@ -93,8 +94,10 @@ class Function(AbstractMask):
 
 
 def _parameter(x: object) -> Any:
-    if isinstance(x, (bool, int)):
-        return np.asarray(x, bool if isinstance(x, bool) else np.int32)
+    if isinstance(x, bool):
+        return np.asarray(x)
+    if isinstance(x, int):
+        return np.asarray(check_integer("parameters", x), np.int32)
     array = x if isinstance(x, np.generic) else check_array("parameters", x)
     if not (jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == jnp.bool_):
         raise TypeError(

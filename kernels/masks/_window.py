@@ -12,7 +12,7 @@ from ._interval import FAR, Interval
 def _side(x: object) -> int | None:
     if isinstance(x, (int, np.integer)) and x < 0:
         raise ValueError(f"left and right: wanted at least 0, or None for any distance, got {x}")
-    return None if x is None else check_integer("left and right", x)
+    return None if x is None else check_integer("left and right", x, is_wide=True)
 
 
 class Window(AbstractMask):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._checks import check_array, check_function, check_hashable, received
+from .._checks import check_array, check_function, check_hashable, check_integer, received
 from ._abstract import AbstractScore, At
 
 
@@ -57,8 +57,10 @@ class Function(AbstractScore):
 
 
 def _parameter(x: object) -> Any:
-    if isinstance(x, (bool, int, float)):
+    if isinstance(x, (bool, float)):
         return x
+    if isinstance(x, int):
+        return check_integer("parameters", x)
     if isinstance(x, np.generic):
         return np.asarray(x)
     array = check_array("parameters", x)

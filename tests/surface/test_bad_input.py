@@ -18,7 +18,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
+from energy_attn import models
 from energy_attn.distributed import (
+    KVCache,
     SequenceParallel,
     cost,
     logsumexp_across,
@@ -386,6 +388,44 @@ FUNCTIONS = (
         "(distance)",
     ),
 )
+
+
+def empty_cache(**sizes):
+    return KVCache.empty(**{"batch": 1, "capacity": 8, "kv_heads": 2, "width": 4, **sizes})
+
+
+def read(**arrays):
+    config = models.LlamaConfig(16, 8, 16, num_hidden_layers=1, num_attention_heads=2)
+    model = eqx.filter_eval_shape(models.Llama, config, key=jax.random.key(0))
+    return model(**{"tokens": np.ones((1, 2), np.int64), **arrays})
+
+
+# Numbers that 32 bits do not hold: out of memory, JAX's own errors about shapes, or other numbers without a word.
+LARGE, OF_32_BITS = 2**31, "an integer of 32 bits"
+INTEGERS = (
+    *(
+        (partial(empty_cache, **{name: size}), ValueError, name, str(size), OF_32_BITS)
+        for name in ("batch", "capacity", "kv_heads", "width", "block_size", "window")
+        for size in (2**31, 2**63, 2**70)
+    ),
+    (lambda: empty_cache().fork(LARGE, capacity=8), ValueError, "count", str(LARGE), OF_32_BITS),
+    (lambda: empty_cache().fork(2, capacity=LARGE), ValueError, "capacity", "2147", OF_32_BITS),
+    (lambda: empty_cache().evict(LARGE), ValueError, "count", str(LARGE), OF_32_BITS),
+    (partial(MASKS, LARGE), ValueError, "parameters", str(LARGE), OF_32_BITS),
+    (partial(SCORES, LARGE), ValueError, "parameters", str(LARGE), OF_32_BITS),
+    (lambda: ea.masks.Prefix(-LARGE - 1), ValueError, "length", "-2147483649", OF_32_BITS),
+    (lambda: ea.masks.tabulate(CAUSAL, LARGE), ValueError, "query_len", str(LARGE), OF_32_BITS),
+    (partial(ea.landscape, X[0], X, X, points=LARGE), ValueError, "points", str(LARGE), OF_32_BITS),
+    (partial(read, tokens=np.full((1, 2), LARGE)), ValueError, "tokens", str(LARGE), "32 bits"),
+    (partial(read, positions=np.full((1, 2), LARGE)), ValueError, "positions", "2147", "32 bits"),
+)
+COSTS = (
+    (partial(cost.Link, 2, 1.0, 1.0, torus="nope"), TypeError, "torus", "'nope'", "True or False"),
+    (partial(cost.Link, 2, 1.0, 1.0, 3), TypeError, "name", "int 3", "a text"),
+    (partial(cost.Topology, 3, TWO.links), TypeError, "name", "int 3", "a text"),
+    (partial(cost.Chip, 3, 1.0, 1), TypeError, "network", "int 3", "a text"),
+    (partial(ea.reproducible, 3), TypeError, "function", "int 3", "a function of arrays"),
+)
 MODULES = (
     (partial(ea.FreeEnergy, *VALID.values()), TypeError, "FreeEnergy", "[2,3,4,5]", ".at(query, "),
     (
@@ -448,7 +488,7 @@ MODULES = (
 
 @pytest.mark.parametrize(
     ("call", "error", "name", "received", "wanted"),
-    PARALLEL + STATES + SOFTMAX + FUNCTIONS + MODULES,
+    PARALLEL + STATES + SOFTMAX + FUNCTIONS + INTEGERS + COSTS + MODULES,
 )
 def test_everything_else(call, error, name, received, wanted):
     """Axis names that XLA does not know, states that do not match, sizes that no array can have."""
