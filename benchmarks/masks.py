@@ -41,7 +41,7 @@ def _table(mask: MaskOf) -> MaskOf:
 
 def _longformer(length: int) -> masks.AbstractMask:
     near, shared = length // 32, max(length // 256, 1)
-    return masks.Window(near, near) | masks.Prefix(shared) | masks.Lengths(length, shared)
+    return masks.Window(near, near) | masks.Prefix(shared) | masks.Lengths(length, queries=shared)
 
 
 def _case(name: str, make: MaskOf, causal: bool = False, backward: bool = False) -> Case:

@@ -17,6 +17,7 @@ from .merge._scatter import sums as sums
 from .methods._arguments import Axes as Axes
 from .methods._arguments import unbatched as unbatched
 from .methods._halo import near_plan as near_plan
+from .methods._layout import check_order as check_order
 from .methods._layout import place_tokens as place_tokens
 from .methods._layout import sequence_order as sequence_order
 from .methods._layout import warn_of_idle_devices as warn_of_idle_devices

@@ -1,5 +1,6 @@
 """Checks of single arguments. Each error names the argument, what was wanted and what was given."""
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -126,6 +127,13 @@ def check_integral(name: str, x: object) -> Any:
     return array
 
 
+def is_concrete(x: object) -> bool:
+    """Whether this process can read an array's values: it is not traced, and is fully addressable."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
 def check_int32(name: str, x: object) -> Any:
     """Returns `x` if it is an array of integers that, where they are known, 32 bits hold.
 
@@ -200,15 +208,18 @@ def check_finite_number(name: str, x: object) -> float:
     return number
 
 
-def check_integer(name: str, x: object, least: int | None = None) -> int:
+def check_integer(name: str, x: object, least: int | None = None, *, is_wide: bool = False) -> int:
     """Returns `x` as a Python int.
 
-    Raises `TypeError` if it is not an integer (booleans are not) and `ValueError` below `least`.
+    Raises `TypeError` if it is not an integer (booleans are not) and `ValueError` below `least`, or where
+    32 bits do not hold it unless it `is_wide`.
     """
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise TypeError(f"{name}: wanted an integer, got {received(x)}")
     if least is not None and x < least:
         raise ValueError(f"{name}: wanted at least {least}, got {x}")
+    if not (is_wide or -(2**31) <= x < 2**31):
+        raise ValueError(f"{name}: wanted an integer of 32 bits, got {received(x)}")
     return int(x)
 
 
@@ -250,6 +261,53 @@ def check_names(name: str, x: object, what: str) -> tuple[str, ...]:
     if len(set(names)) != len(names):
         raise ValueError(f"{name}: wanted different names, got {tuple(names)}")
     return tuple(names)
+
+
+def check_function(name: str, x: object, *arguments: str) -> None:
+    """Checks that `x` can be called with as many arguments as `arguments` names.
+
+    Raises `TypeError` for anything that cannot be called, or takes others.
+    """
+    wanted = f"a function of ({', '.join(arguments)})"
+    if not callable(x):
+        raise TypeError(f"{name}: wanted {wanted}, got {received(x)}")
+    try:
+        takes = inspect.signature(x)
+    except (TypeError, ValueError):  # a function that is not written in Python
+        return
+    try:
+        takes.bind(*arguments)
+    except TypeError:
+        raise TypeError(f"{name}: wanted {wanted}, got one of {takes}") from None
+
+
+def check_nesting(name: str, x: object, kind: type, hint: str) -> None:
+    """Raises `ValueError` for a module with more than 100 others of its kind inside each other."""
+    level = [x]
+    for _ in range(101):
+        fields = [field for module in level for field in vars(module).values()]
+        fields += [item for field in fields if isinstance(field, tuple) for item in field]
+        level = list({id(field): field for field in fields if isinstance(field, kind)}.values())
+    if level:
+        raise ValueError(f"{name}: wanted at most 100 inside each other, got more; {hint}")
+
+
+def check_hashable(name: str, x: object) -> None:
+    """Raises `ValueError` for a function that cannot be hashed."""
+    try:
+        hash(x)
+    except TypeError:
+        raise ValueError(
+            f"{name}: wanted one that can be hashed, with its arrays given as parameters, "
+            f"got {received(x)}"
+        ) from None
+
+
+def check_text(name: str, x: object) -> str:
+    """Returns `x` if it is a text; raises `TypeError` otherwise."""
+    if not isinstance(x, str):
+        raise TypeError(f"{name}: wanted a text, got {received(x)}")
+    return x
 
 
 def check_flag(name: str, x: object) -> bool:

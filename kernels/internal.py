@@ -12,6 +12,7 @@ from ._checks import check_finite_number as check_finite_number
 from ._checks import check_flag as check_flag
 from ._checks import check_floating as check_floating
 from ._checks import check_floating_dtype as check_floating_dtype
+from ._checks import check_function as check_function
 from ._checks import check_int32 as check_int32
 from ._checks import check_integer as check_integer
 from ._checks import check_integral as check_integral
@@ -19,6 +20,8 @@ from ._checks import check_key as check_key
 from ._checks import check_names as check_names
 from ._checks import check_shape as check_shape
 from ._checks import check_size as check_size
+from ._checks import check_text as check_text
+from ._checks import is_concrete as is_concrete
 from ._checks import received as received
 from ._lazy import lazy as lazy
 from ._private import private_names as private_names
@@ -110,6 +113,7 @@ from .dispatch._registry import tried as tried
 from .dispatch._tile_program import computed as computed
 from .dispatch._tile_program import evaluated as evaluated
 from .dispatch._unless_exported import unless_exported as unless_exported
+from .masks._abstract import check_mask as check_mask
 from .masks._structure import window_structure as window_structure
 from .masks._visibility import may_meet as may_meet
 from .pallas.gpu._sizes import KernelKind as KernelKind

@@ -129,7 +129,7 @@ def check_new(
     return key.shape[1]
 
 
-def check_reach(size: object, window: int | None) -> tuple[int, int] | None:
+def check_reach(size: object, window: int | None) -> tuple[int | None, int | None] | None:
     """The window of queries in a cache of that window.
 
     Raises `TypeError` unless `size` is a window, and `ValueError` for one that reaches further back.
@@ -137,11 +137,14 @@ def check_reach(size: object, window: int | None) -> tuple[int, int] | None:
     reach = check_window(size)
     if window is None:
         return reach
-    if reach is not None and reach[0] > window:
+    if reach is None:
+        return window, 0
+    left, right = reach
+    if left is not None and left > window:
         raise ValueError(
             f"local_window_size: wanted at most the cache's window, {window}, to the left, got {size}"
         )
-    return (window, 0) if reach is None else reach
+    return window if left is None else left, right
 
 
 def check_rows(name: str, rows: object, count: int) -> Array:

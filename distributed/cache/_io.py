@@ -68,7 +68,9 @@ class Saved:
         self.metadata = _read_metadata(files[0], texts[0])
         for file, text in zip(files, texts, strict=True):
             if text != texts[0] or self.metadata.save != save:
-                raise ValueError(f"{file}: wanted a file of the same KVCache.save as the others")
+                raise ValueError(
+                    f"{file}: wanted a file of the same KVCache.save as the others, got one of another"
+                )
         self._blocks = {name: [] for name in self.metadata.arrays}
         for label, tensor in itertools.chain(*(header.tensors.items() for header in headers)):
             name, begins = _checked_block(label, tensor, self.metadata)

@@ -4,7 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from energy_attn.kernels.internal import check_choice, check_finite_number, check_integer
+from energy_attn.kernels.internal import (
+    check_choice,
+    check_finite_number,
+    check_integer,
+    check_text,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +23,7 @@ class Chip:
         efficiency: the part of the peak that products reach.
 
     Raises:
-        TypeError: a number of another type.
+        TypeError: a number or a name of another type.
         ValueError: a rate or a memory that is not positive, or an efficiency that is not between 0 and 1.
 
     Examples:
@@ -33,7 +38,8 @@ class Chip:
     efficiency: float = 0.5
 
     def __post_init__(self) -> None:
-        check_integer("memory", self.memory, least=1)
+        check_text("network", self.network)
+        check_integer("memory", self.memory, least=1, is_wide=True)
         if check_finite_number("flops", self.flops) <= 0:
             raise ValueError(f"flops: wanted operations per second, above 0, got {self.flops}")
         if not 0 < check_finite_number("efficiency", self.efficiency) <= 1:

@@ -65,11 +65,11 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name in ("batch", "queries", "keys", "width"):
-            check_integer(name, getattr(self, name), least=0)
+            check_integer(name, getattr(self, name), least=0, is_wide=True)
         for name in ("heads", "kv_heads"):
-            check_integer(name, getattr(self, name), least=1)
+            check_integer(name, getattr(self, name), least=1, is_wide=True)
         if self.value_width is not None:
-            check_integer("value_width", self.value_width, least=0)
+            check_integer("value_width", self.value_width, least=0, is_wide=True)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"kv_heads: wanted a divisor of the {self.heads} heads, got {self.kv_heads}"
@@ -82,7 +82,7 @@ class Shape:
             if not isinstance(self.window, tuple) or len(self.window) != 2:
                 raise TypeError(f"window: wanted two integers or None, got {received(self.window)}")
             for side in self.window:
-                check_integer("window", side, least=0)
+                check_integer("window", side, least=0, is_wide=True)
 
     @property
     def rows(self) -> int:

@@ -3,7 +3,14 @@
 import dataclasses
 import math
 
-from energy_attn.kernels.internal import check_choice, check_finite_number, check_integer, received
+from energy_attn.kernels.internal import (
+    check_choice,
+    check_finite_number,
+    check_flag,
+    check_integer,
+    check_text,
+    received,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +28,7 @@ class Link:
             its `bandwidth`.
 
     Raises:
-        TypeError: a number of another type.
+        TypeError: a field of another type.
         ValueError: no devices, a negative or infinite latency, a bandwidth that is not positive,
             or `sharing` below 1.
 
@@ -43,6 +50,8 @@ class Link:
 
     def __post_init__(self) -> None:
         check_integer("devices", self.devices, least=1)
+        check_text("name", self.name)
+        check_flag("torus", self.torus)
         check_integer("sharing", self.sharing, least=1)
         check_seconds("latency", self.latency)
         if check_finite_number("bandwidth", self.bandwidth) <= 0:
@@ -72,7 +81,7 @@ class Topology:
             all-to-all wait for each other.
 
     Raises:
-        TypeError: `links` is not a tuple of `Link`.
+        TypeError: `links` is not a tuple of `Link`, or `name` not a text.
         ValueError: no links, an unknown `all_reduce` or platform, a negative `launch` or `overhead`.
 
     Source: for `"tree"`, P. Sanders et al., Two-tree algorithms for full bandwidth broadcast,
@@ -95,6 +104,7 @@ class Topology:
     def __post_init__(self) -> None:
         if not isinstance(self.links, tuple) or not all(isinstance(x, Link) for x in self.links):
             raise TypeError(f"links: wanted a tuple of Link, got {received(self.links)}")
+        check_text("name", self.name)
         if not self.links:
             raise ValueError("links: wanted one for each mesh axis, got none")
         check_choice("all_reduce", self.all_reduce, ("ring", "tree", "levels"))

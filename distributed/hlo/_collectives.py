@@ -180,7 +180,9 @@ def _kind(x: Instruction) -> Kind | None:
     transfer = x.frontend_attributes.get("_xla_megascale_transfer_type")
     if transfer is not None:
         if transfer not in _MEGASCALE:
-            raise ValueError(f"text: {x.name} sends between slices by {transfer}, not understood")
+            raise ValueError(
+                f"text: wanted one of {', '.join(_MEGASCALE)} between slices, got {transfer} in {x.name}"
+            )
         return _MEGASCALE[transfer]
     # a permute that XLA:GPU decomposed, unless it is a transfer to the host
     return None if x.attributes.get("is_host_transfer") == "true" else "collective-permute"
@@ -194,9 +196,13 @@ def _collective(module: Module, call: _CollectiveCall) -> Collective:
     operands = x.operands[:1] if first else x.operands
     computation = module.computations[name]
     if "slice_sizes" in x.attributes:
-        raise ValueError(f"text: {x.name} sends parts of its operands, which is not understood")
+        raise ValueError(
+            f"text: wanted collectives of whole operands, got {x.name}, which sends slices of them"
+        )
     if any(operand not in computation for operand in operands):
-        raise ValueError(f"text: {x.name} has operands that {name} does not define: {operands}")
+        raise ValueError(
+            f"text: wanted operands of {x.name} that {name} defines, got {', '.join(operands)}"
+        )
     sent = [array for operand in operands for array in arrays(computation[operand].shape)]
     groups = groups_of(module, x, kind)
     return Collective(

@@ -42,8 +42,8 @@ def groups_of(module: Module, instruction: Instruction, kind: str) -> Groups:
             listed = _listed(text)
     except (KeyError, ValueError):
         raise ValueError(
-            f"text: the devices of {instruction.name} are written in a way that is not understood: "
-            f"{instruction.rest[:300]}"
+            f"text: wanted groups of devices as XLA prints them in {instruction.name}, "
+            f"got {instruction.rest[:100]}"
         ) from None
     return _rows(_devices(module, instruction, kind, listed))
 

@@ -170,7 +170,7 @@ def check_both_ways(settings: Settings, operands: Operands) -> None:
         )
     if settings.score is not None:
         raise ValueError(
-            "bidirectional: wanted no score= for True, as its numbers may be of heads; set it to False"
+            f"bidirectional: wanted False for a score=, got True and a score of {settings.score.name}"
         )
 
 

@@ -8,10 +8,16 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Operands, Settings, is_static, may_meet, vary_together
+from energy_attn.kernels.internal import (
+    Operands,
+    Settings,
+    is_concrete,
+    is_static,
+    may_meet,
+    vary_together,
+)
 from energy_attn.kernels.masks import AbstractMask, And, Interval, Segments
 
 from .. import cost
@@ -153,13 +159,7 @@ def _meets(
 
 def _is_known(mask: AbstractMask) -> bool:
     """Whether this process knows the arrays of a mask while it makes the program."""
-
-    def known(x: Array | np.ndarray) -> bool:
-        if isinstance(x, jax.core.Tracer):
-            return False
-        return not isinstance(x, jax.Array) or x.is_fully_addressable
-
-    return all(map(known, jax.tree.leaves(mask)))
+    return all(map(is_concrete, jax.tree.leaves(mask)))
 
 
 def _conjuncts(mask: AbstractMask) -> list[AbstractMask]:

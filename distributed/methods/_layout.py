@@ -12,7 +12,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
-from energy_attn.kernels.internal import Tokens, check_array, check_axis, shortened
+from energy_attn.kernels.internal import (
+    Tokens,
+    check_array,
+    check_axis,
+    is_concrete,
+    received,
+    shortened,
+)
 
 from ._parallel import SequenceParallel
 from ._plan import ShardingPlan, check_mesh, is_explicit, split_along
@@ -195,6 +202,36 @@ def place_tokens(
         positions = shortened(keys, tokens.key_lengths)
         tokens = tokens._replace(key_positions=positions, key_lengths=None)
     return tokens
+
+
+def check_order(
+    parallel: SequenceParallel,
+    plan: ShardingPlan,
+    options: Mapping[str, Any],
+    query_len: int,
+    key_len: int,
+) -> None:
+    """Checks that positions given for one side only are in the layout's order, which is assumed for the other side.
+
+    Raises `ValueError` where their values are known. Replicated queries may be in any order.
+    """
+    given = {x: options.get(x) for x in ("query_positions", "key_positions")}
+    assumed = parallel.layout != "contiguous" and query_len == key_len and not plan.local
+    if not assumed or None not in given.values():
+        return
+    if parallel.queries_sharded is False:
+        del given["query_positions"]
+    order = np.argsort(sequence_order(key_len, parallel, "key.shape[1]"))
+    for name, x in given.items():
+        if x is None or not is_concrete(x):
+            continue
+        in_turn = np.asarray(x)[..., order]
+        if ((in_turn >= 0) & (in_turn < np.maximum.accumulate(in_turn, -1))).any():
+            other = "key_positions" if name == "query_positions" else "query_positions"
+            raise ValueError(
+                f"{name}: wanted {other}, too, for positions that are not in the order of "
+                f"layout={parallel.layout!r} (see shard_sequence), got {received(x)} alone"
+            )
 
 
 def warn_of_idle_devices(

@@ -39,11 +39,15 @@ class SequenceParallel:
             [`cost.MERGES`][energy_attn.distributed.cost.MERGES]; see
             [`merge_across`][energy_attn.distributed.merge_across]. `"auto"`: the fastest by `cost`.
         layout: the order of the sequence over the devices: `"contiguous"`, `"striped"`
-            or `"zigzag"`; see [`shard_sequence`][energy_attn.distributed.shard_sequence].
+            or `"zigzag"`; see [`shard_sequence`][energy_attn.distributed.shard_sequence]. Queries of
+            another order than this one need `query_positions`.
         topology: latency and bandwidth of the axes, for `"auto"`; None: the usual ones of
             the platform in use.
         queries_sharded: whether queries are sharded; None: where there are as many as keys. Set it
-            for a chunk of a prompt that continues from a cache.
+            for a chunk of a prompt that continues from a cache. Where there are as many queries as keys,
+            attention takes them to be in the order of `layout` even if this is False; for queries in the
+            order of the text, pass `query_positions`. Inside a `jax.shard_map`, queries that are not
+            sharded are in the order of the text.
         heads: other mesh axes, over which the heads are sharded, in a cache too: for tensor
             parallelism. Heads are independent, so this adds no communication.
         batch: other mesh axes, over which the rows of the batch are sharded, in a cache too: for data

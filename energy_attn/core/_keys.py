@@ -20,7 +20,7 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 
 from ..functional._free_energy import StaticCall, prepare
-from ..functional._options import EnergyOptions
+from ..functional._options import EnergyOptions, ModuleOptions
 
 
 class AbstractEnergy(eqx.Module):
@@ -62,6 +62,11 @@ def prepare_keys(keys: KeySet) -> tuple[StaticCall, Operands]:
     return call._replace(settings=settings), operands._replace(value=value)
 
 
+def check_rows(rows: RowOptions) -> None:
+    """Raises `TypeError` for an unknown option of a call of an energy."""
+    check_options(rows, RowOptions, "bias", "mask", fields=ModuleOptions)
+
+
 def prepare_at(
     energy: AbstractEnergy,
     query: Array,
@@ -72,7 +77,7 @@ def prepare_at(
     rows: RowOptions,
 ) -> tuple[StaticCall, Operands]:
     """The prepared call of an energy. Raises as `FreeEnergy.at`."""
-    check_options(rows, RowOptions)
+    check_rows(rows)
     mask = join_masks(energy.mask, mask)
     return prepare(query, key, value, bias, mask, **energy._options(), **rows)
 

@@ -17,6 +17,7 @@ from energy_attn.kernels.internal import (
     candidates,
     check_flag,
     check_floating,
+    check_mask,
     check_options,
     check_scale,
     check_window,
@@ -34,11 +35,11 @@ from ..functional._free_energy import (
     energy_at,
     prepare_recorded,
 )
-from ..functional._options import AttentionOptions, EnergyOptions
+from ..functional._options import AttentionOptions, EnergyOptions, ModuleOptions
 from ..functional._tag import recorders, tagged
 from ..sparse._tsallis import Tsallis, tsallis_state
 from ._gibbs import Gibbs
-from ._keys import AbstractEnergy, KeySet, prepare_keys
+from ._keys import AbstractEnergy, KeySet, check_rows, prepare_keys
 
 
 def _hashable(
@@ -62,7 +63,7 @@ class FreeEnergy(AbstractEnergy):
         scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$. An array, a scalar or `[N]` with one for each head
             of queries, is a trainable parameter, the inverse temperature.
         is_causal: whether to hide keys whose position is after the query's.
-        local_window_size: `(left, right)` or one int: how far from a query its keys may lie.
+        local_window_size: `(left, right)` or one int: how far from a query its keys may lie; None: any distance.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations].
         parallel: how keys are sharded over the current mesh.
         mask: a mask of `energy_attn.masks`, besides causality, the window and the mask of a call. Its
@@ -97,7 +98,9 @@ class FreeEnergy(AbstractEnergy):
 
     scale: float | Float[Array, ""] | Float[Array, " N"] | None = None
     is_causal: bool = eqx.field(static=True, default=False)
-    local_window_size: int | tuple[int, int] | None = eqx.field(static=True, default=None)
+    local_window_size: int | tuple[int | None, int | None] | None = eqx.field(
+        static=True, default=None
+    )
     implementation: Candidate | tuple[Candidate, ...] | None = eqx.field(
         static=True, default=None, converter=_hashable
     )
@@ -108,6 +111,15 @@ class FreeEnergy(AbstractEnergy):
     regulariser: Tsallis | None = eqx.field(static=True, default=None)
     reproducible: bool = eqx.field(static=True, default=False)
     name: str | None = eqx.field(static=True, default=None)
+
+    def __new__(cls, *args: Any, **options: Any) -> "FreeEnergy":
+        check_options(options, ModuleOptions, "regulariser", "name")
+        if any(getattr(x, "ndim", 0) > 2 for x in args):
+            raise TypeError(
+                "FreeEnergy: wanted options alone, as in FreeEnergy(is_causal=True).at(query, key, value), "
+                f"got {received(args)}"
+            )
+        return eqx.Module.__new__(cls)
 
     def __check_init__(self) -> None:
         check_scale(self.scale)
@@ -122,10 +134,9 @@ class FreeEnergy(AbstractEnergy):
             )
         if not isinstance(self.name, str | None):
             raise TypeError(f"name: wanted a text or None, got {received(self.name)}")
-        if self.mask is not None and not isinstance(self.mask, AbstractMask):
-            raise TypeError(
-                f"mask: wanted a mask of energy_attn.masks or None (arrays go to the call), "
-                f"got {received(self.mask)}"
+        if self.mask is not None:
+            check_mask(
+                "mask", self.mask, "a mask of energy_attn.masks or None (arrays go to the call)"
             )
         if not isinstance(self.regulariser, Tsallis | None):
             raise TypeError(
@@ -290,7 +301,7 @@ def _prepare(
     """The prepared call, with what is recorded of it."""
     if recorders.value:
         check_gibbs(energy)
-    check_options(rows, RowOptions)
+    check_rows(rows)
     arguments = query, key, value, bias, join_masks(energy.mask, mask)
     name = energy.name or "FreeEnergy"
     return prepare_recorded(name, source, *arguments, **energy._options(), **rows)
@@ -307,7 +318,7 @@ def measure_at(
 ) -> Gibbs:
     """`energy.at(...)`, whose arguments are checked when the measure is prepared."""
     check_gibbs(energy)
-    check_options(rows, RowOptions)
+    check_rows(rows)
     given: Any = {name: x for name, x in rows.items() if x is not None}
     return Gibbs((KeySet(energy, query, key, value, bias, mask, given),))
 
@@ -322,7 +333,7 @@ def measure_of(
     **options: Unpack[AttentionOptions],
 ) -> Gibbs:
     """The same of a call of `attention`, by its options."""
-    check_options(options, AttentionOptions)
+    check_options(options, AttentionOptions, "bias", "mask")
     own: Any = {name: x for name, x in options.items() if name in EnergyOptions.__annotations__}
     rows: Any = {name: x for name, x in options.items() if name not in own}
     return measure_at(FreeEnergy(**own), query, key, value, bias, mask, rows)

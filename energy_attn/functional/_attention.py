@@ -4,7 +4,7 @@ from typing import Literal, Unpack, overload
 
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels.internal import check_flag
+from energy_attn.kernels.internal import check_flag, check_options
 from energy_attn.kernels.masks import AbstractMask
 
 from ._free_energy import attention_and_energy, prepare_recorded
@@ -111,6 +111,7 @@ def attention(
         True
     """
     flags = {"return_energy": return_energy, "return_residual": return_residual}
+    check_options(options, AttentionOptions, "bias", "mask", *flags)
     if all([check_flag(name, flag) for name, flag in flags.items()]):
         raise ValueError("return_residual: wanted either it or return_energy, got both")
     arguments = query, key, value, bias, mask

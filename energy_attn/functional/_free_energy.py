@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.distributed.internal import (
     ShardingPlan,
     attend_sharded,
+    check_order,
     in_shard_map,
     laid_out,
     local_sharding_plan,
@@ -125,6 +126,7 @@ def free_energy(
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
         True
     """
+    check_options(options, AttentionOptions, "source", "bias", "mask")
     arguments = query, key, value, bias, mask
     call, operands = prepare_recorded("free_energy", source, *arguments, **options)
     return energy_at((call,), source, (operands,))
@@ -160,7 +162,6 @@ def prepare(
 
     Returns the static part of the call and its arrays. Raises as `free_energy` does.
     """
-    check_options(options, AttentionOptions)
     scored: dict[str, Any] = dict(options)
     names = candidates(scored.pop("implementation", None), scored.get("reproducible", False))
     parallel = scored.pop("parallel", None)
@@ -187,6 +188,7 @@ def prepare(
     if plan is not None and plan.axes:
         cite(plan.method.name)
         if parallel is not None:
+            check_order(parallel, plan, options, *sizes)
             warn_of_idle_devices(parallel, plan, call.settings.mask.window, options, *sizes)
     return StaticCall(names, plan, call.settings, call.batched), call.operands
 

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-from energy_attn.kernels.internal import computed
+from energy_attn.kernels.internal import computed, received
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -23,6 +23,9 @@ def reproducible(function: Function) -> Function:
     Returns:
         The same function. It is differentiated as any other; the bits of its derivatives are those of the program.
 
+    Raises:
+        TypeError: `function` is none.
+
     Examples:
         >>> import jax, jax.numpy as jnp, optax
         >>> import energy_attn as ea
@@ -37,6 +40,8 @@ def reproducible(function: Function) -> Function:
         >>> weights["w"].shape
         (3,)
     """
+    if not callable(function):
+        raise TypeError(f"function: wanted a function of arrays, got {received(function)}")
 
     @functools.wraps(function)
     def run(*args: object) -> object:

@@ -218,9 +218,10 @@ class EnergyAttentionBlock(eqx.Module):
         sides = (window, window) if isinstance(window, int) else window
         passes = []
         for side, positions in enumerate((order, length - 1 - order)):
-            reach = None if sides is None else (sides[side] - 1, 0)
-            if (side == 1 and whole.is_causal) or (reach is not None and reach[0] < 0):
+            far = None if sides is None else sides[side]
+            if (side == 1 and whole.is_causal) or far == 0:
                 continue
+            reach = None if far is None else (far - 1, 0)
             one = dataclasses.replace(whole, is_causal=True, local_window_size=reach)
             arrays = {
                 name: jnp.where(present, (positions + first)[None], np.int32(-1))

@@ -15,9 +15,12 @@ def new_figure(name: str, width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def ticks(count: int) -> range:
-    """The rows or columns that have a tick, out of `count`."""
-    return range(0, count, next(x for x in (1, 4, 16, 64, 256, count) if count <= 16 * x))
+def ticks(count: int, most: int = 16) -> range:
+    """The rows or columns that have a tick: at most `most` out of `count`."""
+    step = 1
+    while count > most * step:
+        step *= 2
+    return range(0, count, step)
 
 
 def colour_bar(figure: Any, panel: Any, drawn: Any, label: str, **options: Any) -> None:

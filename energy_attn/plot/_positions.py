@@ -15,6 +15,9 @@ from energy_attn.kernels.masks import AbstractMask
 
 from ._figure import colour_bar, new_figure, saved, ticks
 
+# How many characters of labels a panel is wide.
+_CHARACTERS = 27
+
 
 def weights(
     weights: Array | np.ndarray,
@@ -25,7 +28,8 @@ def weights(
 ) -> Any:
     """Draws attention weights, a panel for each head: rows from top to bottom, keys from left to right.
 
-    Colours go by the square root of a weight, so that those of 1% are seen beside those of 1.
+    Colours go by the square root of a weight, so that those of 1% are seen beside those of 1. A weight of 0,
+    as of a key that a mask hides, is black.
 
     Args:
         weights: `[R, N, J]` from 0 to 1, as [`Gibbs.weights`][energy_attn.Gibbs.weights] returns them without a batch.
@@ -67,7 +71,10 @@ def weights(
             panel.set_axis_off()
             continue
         drawn = panel.imshow(
-            shown[:, head], "viridis", norm=_root(), aspect="auto", interpolation="nearest"
+            np.ma.masked_equal(shown[:, head], 0),
+            **_colours(),
+            aspect="auto",
+            interpolation="nearest",
         )
         panel.set_title(f"head {head}", fontsize=9)
         _label(panel, *labels)
@@ -133,10 +140,12 @@ def _visible(mask: Any, query_len: int | None, key_len: int | None) -> np.ndarra
     return np.asarray(jnp.broadcast_to(seen, (rows, columns)))
 
 
-def _root() -> Any:
+def _colours() -> dict[str, Any]:
+    from matplotlib import colormaps
     from matplotlib.colors import PowerNorm
 
-    return PowerNorm(0.5, 0, 1)
+    black_if_masked = colormaps["viridis"].with_extremes(bad="black")
+    return {"cmap": black_if_masked, "norm": PowerNorm(0.5, 0, 1)}
 
 
 def _labels(name: str, labels: Sequence[object] | None, count: int) -> Sequence[object]:
@@ -149,8 +158,11 @@ def _labels(name: str, labels: Sequence[object] | None, count: int) -> Sequence[
 
 def _label(panel: Any, rows: Sequence[object], keys: Sequence[object]) -> None:
     for axis, labels, name in ((panel.yaxis, rows, "query"), (panel.xaxis, keys, "key")):
-        at = ticks(len(labels))
-        axis.set_ticks(at, [str(labels[i]) for i in at], fontsize=7)
+        longest = max(len(str(x)) for x in labels)
+        across = axis is panel.xaxis and (isinstance(labels, range) or longest <= 3)
+        at = ticks(len(labels), _CHARACTERS // (longest + 1) if across else 16)
+        turned = 90 if axis is panel.xaxis and not across else 0
+        axis.set_ticks(at, [str(labels[i]) for i in at], fontsize=7, rotation=turned)
         axis.set_label_text(name, fontsize=8)
     panel.tick_params(length=0)
     panel.spines[:].set_visible(False)

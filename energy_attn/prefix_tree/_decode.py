@@ -46,7 +46,7 @@ def tree_decode(
     source: Float[Array, "B L N Hv"] | None = None,
     sink: Float[Array, "..."] | None = None,
     scale: float | Float[Array, ""] | Float[Array, " N"] | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
     score: AbstractScore | None = None,
     implementation: Candidate | Sequence[Candidate] | None = None,
 ) -> AttentionState:
@@ -125,7 +125,7 @@ def tree_decode(
 
     used = jnp.arange(slots, dtype=jnp.int32)[None] < tree.size[:, None]
     mask = tree.mask
-    if reach is not None:
+    if reach is not None and reach[0] is not None:
         mask = mask & (tree.depth[:, :, None] - tree.depth[:, None, :] <= reach[0])
     # the context precedes all nodes, so that no causal mask is needed
     scores: Any = {"scale": scale, "score": score}

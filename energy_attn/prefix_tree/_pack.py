@@ -70,7 +70,7 @@ def pack(
     beam, lengths = check_beam(beam, lengths)
     entries = beam.shape[1] * beam.shape[2]
     slots = entries if capacity is None else check_integer("capacity", capacity, least=1)
-    pad = check_integer("pad_token", pad_token)
+    pad = check_integer("pad_token", pad_token, is_wide=True)
     limits = jnp.iinfo(beam.dtype)
     if not limits.min <= pad <= limits.max:
         raise ValueError(f"pad_token: wanted a value of {beam.dtype}, beam's dtype, got {pad}")

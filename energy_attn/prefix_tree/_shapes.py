@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Integer
 
 from energy_attn.kernels.internal import (
@@ -41,7 +42,7 @@ def tree_from_parents(
         tokens: `[B, L]` integers of any dtype.
         parent: `[B, L]` integers: the slot of each node's parent, which comes before it; -1 at
             roots.
-        depth: the largest number of nodes on a path, static.
+        depth: the largest number of nodes on a path, at most `L`; static.
         size: `[B]` integers from 0 to `L`: the number of used slots. None is `L`.
 
     Returns:
@@ -49,8 +50,8 @@ def tree_from_parents(
 
     Raises:
         TypeError: arrays that are not of integers, or a depth that is not an integer.
-        ValueError: shapes that do not match, no slots, a depth below 1 or, for concrete arrays, a
-            parent that does not come before its child, a longer path, or sizes out of range.
+        ValueError: shapes that do not match, no slots, a depth below 1 or above `L` or, for concrete
+            arrays, a parent that does not come before its child, a longer path, or sizes out of range.
 
     Source: token trees as in SpecInfer (arXiv 2305.09781).
 
@@ -64,7 +65,9 @@ def tree_from_parents(
     check_slots("tokens", check_integral("tokens", tokens))
     check_shape("parent", check_integral("parent", parent), tokens.shape)
     check_parents("parent", parent)
-    depth = check_integer("depth", depth, least=1)
+    depth, slots = check_integer("depth", depth, least=1), tokens.shape[1]
+    if depth > slots:
+        raise ValueError(f"depth: wanted at most the {slots} slots of tokens, got {depth}")
     sizes = np.full(len(tokens), tokens.shape[1], np.int32) if size is None else size
     check_shape("size", check_integral("size", sizes), tokens.shape[:1])
     check_range("size", sizes, 0, tokens.shape[1])
@@ -136,12 +139,14 @@ def tree_from_checked_parents(depth: int, tokens: Array, parent: Array, size: Ar
     slots = tokens.shape[1]
     slot_index = jnp.arange(slots, dtype=jnp.int32)[None]
     used = slot_index < size[:, None]
-    node = jnp.where(used, slot_index, -1)
-    up = [node]  # each node, its parent, the parent's parent ...
-    for _ in range(depth - 1):
-        node = jnp.where(node >= 0, gather_slots(parent, node), -1)
-        up.append(node)
-    ancestors_upward = jnp.stack(up, -1)
+    node = jnp.where(used, slot_index + 0 * parent, -1)  # of the type of `parent`, in a shard_map too
+
+    def go_up(node: Array, _: None) -> tuple[Array, Array]:
+        return jnp.where(node >= 0, gather_slots(parent, node), -1), node
+
+    # each node, its parent, the parent's parent ...
+    _, up = lax.scan(go_up, node, length=depth, unroll=8)
+    ancestors_upward = jnp.moveaxis(up, 0, -1)
     count = (ancestors_upward >= 0).sum(-1, dtype=jnp.int32)[:, :, None]
     level = jnp.arange(depth, dtype=jnp.int32)[None, None]
     from_root = jnp.take_along_axis(ancestors_upward, jnp.maximum(count - 1 - level, 0), 2)

@@ -2,10 +2,8 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Integer, Shaped
 
 from energy_attn.kernels.internal import (
@@ -14,6 +12,7 @@ from energy_attn.kernels.internal import (
     check_floating,
     check_integral,
     check_shape,
+    is_concrete,
     received,
 )
 
@@ -64,14 +63,13 @@ def tree_from_ancestors(
 
     `ancestors` is `[B, L, C]`, padded with -1; only the first `size` slots are read.
     """
-    slots, levels = ancestors.shape[1:]
+    slots = ancestors.shape[1]
     slot_index = jnp.arange(slots, dtype=jnp.int32)[None]
     used = slot_index < size[:, None]
     ancestors = jnp.where(used[:, :, None], ancestors, -1)
     count = (ancestors >= 0).sum(-1, dtype=jnp.int32)
-    mask = jnp.broadcast_to(jnp.eye(slots, dtype=bool), (len(ancestors), slots, slots))
-    for level in range(levels):
-        mask |= ancestors[:, :, level, None] == slot_index[:, None]
+    is_ancestor = (ancestors[:, :, None] == slot_index[:, None, :, None]).any(-1)
+    mask = is_ancestor | jnp.eye(slots, dtype=bool)[None]
     depth = jnp.maximum(count - 1, 0)
     above = jnp.take_along_axis(ancestors, jnp.maximum(count - 2, 0)[:, :, None], axis=2)[:, :, 0]
     parent = jnp.where(count > 1, above, -1)
@@ -184,8 +182,3 @@ def check_range(name: str, x: Array | np.ndarray, least: int, most: int) -> None
         raise ValueError(
             f"{name}: wanted integers from {least} to {most}, got {values[index]} at {list(index)}"
         )
-
-
-def is_concrete(x: object) -> bool:
-    """Whether an array's values can be read: it is not traced, and is fully addressable."""
-    return not isinstance(x, Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)

@@ -1,6 +1,8 @@
 """Checks a user's arguments and turns them into the operands that every implementation takes."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from types import NoneType
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -80,7 +82,7 @@ def check_call(
 
     Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
     """
-    check_options(options, KernelOptions)
+    check_options(options, KernelOptions, "source", "bias", "mask")
     arrays = check_arrays(query, key, value, scales)
     if source is not None:
         shape = (*arrays.query.shape[:-1], arrays.value.shape[-1])
@@ -215,10 +217,23 @@ def check_scores(
     Raises `TypeError` for another dtype and `ValueError` for a shape that does not broadcast.
     """
     if bias is not None:
-        bias = _four_axes("bias", check_floating("bias", bias), shape)
+        with _hint("a boolean array is mask="):
+            check_floating("bias", bias)
+        bias = _four_axes("bias", bias, shape)
     if mask is not None:
-        mask = _four_axes("mask", check_boolean("mask", mask), shape)
+        with _hint("an array that is added to the scores is bias="):
+            check_boolean("mask", mask)
+        mask = _four_axes("mask", mask, shape)
     return bias, mask
+
+
+@contextlib.contextmanager
+def _hint(hint: str) -> Iterator[None]:
+    """Adds to a `TypeError` what else may have been meant."""
+    try:
+        yield
+    except TypeError as wrong:
+        raise TypeError(f"{wrong}; {hint}") from None
 
 
 def check_source(source: object, query: Array, value: Array) -> None:
@@ -274,7 +289,7 @@ def _scaled(
     return query.astype(dtype) * scale.astype(dtype), key.astype(dtype), 1.0
 
 
-def _four_axes(name: str, x: Array | np.ndarray, shape: tuple[int, int, int, int]) -> Array:
+def _four_axes(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array:
     # as in jax.nn: leading axes may be left out
     try:
         check_broadcastable(name, x, shape, leading=False)
@@ -292,25 +307,26 @@ def _four_axes(name: str, x: Array | np.ndarray, shape: tuple[int, int, int, int
     return x if x.ndim >= 4 else x[(None,) * (4 - x.ndim)]
 
 
-def check_window(size: object) -> tuple[int, int] | None:
-    """Returns the window as `(left, right)`, or None.
+def check_window(size: object) -> tuple[int | None, int | None] | None:
+    """Returns the window as `(left, right)`, or None; None for a side is any distance.
 
-    Raises `TypeError` for anything but an int or a pair, `ValueError` for negative sizes.
+    Raises `TypeError` for anything but an int or a pair of sides, `ValueError` for negative sides.
     """
     if size is None:
         return None
     sides = (size, size) if isinstance(size, (int, np.integer)) else size
-    if not (
-        isinstance(sides, tuple)
-        and len(sides) == 2
-        and all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in sides)
-    ):
-        raise TypeError(
-            f"local_window_size: wanted an int or a pair (left, right), got {received(size)}"
-        )
-    if min(sides) < 0:
-        raise ValueError(f"local_window_size: wanted sizes of at least 0, got {size}")
-    return int(sides[0]), int(sides[1])
+    wanted = "an int or a pair (left, right) of ints, or None for any distance"
+    if not (isinstance(sides, tuple) and len(sides) == 2):
+        raise TypeError(f"local_window_size: wanted {wanted}, got {received(size)}")
+    for side in sides:
+        if isinstance(side, bool) or not isinstance(side, (int, np.integer, NoneType)):
+            raise TypeError(f"local_window_size: wanted {wanted}, got {received(size)}")
+        if side is not None and side < 0:
+            raise ValueError(
+                f"local_window_size: wanted sides of at least 0, or None for any distance, got {size}"
+            )
+    left, right = (None if side is None else int(side) for side in sides)
+    return left, right
 
 
 def _lengths(

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._checks import received
-from ..masks._abstract import AbstractMask, And
+from ..masks._abstract import AbstractMask, And, check_mask
 from ..masks._all import All
 from ..masks._causal import Causal
 from ..masks._lengths import Lengths
@@ -77,19 +77,19 @@ def join_masks(own: AbstractMask | None, mask: object) -> Any:
 def split_mask(mask: object) -> tuple[AbstractMask | None, Any]:
     """`mask=` as a mask or None, and as anything else or None.
 
-    Raises `TypeError` for a class of masks, of which an instance was meant.
+    Raises `TypeError` for anything that is neither a mask nor an array.
     """
     if isinstance(mask, Masks):
         return mask
-    if isinstance(mask, type) and issubclass(mask, AbstractMask):
-        raise TypeError(f"mask: wanted a mask, as {mask.__name__}(...), got the class itself")
-    return (mask, None) if isinstance(mask, AbstractMask) else (None, mask)
+    if mask is None or isinstance(mask, (jax.Array, np.ndarray)):
+        return None, mask
+    return check_mask("mask", mask, "a mask of energy_attn.masks or a boolean array"), None
 
 
 def canonical_mask(
     mask: AbstractMask | None,
     is_causal: bool,
-    window: tuple[int, int] | None,
+    window: tuple[int | None, int | None] | None,
     tokens: Tokens,
     batch: int,
     query_len: int,

@@ -1,5 +1,6 @@
 """The options of a call, each declared once: its name, its type and what it does."""
 
+import difflib
 from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
@@ -19,9 +20,9 @@ class ScoreOptions(TypedDict, total=False):
     is_causal: bool
     """Whether to hide keys whose position is after the query's; False if not given."""
 
-    local_window_size: int | tuple[int, int] | None
+    local_window_size: int | tuple[int | None, int | None] | None
     """`(left, right)`, or one int for both: only keys at positions in `[query - left, query + right]`
-    are seen."""
+    are seen. None for a side is any distance."""
 
     score: AbstractScore | None
     """A [score][energy_attn.kernels.scores.AbstractScore], a function of the scaled product of a query
@@ -67,9 +68,57 @@ class KernelOptions(ScoreOptions, RowOptions, total=False):
     """The options of the functions that compute a state."""
 
 
-def check_options(given: Iterable[str], declared: type) -> None:
-    """Raises `TypeError` for a name that is none of the keys of the `TypedDict` `declared`."""
-    known = declared.__annotations__
+# What to write here, and how other libraries call it.
+_SAID_ELSEWHERE = {
+    "is_causal": ("causal", "use_causal_mask"),
+    "mask (True: a key takes part)": (
+        "attn_mask",
+        "attention_mask",
+        "key_padding_mask",
+        "padding_mask",
+    ),
+    "mask=masks.Function(function)": ("mask_mod", "mask_fn", "mask_function"),
+    "bias": ("attn_bias", "attention_bias"),
+    "score=scores.Function(function)": ("score_mod", "score_fn"),
+    "score=scores.SoftCap(c)": ("softcap", "soft_cap", "logits_soft_cap", "attn_logits_soft_cap"),
+    "score=scores.ALiBi(slopes)": ("alibi_slopes",),
+    "scale": ("sm_scale", "softmax_scale", "scaling", "beta"),
+    "local_window_size": ("window_size", "sliding_window", "window"),
+    "sink": ("s_aux", "sinks", "softmax_aux"),
+    "query_positions and key_positions": ("positions", "position_ids"),
+    "query_segment_ids and key_segment_ids": ("segment_ids", "q_segment_ids", "kv_segment_ids"),
+    "return_energy": ("return_lse", "return_softmax_lse"),
+    "free_energy(query, key, value, source=source)": ("source",),
+    "FreeEnergy().at(query, key, value)": ("query", "key", "value"),
+    "nn.MultiheadAttention(dropout_p=p)": ("dropout", "dropout_p", "dropout_rate"),
+    "FreeEnergy().at(query, key, value).weights()": ("need_weights", "output_attentions"),
+}
+_MEANT = {name: said for said, names in _SAID_ELSEWHERE.items() for name in names}
+
+
+def check_options(
+    given: Iterable[str], declared: type, *arguments: str, fields: type | None = None
+) -> None:
+    """Raises `TypeError` for a name that is none of the keys of the `TypedDict` `declared`.
+
+    The error names what was meant, if that can be told: one of these keys or of the function's other
+    `arguments`, or one of the `fields` that an energy has and a call of it has not.
+    """
+    known = (*arguments, *declared.__annotations__)
     for name in given:
         if name not in known:
-            raise TypeError(f"{name}: wanted one of the options {', '.join(known)}, got {name!r}")
+            meant = _meant(name, known, () if fields is None else tuple(fields.__annotations__))
+            wanted = f"a known option (did you mean {meant}?)" if meant else ", ".join(known)
+            raise TypeError(f"{name}: wanted {'' if meant else 'one of '}{wanted}, got {name!r}")
+
+
+def _meant(name: str, known: tuple[str, ...], fields: tuple[str, ...]) -> str | None:
+    """Suggestion for an unknown option, or None."""
+    close = difflib.get_close_matches(name, (*known, *fields), 1, 0.75)
+    for said in (name, _MEANT.get(name, name), *close):
+        option = said.partition("=")[0].partition(" ")[0]
+        if option in known or "(" in option:
+            return said
+        if option in fields:
+            return f"FreeEnergy({said if '=' in said else f'{said}=...'})"
+    return None

@@ -4,9 +4,11 @@ import abc
 from typing import Any, ClassVar, NoReturn
 
 import equinox as eqx
+import jax
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from .._checks import received
+from .._checks import check_nesting, received
 from ._interval import Interval
 
 
@@ -65,10 +67,10 @@ class AbstractMask(eqx.Module):
         """
 
     def __and__(self, other: "AbstractMask") -> "And":
-        return And(self, _checked("&", other))
+        return And(self, check_mask("&", other))
 
     def __or__(self, other: "AbstractMask") -> "Or":
-        return Or(self, _checked("|", other))
+        return Or(self, check_mask("|", other))
 
     def __invert__(self) -> "Not":
         return Not(self)
@@ -84,16 +86,28 @@ class AbstractMask(eqx.Module):
         )
 
     def __rand__(self, other: Any) -> "And":
-        return And(_checked("&", other), self)
+        return And(check_mask("&", other), self)
 
     def __ror__(self, other: Any) -> "Or":
-        return Or(_checked("|", other), self)
+        return Or(check_mask("|", other), self)
 
 
-def _checked(name: str, x: Any) -> AbstractMask:
-    if not isinstance(x, AbstractMask):
-        raise TypeError(f"{name}: wanted a mask of energy_attn.masks, got {received(x)}")
-    return x
+def check_mask(name: str, x: Any, wanted: str = "a mask of energy_attn.masks") -> AbstractMask:
+    """Returns `x` if it is a mask; raises `TypeError` otherwise, and says how to make one of it."""
+    if isinstance(x, AbstractMask):
+        return x
+    hint = ""
+    if isinstance(x, type) and issubclass(x, AbstractMask):
+        hint = f"; {x.__name__}(...) makes one"
+    elif isinstance(x, (jax.Array, np.ndarray)):
+        hint = "; FreeEnergy(mask=...).attention(..., mask=array) takes both"
+    elif callable(x):
+        hint = "; masks.Function(function, *parameters) makes one of a function"
+    raise TypeError(f"{name}: wanted {wanted}, got {received(x)}{hint}")
+
+
+def _check_nesting(mask: AbstractMask) -> None:
+    check_nesting("masks", mask, AbstractMask, "join them in pairs, as (a & b) & (c & d)")
 
 
 class _Pair(AbstractMask):
@@ -105,8 +119,9 @@ class _Pair(AbstractMask):
     by_intervals = True
 
     def __check_init__(self) -> None:
-        _checked("first", self.first)
-        _checked("second", self.second)
+        check_mask("first", self.first)
+        check_mask("second", self.second)
+        _check_nesting(self)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -186,7 +201,8 @@ class Not(AbstractMask):
     by_intervals = True
 
     def __check_init__(self) -> None:
-        _checked("mask", self.mask)
+        check_mask("mask", self.mask)
+        _check_nesting(self)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from .._checks import broadcasts, check_array, check_boolean, received
+from .._checks import (
+    broadcasts,
+    check_array,
+    check_boolean,
+    check_function,
+    check_hashable,
+    check_integer,
+    received,
+)
 from ._abstract import AbstractMask
 from ._interval import Interval
 
@@ -30,8 +38,8 @@ class Function(AbstractMask):
             gets an entry.
 
     Raises:
-        TypeError: no function, or a parameter that is no array of integers or booleans: a mask has no
-            derivative.
+        TypeError: no function, one that takes other arguments, or a parameter that is no array of
+            integers or booleans: a mask has no derivative.
         ValueError: a function that cannot be hashed.
 
     Source: flex attention (arXiv 2412.05496), the masks by function.
@@ -54,20 +62,13 @@ class Function(AbstractMask):
         *parameters: int | Array | np.ndarray | np.generic,
         batched: bool = False,
     ) -> None:
-        if not callable(function):
-            raise TypeError(f"function: wanted a function of positions, got {received(function)}")
-        try:
-            hash(function)
-        except TypeError:
-            raise ValueError(
-                f"function: wanted one that can be hashed, with its arrays given as parameters, "
-                f"got {received(function)}"
-            ) from None
         self.function = function
         self.parameters = tuple(map(_parameter, parameters))
         self.batched = batched
         if batched and not all(x.ndim for x in self.parameters):
             raise ValueError("parameters: wanted a first axis of the batch in each, got a scalar")
+        check_function("function", function, "query", "key", *("parameter",) * len(parameters))
+        check_hashable("function", function)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -93,8 +94,10 @@ class Function(AbstractMask):
 
 
 def _parameter(x: object) -> Any:
-    if isinstance(x, (bool, int)):
-        return np.asarray(x, bool if isinstance(x, bool) else np.int32)
+    if isinstance(x, bool):
+        return np.asarray(x)
+    if isinstance(x, int):
+        return np.asarray(check_integer("parameters", x), np.int32)
     array = x if isinstance(x, np.generic) else check_array("parameters", x)
     if not (jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == jnp.bool_):
         raise TypeError(

@@ -23,7 +23,7 @@ class Lengths(AbstractMask):
 
     Attributes:
         keys: $n$, an int or an integer array: a scalar for all rows, or `[B]`.
-        queries: $m$, likewise; None: all queries take part.
+        queries: $m$, likewise, by keyword only; None: all queries take part.
 
     Raises:
         TypeError: a length of another type.
@@ -39,7 +39,9 @@ class Lengths(AbstractMask):
     """
 
     keys: Int[Array | np.ndarray, "*B"] = eqx.field(converter=functools.partial(lengths, "keys"))
-    queries: Int[Array | np.ndarray, "*C"] | None = eqx.field(default=None, converter=_queries)
+    queries: Int[Array | np.ndarray, "*C"] | None = eqx.field(
+        default=None, converter=_queries, kw_only=True
+    )
 
     by_intervals = True
 

@@ -1,6 +1,7 @@
 """The mask of a sliding window."""
 
 import equinox as eqx
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from .._checks import check_integer
@@ -9,7 +10,9 @@ from ._interval import FAR, Interval
 
 
 def _side(x: object) -> int | None:
-    return None if x is None else check_integer("left and right", x, least=0)
+    if isinstance(x, (int, np.integer)) and x < 0:
+        raise ValueError(f"left and right: wanted at least 0, or None for any distance, got {x}")
+    return None if x is None else check_integer("left and right", x, is_wide=True)
 
 
 class Window(AbstractMask):

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from .._checks import received
+from .._checks import check_nesting, received
 from ._abstract import AbstractScore, At
 
 
@@ -16,6 +16,7 @@ class Compose(AbstractScore):
 
     Raises:
         TypeError: an argument that is no score.
+        ValueError: more than 100 inside each other.
 
     Examples:
         >>> import jax
@@ -33,6 +34,7 @@ class Compose(AbstractScore):
             if not isinstance(x, AbstractScore):
                 raise TypeError(f"scores: wanted scores of energy_attn.scores, got {received(x)}")
         self.scores = scores
+        check_nesting("scores", self, AbstractScore, "Compose(a, b, c, ...) takes any number")
 
     @property
     def compares(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # read of instances

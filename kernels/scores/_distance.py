@@ -5,9 +5,8 @@ from collections.abc import Callable
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from .._checks import received
+from .._checks import check_function, check_hashable
 from ._abstract import AbstractScore, At
-from ._function import check_function
 
 
 class Distance(AbstractScore):
@@ -18,7 +17,7 @@ class Distance(AbstractScore):
             positive where the key comes before the query; a function, or a module with parameters.
 
     Raises:
-        TypeError: no function.
+        TypeError: no function of one argument.
         ValueError: a function that cannot be hashed.
 
     Examples:
@@ -33,12 +32,9 @@ class Distance(AbstractScore):
     function: Callable[[Array], Array]
 
     def __check_init__(self) -> None:
-        if not callable(self.function):
-            raise TypeError(
-                f"function: wanted a function of distances, got {received(self.function)}"
-            )
+        check_function("function", self.function, "distance")
         if not isinstance(self.function, eqx.Module):
-            check_function(self.function)
+            check_hashable("function", self.function)
 
     def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
         """The scores, and the function of the distance."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._checks import check_array, received
+from .._checks import check_array, check_function, check_hashable, check_integer, received
 from ._abstract import AbstractScore, At
 
 
@@ -24,7 +24,7 @@ class Function(AbstractScore):
             as values that the function closes over are constants.
 
     Raises:
-        TypeError: no function, or a parameter that is neither a number nor an array.
+        TypeError: no function, one that takes other arguments, or a parameter that is neither a number nor an array.
         ValueError: a function that cannot be hashed.
 
     Source: flex attention (arXiv 2412.05496), the score modification.
@@ -46,31 +46,21 @@ class Function(AbstractScore):
     def __init__(
         self, function: Callable[..., Any], *parameters: float | Array | np.ndarray | np.generic
     ) -> None:
-        if not callable(function):
-            raise TypeError(f"function: wanted a function of scores, got {received(function)}")
-        check_function(function)
         self.function = function
         self.parameters = tuple(map(_parameter, parameters))
+        check_function("function", function, "score", "at", *("parameter",) * len(parameters))
+        check_hashable("function", function)
 
     def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
         """The function's result."""
         return self.function(score, at, *self.parameters)
 
 
-def check_function(function: object) -> None:
-    """Raises `ValueError` for a function that cannot be hashed."""
-    try:
-        hash(function)
-    except TypeError:
-        raise ValueError(
-            f"function: wanted one that can be hashed, with its arrays given as parameters, "
-            f"got {received(function)}"
-        ) from None
-
-
 def _parameter(x: object) -> Any:
-    if isinstance(x, (bool, int, float)):
+    if isinstance(x, (bool, float)):
         return x
+    if isinstance(x, int):
+        return check_integer("parameters", x)
     if isinstance(x, np.generic):
         return np.asarray(x)
     array = check_array("parameters", x)

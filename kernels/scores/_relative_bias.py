@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._checks import check_flag, check_integer, received
+from .._checks import check_flag, check_function, check_hashable, check_integer, received
 from ._abstract import AbstractScore, At
-from ._function import check_function
 from ._parameters import check_parameter
 
 # From the position of the key less that of the query, int32, to an index of the table.
@@ -28,7 +27,7 @@ class RelativeBias(AbstractScore):
             entry for each distance from $-R$ to $R$, with $D = 2R + 1$; larger distances are clipped.
 
     Raises:
-        TypeError: a table that is no floating array, or buckets that are no function.
+        TypeError: a table that is no floating array, or buckets that are no function of one argument.
         ValueError: a table of other than two axes or of an even length without buckets, or (in a call)
             of another number of heads; a function that cannot be hashed.
 
@@ -50,11 +49,8 @@ class RelativeBias(AbstractScore):
     def __check_init__(self) -> None:
         check_parameter("table", self.table, ("N", "D"))
         if self.buckets is not None:
-            if not callable(self.buckets):
-                raise TypeError(
-                    f"buckets: wanted a function of distances or None, got {received(self.buckets)}"
-                )
-            check_function(self.buckets)
+            check_function("buckets", self.buckets, "distance")
+            check_hashable("buckets", self.buckets)
         elif self.table.shape[1] % 2 == 0:
             raise ValueError(
                 f"table: wanted an odd number of distances, from -R to R, got {received(self.table)}"

@@ -111,11 +111,12 @@ RULES = {
         lambda b, q, k: (k <= q) & _same(b, q, k),
     ),
     "nested": Case(
-        (~masks.Window(1, None) & masks.Lengths(9, 12)) | (masks.Segments(IDS) & ~masks.Causal()),
+        (~masks.Window(1, None) & masks.Lengths(9, queries=12))
+        | (masks.Segments(IDS) & ~masks.Causal()),
         lambda b, q, k: ((k < q - 1) & (k < 9) & (q < 12)) | (_same(b, q, k) & (k > q)),
     ),
     "longformer": Case(
-        masks.Window(2, 2) | masks.Prefix(2) | masks.Lengths(LAST, 2),
+        masks.Window(2, 2) | masks.Prefix(2) | masks.Lengths(LAST, queries=2),
         lambda b, q, k: (abs(q - k) <= 2) | (k < 2) | ((q < 2) & (k < LAST)),
     ),
     "dilated": Case(

@@ -52,14 +52,14 @@ SINGLE = {
     "window before": masks.Window(0, LAST),
     "prefix": masks.Prefix(3),
     "lengths of keys": masks.Lengths(4),
-    "lengths": masks.Lengths(5, 2),
+    "lengths": masks.Lengths(5, queries=2),
 }
 JOINED = {
     "outside or prefix": ~masks.Window(1, None) | masks.Prefix(2),
     "near or same": (
         (masks.Causal() & masks.Window(6, None)) | (masks.Segments(TABLE) & ~masks.Prefix(2))
     ),
-    "not both": ~(masks.Lengths(7, 5) & masks.Function(near, 2)),
+    "not both": ~(masks.Lengths(7, queries=5) & masks.Function(near, 2)),
 }
 
 blocks = st.lists(positions, min_size=3, max_size=3)

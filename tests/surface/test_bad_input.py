@@ -3,6 +3,7 @@
 The type checks of this suite are off here, so that mistakes get as far as they would for a user.
 """
 
+import functools
 import inspect
 from functools import partial
 
@@ -17,7 +18,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
+from energy_attn import models
 from energy_attn.distributed import (
+    KVCache,
     SequenceParallel,
     cost,
     logsumexp_across,
@@ -84,8 +87,12 @@ SHARED = [
     ({"bias": a(B, N, T, S, dtype="bool")}, TypeError, "bool[2,4,3,7]", "float32"),
     ({"bias": a(T, S - 1)}, ValueError, "float32[3,6]", "broadcastable to (2, 4, 3, 7)"),
     ({"bias": a(B + 1, 1, T, S)}, ValueError, "[3,1,3,7]", "broadcastable to (2, 4, 3, 7)"),
+    ({"bias": a(B, N, T, S, dtype="bool")}, TypeError, "array is mask=", "float32"),
     ({"mask": True}, TypeError, "bool True", "array"),
     ({"mask": a(B, N, T, S)}, TypeError, "float32[2,4,3,7]", "boolean"),
+    ({"mask": a(B, N, T, S)}, TypeError, "added to the scores is bias=", "boolean"),
+    ({"mask": lambda i, j: i >= j}, TypeError, "masks.Function(function, *p", "or a boolean array"),
+    ({"mask": ea.masks.Causal}, TypeError, "Causal(...) makes one", "a mask of energy_attn.masks"),
     ({"mask": a(T + 1, S, dtype="bool")}, ValueError, "bool[4,7]", "broadcastable to (2, 4, 3, 7)"),
     # what other libraries' masks look like
     ({"mask": a(B, S, dtype="bool")}, ValueError, "mask[:, None, None, :]", "to (2, 4, 3, 7)"),
@@ -102,7 +109,9 @@ SHARED = [
     # masks by position
     ({"is_causal": 1}, TypeError, "int 1", "True or False"),
     ({"is_causal": a(dtype="bool")}, TypeError, "bool[]", "True or False"),
-    ({"local_window_size": (1, -2)}, ValueError, "(1, -2)", "at least 0"),
+    ({"local_window_size": (1, -2)}, ValueError, "(1, -2)", "at least 0, or None for any"),
+    ({"local_window_size": -1}, ValueError, "-1", "at least 0, or None for any"),
+    ({"local_window_size": (None, 2.0)}, TypeError, "(None, 2.0)", "or None for any"),
     ({"local_window_size": (1, 2, 3)}, TypeError, "(1, 2, 3)", "pair"),
     ({"local_window_size": 1.5}, TypeError, "float 1.5", "an int"),
     ({"local_window_size": a(2, dtype="int32")}, TypeError, "int32[2]", "an int"),
@@ -128,12 +137,20 @@ SHARED = [
     ({"implementation": 3}, TypeError, "int 3", "a name"),
     ({"implementation": ()}, TypeError, "tuple ()", "a name"),
     ({"implementation": ("reference", 3)}, TypeError, "('reference', 3)", "a name"),
-    # no option at all
-    ({"is_casual": True}, TypeError, "'is_casual'", "is_causal"),
+    # no option at all; what other libraries call one
+    ({"is_casual": True}, TypeError, "'is_casual'", "did you mean is_causal?"),
+    ({"causal": True}, TypeError, "'causal'", "did you mean is_causal?"),
+    ({"attn_mask": a(T, S)}, TypeError, "'attn_mask'", "did you mean mask (True: "),
+    ({"attn_bias": a(T, S)}, TypeError, "'attn_bias'", "did you mean bias?"),
+    ({"softcap": 3.0}, TypeError, "'softcap'", "did you mean score=scores.SoftCap(c)?"),
+    ({"dropout": 0.1}, TypeError, "'dropout'", "did you mean nn.MultiheadAttention(dropout_p"),
+    ({"sliding_window": 3}, TypeError, "'sliding_window'", "did you mean local_window_size?"),
+    ({"nonsense": 3}, TypeError, "'nonsense'", "bias, mask, "),
 ]
 OTHER_ATTENTION = {
     ea.free_energy: [
         ({"source": 0.0}, TypeError, "float 0.0", "array"),
+        ({"nonsense": 3}, TypeError, "'nonsense'", "source, bias, mask, scale, is_causal"),
         ({"source": a(B, T, N, V, dtype="int32")}, TypeError, "int32[2,3,4,6]", "float32"),
         ({"source": a(B, T, N, V, dtype="complex64")}, TypeError, "complex64", "float32"),
         ({"source": a(B, T, N, H)}, ValueError, "float32[2,3,4,5]", "(2, 3, 4, 6)"),
@@ -142,6 +159,8 @@ OTHER_ATTENTION = {
         ({"parallel": SequenceParallel("x")}, ValueError, "none", "a mesh in force"),
     ],
     ea.attention: [
+        ({"source": a(B, T, N, V)}, TypeError, "'source'", "free_energy(query, key, value, source"),
+        ({"return_lse": True}, TypeError, "'return_lse'", "return_energy"),
         ({"return_energy": "yes"}, TypeError, "str 'yes'", "True or False"),
         ({"return_energy": None}, TypeError, "None", "True or False"),
         ({"parallel": ("device",)}, TypeError, "tuple ('device',)", "SequenceParallel"),
@@ -342,7 +361,98 @@ SOFTMAX = (
 )
 KEYS, TWO_OF = lambda: jax.random.split(jax.random.key(0), 3), lambda *heads: heads[:2]
 WEIGHED = partial(on_theirs, ea.weigh, a(2), a(5, dtype="int32"))
+CAUSAL, SEEN = ea.masks.Causal(), a(T, S, dtype="bool")
+MASKS, SCORES = partial(ea.masks.Function, lambda i, j: i), partial(ea.scores.Function, lambda s: s)
+
+
+def nested(join, x):
+    """`x` joined to itself a thousand times."""
+    return lambda: functools.reduce(lambda inner, _: join(inner), range(1000), x)
+
+
+CAP = ea.scores.SoftCap(3.0)
+FUNCTIONS = (
+    (nested(lambda x: x & CAUSAL, CAUSAL), ValueError, "masks", "(a & b) & (c", "at most 100 in"),
+    (nested(lambda x: CAUSAL | x, CAUSAL), ValueError, "masks", "(a & b) & (c", "at most 100 in"),
+    (nested(lambda x: ~x, CAUSAL), ValueError, "masks", "(a & b) & (c & d)", "at most 100 inside"),
+    (nested(partial(ea.scores.Compose, CAP), CAP), ValueError, "scores", "any num", "at most 100"),
+    (lambda: CAUSAL & SEEN, TypeError, "&", "(mask=...).attention(..., mask=array)", "a mask"),
+    (lambda: SEEN | CAUSAL, TypeError, "|", "(mask=...).attention(..., mask=array)", "a mask"),
+    (lambda: CAUSAL & print, TypeError, "&", "masks.Function(function, *parameters)", "a mask"),
+    (lambda: CAUSAL & ea.masks.Causal, TypeError, "&", "Causal(...) makes one", "a mask"),
+    (partial(MASKS, 3), TypeError, "function", "(i, j)", "(query, key, parameter)"),
+    (lambda: ea.masks.Function(len), TypeError, "function", "(obj, /)", "(query, key)"),
+    (SCORES, TypeError, "function", "(s)", "(score, at)"),
+    (partial(SCORES, 1.0), TypeError, "function", "(s)", "(score, at, parameter)"),
+    (lambda: ea.scores.Distance(lambda i, j: i), TypeError, "function", "(i, j)", "(distance)"),
+    (
+        lambda: ea.scores.RelativeBias(a(2, 4), lambda: 3),
+        TypeError,
+        "buckets",
+        "()",
+        "(distance)",
+    ),
+)
+
+
+def empty_cache(**sizes):
+    return KVCache.empty(**{"batch": 1, "capacity": 8, "kv_heads": 2, "width": 4, **sizes})
+
+
+def read(**arrays):
+    config = models.LlamaConfig(16, 8, 16, num_hidden_layers=1, num_attention_heads=2)
+    model = eqx.filter_eval_shape(models.Llama, config, key=jax.random.key(0))
+    return model(**{"tokens": np.ones((1, 2), np.int64), **arrays})
+
+
+# Numbers that 32 bits do not hold: out of memory, JAX's own errors about shapes, or other numbers without a word.
+LARGE, OF_32_BITS = 2**31, "an integer of 32 bits"
+INTEGERS = (
+    *(
+        (partial(empty_cache, **{name: size}), ValueError, name, str(size), OF_32_BITS)
+        for name in ("batch", "capacity", "kv_heads", "width", "block_size", "window")
+        for size in (2**31, 2**63, 2**70)
+    ),
+    (lambda: empty_cache().fork(LARGE, capacity=8), ValueError, "count", str(LARGE), OF_32_BITS),
+    (lambda: empty_cache().fork(2, capacity=LARGE), ValueError, "capacity", "2147", OF_32_BITS),
+    (lambda: empty_cache().evict(LARGE), ValueError, "count", str(LARGE), OF_32_BITS),
+    (partial(MASKS, LARGE), ValueError, "parameters", str(LARGE), OF_32_BITS),
+    (partial(SCORES, LARGE), ValueError, "parameters", str(LARGE), OF_32_BITS),
+    (lambda: ea.masks.Prefix(-LARGE - 1), ValueError, "length", "-2147483649", OF_32_BITS),
+    (lambda: ea.masks.tabulate(CAUSAL, LARGE), ValueError, "query_len", str(LARGE), OF_32_BITS),
+    (partial(ea.landscape, X[0], X, X, points=LARGE), ValueError, "points", str(LARGE), OF_32_BITS),
+    (partial(read, tokens=np.full((1, 2), LARGE)), ValueError, "tokens", str(LARGE), "32 bits"),
+    (partial(read, positions=np.full((1, 2), LARGE)), ValueError, "positions", "2147", "32 bits"),
+)
+COSTS = (
+    (partial(cost.Link, 2, 1.0, 1.0, torus="nope"), TypeError, "torus", "'nope'", "True or False"),
+    (partial(cost.Link, 2, 1.0, 1.0, 3), TypeError, "name", "int 3", "a text"),
+    (partial(cost.Topology, 3, TWO.links), TypeError, "name", "int 3", "a text"),
+    (partial(cost.Chip, 3, 1.0, 1), TypeError, "network", "int 3", "a text"),
+    (partial(ea.reproducible, 3), TypeError, "function", "int 3", "a function of arrays"),
+)
 MODULES = (
+    (partial(ea.FreeEnergy, *VALID.values()), TypeError, "FreeEnergy", "[2,3,4,5]", ".at(query, "),
+    (
+        partial(ea.FreeEnergy, query=X),
+        TypeError,
+        "query",
+        "'query'",
+        "Energy().at(query, key, value)",
+    ),
+    (partial(ea.FreeEnergy, causal=True), TypeError, "causal", "'causal'", "is_causal"),
+    (
+        partial(ea.FreeEnergy, nonsense=1),
+        TypeError,
+        "nonsense",
+        "'nons",
+        "regulariser, name, scale",
+    ),
+    (partial(ea.FreeEnergy, mask=print), TypeError, "mask", "masks.Function(f", "None (arrays go"),
+    *(
+        (partial(call, **VALID, causal=True), TypeError, "causal", "'ca", "Energy(is_causal=...)")
+        for call in (ea.FreeEnergy(), ea.FreeEnergy().at, ea.FreeEnergy().attention)
+    ),
     (partial(ea.FreeEnergy, scale=NAN), ValueError, "scale", "nan", "finite"),
     (partial(ea.FreeEnergy, implementation="fast"), ValueError, "implementation", "'fast'", "'ref"),
     (partial(ea.FreeEnergy, parallel="device"), TypeError, "parallel", "str 'device'", "Sequence"),
@@ -396,7 +506,8 @@ MODULES = (
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "name", "received", "wanted"), PARALLEL + STATES + SOFTMAX + MODULES
+    ("call", "error", "name", "received", "wanted"),
+    PARALLEL + STATES + SOFTMAX + FUNCTIONS + INTEGERS + COSTS + MODULES,
 )
 def test_everything_else(call, error, name, received, wanted):
     """Axis names that XLA does not know, states that do not match, sizes that no array can have."""

@@ -70,7 +70,7 @@ ea.hopfield.retrieve(q, k, lengths=lengths)  # mistake
 
 # masks
 rule = ea.masks.Causal() & ~ea.masks.Prefix(3) | ea.masks.Window(3, None)
-ea.attention(q, k, v, mask=rule & ea.masks.Lengths(lengths))
+ea.attention(q, k, v, mask=rule & ea.masks.Lengths(lengths), local_window_size=(None, 0))
 ea.FreeEnergy(mask=rule).at(q, k, v, mask=jnp.ones((1, 1, 8, 8), bool))
 near = ea.masks.Function(lambda query, key, reach: query - key < reach, 3)
 
@@ -80,6 +80,7 @@ ea.attention(q, k, v, mask=ea.masks.Casual())  # mistake
 ea.masks.Window(3, 0, 1)  # mistake
 ea.masks.Window(left=3, rigth=0)  # mistake
 ea.masks.Causal(3)  # mistake
+ea.masks.Lengths(lengths, lengths)  # mistake
 ea.masks.Segments()  # mistake
 ea.masks.Function(3)  # mistake
 rule & jnp.ones((8, 8), bool)  # mistake

@@ -37,7 +37,7 @@ _THEIRS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
     """Writes a model into a folder, in files of at most so many bytes; raises as `Llama.save`."""
     folder = _folder.checked(directory)
-    check_integer("max_shard_size", max_shard_size, 1)
+    check_integer("max_shard_size", max_shard_size, 1, is_wide=True)
     names, leaves = named(model)
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):

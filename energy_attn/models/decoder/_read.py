@@ -20,7 +20,7 @@ from energy_attn.distributed.internal import (
 from energy_attn.kernels.internal import (
     as_int32,
     check_broadcastable,
-    check_integral,
+    check_int32,
     check_shape,
     received,
 )
@@ -264,6 +264,6 @@ def fitting(
 
 def check_tokens(name: str, x: object) -> Any:
     """Returns `x`, integers `[batch, time]`; raises `TypeError` or `ValueError` for anything else."""
-    array = check_integral(name, x)
+    array = check_int32(name, x)
     check_shape(name, array, ("batch", "time"))
     return array

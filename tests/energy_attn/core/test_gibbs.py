@@ -305,7 +305,13 @@ BAD = {
     "integers": (lambda: at().tilt(ROW.astype(int)), TypeError, "source", "int32", "float32"),
     "a number": (lambda: at().tilt(0.0), TypeError, "source", "float 0.0", "array"),
     "row option": (lambda: at(lengths=ROW), TypeError, "lengths", "", "key_value_seq_lengths"),
-    "energy's option": (lambda: at(is_causal=True), TypeError, "is_causal", "", "query_positions"),
+    "energy's option": (
+        lambda: at(is_causal=True),
+        TypeError,
+        "is_causal",
+        "",
+        "FreeEnergy(is_causal",
+    ),
     "flag": (lambda: at().attention(return_energy=1), TypeError, "return_energy", "1", "True or"),
 }
 

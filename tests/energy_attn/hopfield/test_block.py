@@ -87,6 +87,8 @@ def test_causality_and_nobody():
     agrees(both(causal, jnp.asarray(X)), causal, X, [AHEAD >= 0] * B, 0.7)
     unbatched = both(causal, jnp.asarray(X[0]))
     agrees([x[None] for x in unbatched], causal, X[:1], [AHEAD >= 0], 0.7)
+    one_side = make(free_energy=ea.FreeEnergy(local_window_size=(None, 1)))
+    agrees(both(one_side, jnp.asarray(X)), one_side, X, [(AHEAD >= -1) & others()] * B)
     alone = make(free_energy=ea.FreeEnergy(local_window_size=0))
     for block, x in ((make(), X[:, :1]), (alone, X[:, :4])):
         energy, update = both(block, jnp.asarray(x))

@@ -444,7 +444,7 @@ BAD = {
     "TypeError return_logprobs: wanted True or False": lambda m, t: generate(
         m, TOKENS, 3, return_logprobs="yes"
     ),
-    "TypeError minp: wanted one of the options temperature": lambda m, t: generate(
+    "TypeError minp: wanted a known option .did you mean min_p": lambda m, t: generate(
         m, TOKENS, 3, minp=0.5
     ),
     "ValueError min_p: wanted a number above 0 and at most 1": lambda m, t: generate(

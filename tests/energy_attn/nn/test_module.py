@@ -408,5 +408,5 @@ def test_options_make_the_energy():
         ea.nn.MultiheadAttention(
             2, 8, energy=ea.FreeEnergy(), is_causal=True, key=jax.random.key(0)
         )
-    with pytest.raises(TypeError, match=r"causal: wanted one of the options scale, is_causal"):
+    with pytest.raises(TypeError, match=r"causal: wanted a known option .did you mean is_causal"):
         ea.nn.MultiheadAttention(2, 8, causal=True, key=jax.random.key(0))

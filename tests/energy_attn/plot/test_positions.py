@@ -1,5 +1,6 @@
 """Pictures by position: what stands where in them."""
 
+import itertools
 import sys
 
 import jax
@@ -23,6 +24,32 @@ def test_weights(tmp_path):
         assert [x.get_text() for x in panel.get_yticklabels()] == ["a", "b", "c"]
         assert [x.get_text() for x in panel.get_xticklabels()] == ["0", "4", "8", "12", "16"]
     assert (tmp_path / "weights.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(("count", "labels"), [(60, None), (16, None), (3000, None), (8, "word")])
+def test_labels(count, labels):
+    """Labels that run into each other."""
+    keys = labels and [f"{labels}{i}" for i in range(count)]
+    shown = np.full((count, 4, count), 1 / count, np.float32)
+    figure = ea.plot.weights(shown, rows=keys, keys=keys)
+    figure.draw_without_rendering()
+    for panel in (x for x in figure.axes if x.images):
+        for axis, start, end in ((panel.xaxis, "x0", "x1"), (panel.yaxis, "y0", "y1")):
+            boxes = [x.get_window_extent() for x in axis.get_ticklabels() if x.get_text()]
+            boxes = sorted(boxes, key=lambda box: getattr(box, start))
+            assert len(boxes) >= 3
+            for one, other in itertools.pairwise(boxes):
+                assert getattr(one, end) < getattr(other, start)
+
+
+def test_what_is_not_seen():
+    """Keys that a mask hides in the colour of a small weight."""
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+    shown = ea.FreeEnergy(is_causal=True).at(q, k, v).weights()
+    image = ea.plot.weights(shown).axes[0].images[0]
+    colours = image.cmap(image.norm(image.get_array()))
+    black = (colours == (0, 0, 0, 1)).all(-1)
+    np.testing.assert_array_equal(black, ~np.tril(np.ones((5, 5), bool)))
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -226,6 +226,15 @@ def from_parents(tokens, parent, size, depth):
     return tree_from_parents(tokens, parent, depth, size)
 
 
+def test_a_long_chain():
+    """A program that grows with the depth, whose compilation does not end."""
+    slots = jnp.arange(300, dtype=jnp.int32)[None]
+    tree = tree_from_parents(slots + 5, slots - 1, 300)
+    same(tree.depth, slots)
+    same(tree.mask[0], np.tri(300, dtype=bool))
+    same(pack(slots[:, None]), pack_by_tries(slots[:, None]))
+
+
 SLOTS = 7
 
 
@@ -362,6 +371,7 @@ PARENTS = (
     ({"parent": NODES - 2}, ValueError, "parent", "-2 for slot 0 of row 0", "before the child"),
     ({"parent": NODES}, ValueError, "parent", "0 for slot 0 of row 0", "before the child"),
     ({"depth": 0}, ValueError, "depth", "0", "at least 1"),
+    ({"depth": 10**4}, ValueError, "depth", "10000", "at most the 5 slots of tokens"),
     ({"depth": 2}, ValueError, "parent", "3 to slot 2 of row 0", "depth = 2"),
     ({"size": NODES[:, 0] + 6}, ValueError, "size", "6 at [0]", "from 0 to 5"),
     ({"size": NODES}, ValueError, "size", "int32[2,5]", "(2)"),

@@ -77,11 +77,14 @@ def test_dense(kind):
     close(gradients, dense_vjp(problem, *cotangents()))
 
 
-@pytest.mark.parametrize("window, reach", few_rows([(5, (2, 9)), (3, None), (None, 1)]))
+@pytest.mark.parametrize(
+    "window, reach", few_rows([(5, (2, 9)), (3, None), (None, 1), (5, (None, 9))])
+)
 def test_window(window, reach):
     """A window that hides old tokens but not old ancestors, or the other way about; a cache that is a ring."""
     counts = COUNTS if window is None else (20, 0, 9)
-    left = min(x if isinstance(x, int) else x[0] for x in (window, reach) if x is not None)
+    sides = (x if x is None or isinstance(x, int) else x[0] for x in (window, reach))
+    left = min(x for x in sides if x is not None)
     problem = problem_of("window", counts, window=left, S=max(counts))
     arrays, _ = cast(problem, jnp.float64)
     with jax.set_mesh(mesh_of("8")):

@@ -90,6 +90,29 @@ def test_simple_rules_are_options():
     jax.tree.map(np.testing.assert_array_equal, found.operands, wanted.operands)
 
 
+def test_many():
+    """Masks that can be made and not be used, as Python ends the recursion over them."""
+    arrays, _ = cast(PROBLEM, jnp.float64)
+    chain = masks.Causal()
+    for i in range(66):
+        chain = ~(chain & masks.Prefix(2)) if i % 2 else chain & ~masks.Prefix(1)
+    query, key = (
+        jnp.arange(n, dtype=jnp.int32) for n in (PROBLEM.query.shape[1], PROBLEM.key.shape[1])
+    )
+    seen = chain.visible(query[:, None], key[None])
+    found, wanted = (local_attention(**arrays, mask=x) for x in (chain, seen))
+    close(tuple(found), tuple(wanted))
+
+
+@pytest.mark.parametrize("sides", [(None, 0), (None, 3), (3, None), (None, None), 4])
+def test_windows_are_options(sides):
+    """A side without a bound, which the mask takes and the option did not."""
+    arrays, _ = cast(PROBLEM, jnp.float32)
+    left, right = (sides, sides) if isinstance(sides, int) else sides
+    found = check_call(**arrays, local_window_size=sides)
+    assert found.settings == check_call(**arrays, mask=masks.Window(left, right)).settings
+
+
 @pytest.mark.parametrize(
     "implementation",
     [pytest.param("blockwise", marks=pytest.mark.smoke), *few(["reference", "decode"])],
@@ -324,7 +347,7 @@ def closing(length):
         (lambda: masks.Prefix(1.5), TypeError, "length", "float 1.5", "array"),
         (lambda: masks.Prefix(a(2)), TypeError, "length", "float32[2]", "integer"),
         (lambda: masks.Prefix(IDS), ValueError, "length", "int32[2,16]", "(B)"),
-        (lambda: masks.Window(-1, 0), ValueError, "left and right", "-1", "at least 0"),
+        (lambda: masks.Window(-1, 0), ValueError, "left and right", "-1", "at least 0, or None"),
         (lambda: masks.Window(2, "x"), TypeError, "left and right", "str", "integer"),
         (lambda: masks.Segments(LENGTHS[0]), TypeError, "query_ids", "int32", "array"),
         (lambda: masks.Prefix(2**40), ValueError, "length", "1099511627776", "32 bits"),
@@ -343,7 +366,13 @@ def closing(length):
         (lambda: masks.Or("x", masks.Causal()), TypeError, "first", "str 'x'", "mask"),
         (lambda: masks.Or(masks.Causal(), masks.Causal), TypeError, "second", "Causal", "mask"),
         (lambda: masks.Not(None), TypeError, "mask", "NoneType None", "mask"),
-        (by(masks.Causal), TypeError, "mask", "class", "Causal(...)"),
+        (
+            by(masks.Causal),
+            TypeError,
+            "mask",
+            "Causal(...) makes one",
+            "a mask of energy_attn.masks",
+        ),
         (
             by(masks.Causal() | masks.Prefix(I3)),
             ValueError,
