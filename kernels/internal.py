@@ -68,6 +68,7 @@ from .call._state import State as State
 from .call._state import check_state as check_state
 from .call._state import covariance_term as covariance_term
 from .call._state import dot_rows as dot_rows
+from .call._state import exp_from as exp_from
 from .call._state import fold as fold
 from .call._state import holds_keys as holds_keys
 from .call._state import lse_dtype as lse_dtype
@@ -114,6 +115,7 @@ from .reductions._expectation import BlockTerm as BlockTerm
 from .reductions._expectation import ScoreBlock as ScoreBlock
 from .reductions._expectation import attention_and_expectation as attention_and_expectation
 from .reductions._expectation import expectation as expectation
+from .reductions._expectation import mean_of_sums as mean_of_sums
 from .reductions._expectation import score_maximum as score_maximum
 from .reductions._expectation import score_sums as score_sums
 from .reductions._expectation import support_function as support_function

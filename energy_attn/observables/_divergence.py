@@ -18,6 +18,7 @@ from energy_attn.kernels.internal import (
     dot_rows,
     holds_keys,
     lse_dtype,
+    mean_of_sums,
 )
 
 from ..functional._free_energy import Calls, Parts, StaticCall, row_shape, state_at
@@ -139,7 +140,7 @@ def _of_part(mine: Part, theirs: Part) -> tuple[AttentionState, Array | None]:
     reduction = Reduction(HashablePartial(_cross_sums, (theirs[0].settings,)), fold_sums)
     found = sharded_reduction(call.plan, reduction, call.settings, operands, *rows)
     found = found if call.batched else found[0]
-    return AttentionState(found[..., :2], lse), found[..., 2] > 0
+    return AttentionState(mean_of_sums(found[..., 1:]), lse), found[..., 0] > 0
 
 
 def _cross_sums(theirs: Settings, mine: Settings, *arrays: Any) -> Array:
