@@ -111,6 +111,7 @@ from .pallas.gpu._sizes import KernelKind as KernelKind
 from .reductions._covariance import centred as centred
 from .reductions._covariance import covariance as covariance
 from .reductions._cross import cross_sums as cross_sums
+from .reductions._cross import sums_over_seen as sums_over_seen
 from .reductions._expectation import BlockTerm as BlockTerm
 from .reductions._expectation import ScoreBlock as ScoreBlock
 from .reductions._expectation import attention_and_expectation as attention_and_expectation

@@ -41,7 +41,7 @@ def _checked(order: object) -> float:
 
 
 def _powers(order: float, scores: Array, value: Array, largest: Array) -> Array:
-    """The sums of the weights, relative to that of the largest score, to a power and to the first."""
+    """Sums of powers of the weights, and of the weights, relative to the largest."""
     del value
     hidden = jnp.isneginf(scores)
     apart = jnp.where(hidden, 0.0, scores) - largest

@@ -1,4 +1,4 @@
-"""The scores of two calls over the same keys, under the weights of the first."""
+"""Two calls over the same keys, under the weights of the first: the scores of both, and what both see."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from ._expectation import weight_shift
 
 
 def cross_sums(
-    settings: Settings,
     other_settings: Settings,
+    settings: Settings,
     operands: Operands,
     other: Operands,
     lse: Float[Array, "B T N"],
@@ -56,4 +56,30 @@ def cross_sums(
     # without the padding of blocks, with zeros where they are absent
     rows, keys = (shift, others.query[:, :query_len]), (others.key[:, :key_len],)
     (result,) = reduce_blocks(terms, jnp.add, 0.0, (4,), blocks, query_len, rows, keys)
+    return result
+
+
+def sums_over_seen(
+    other_settings: Settings,
+    settings: Settings,
+    operands: Operands,
+    other: Operands,
+    lse: Float[Array, "B T N"],
+) -> Float[Array, "B T N 2"]:
+    r"""Sums of the weights $e^{s_a - \mathrm{lse}}$ over the keys that another call sees, and over all keys."""
+    operands, other, lse = vary_together((operands, other._replace(bias=None), lse))
+    (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
+    if 0 in (batch, query_len, key_len):
+        return lax.full_like(lse, 0.0, shape=(batch, query_len, heads, 2))
+    blocks = BlockedOperands(operands, settings)
+    others = BlockedOperands(other, other_settings, on=blocks.grid)
+
+    def terms(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
+        del keys
+        weights = exp_from(blocks.scores_of(query, key, index), rows)
+        seen = ~jnp.isneginf(others.masked(jnp.zeros_like(weights), None, index))
+        return (jnp.stack([jnp.where(seen, weights, 0.0).sum(-1), weights.sum(-1)], -1),)
+
+    shift = weight_shift(lse)[..., None]
+    (result,) = reduce_blocks(terms, jnp.add, 0.0, (2,), blocks, query_len, shift, ())
     return result
