@@ -121,10 +121,8 @@ from .reductions._expectation import score_maximum as score_maximum
 from .reductions._expectation import score_sums as score_sums
 from .reductions._expectation import support_function as support_function
 from .reductions._sample import Draw as Draw
-from .reductions._sample import fold_in_seeds as fold_in_seeds
 from .reductions._sample import merge_draws as merge_draws
 from .reductions._sample import sample as sample
-from .reductions._sample import uniform as uniform
 from .reductions._weights import take_rows as take_rows
 from .reductions._weights import weights_of_keys as weights_of_keys
 from .scores._structure import BoundScore as BoundScore
