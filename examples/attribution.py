@@ -73,7 +73,7 @@ def removals(model: Any, numbers: Array, tokens: Array, start: Array) -> Array:
 
 
 def effects(model: Any, numbers: Array, tokens: Array, start: Array) -> dict[str, Array]:
-    """What each document did, `[documents]`, by each way, and what the sum along the path misses."""
+    """Effects of the documents, `[documents]`, by each way, and the gap of the path."""
     zeros, rest = jnp.zeros(DOCUMENTS), (numbers, model, tokens, start)
     found = ea.attribute(log_probability)(zeros, *rest)
     return {
@@ -87,7 +87,7 @@ def effects(model: Any, numbers: Array, tokens: Array, start: Array) -> dict[str
 
 
 def measure(model: Any) -> dict[str, Any]:
-    """The ways beside each other on all questions."""
+    """Compares the ways on all questions."""
     asked = [text_of(seed) for seed in range(QUESTIONS)]
     longest = max(len(x[0]) for x in asked)
     compiled, found, rates = jax.jit(effects), [], []

@@ -1,4 +1,4 @@
-"""What each document of a context did for an answer: the integral of a derivative, with the error of its sum."""
+"""Attribution of an answer to documents: the integral of a derivative, with the error of its sum."""
 
 import warnings
 from collections.abc import Callable
@@ -145,7 +145,7 @@ class _Pieces(NamedTuple):
         return self._by_rule(1, 4, 1)
 
     def errors(self) -> Array:
-        """What the sum of the effects misses, and how far they are from those of the trapezoidal rule."""
+        """Estimates the error of each piece, from the change of the value and by the trapezoidal rule."""
         effects = self.effects()
         missed = effects.sum(-1) - (self.nodes[:, 2, 0] - self.nodes[:, 0, 0])
         apart = jnp.max(jnp.abs(effects - self._by_rule(1, 2, 1)), -1, initial=0.0)
@@ -179,7 +179,7 @@ def _integral(
     )
 
     def errors(pieces: _Pieces) -> Array:
-        """Of the pieces that can be divided."""
+        """Returns the errors of the pieces that can be divided, and 0 for the others."""
         deep = jnp.where(jnp.arange(number) == 0, pieces.end <= _DEEPEST, pieces.width < 1e-3)
         return jnp.where(deep, 0.0, pieces.errors())
 
