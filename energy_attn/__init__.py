@@ -38,6 +38,8 @@ from .nn._replace import replace_attention as replace_attention
 from .nn._replace import restore_attention as restore_attention
 from .observables._entropy import AttentionStatistics as AttentionStatistics
 from .observables._entropy import ScoreMoments as ScoreMoments
+from .record._attribute import Attribution as Attribution
+from .record._attribute import attribute as attribute
 from .record._record import record as record
 from .record._weigh import weigh as weigh
 from .sparse._tsallis import Tsallis as Tsallis

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import platform
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import energy_attn as ea
 from energy_attn.cli.demo import byte_llama
 from energy_attn.distributed import SequenceParallel, make_mesh
 
-DOCUMENTS, QUESTIONS, POINTS = 16, 32, 8
+DOCUMENTS, QUESTIONS = 16, 32
 LENGTHS = (32768, 65536, 131072)
 WORDS = (
     "action buffer client config device filter folder format header kernel length matrix module number object "
@@ -73,59 +72,45 @@ def removals(model: Any, numbers: Array, tokens: Array, start: Array) -> Array:
     return whole - jax.lax.map(lambda w: at(w, numbers, model, tokens, start), hidden)
 
 
-def ways() -> dict[str, Callable[..., Array]]:
-    """What each document did, `[documents]`, by each way."""
-    zeros = jnp.zeros(DOCUMENTS)
-    first, along = (jax.grad(ea.weigh(log_probability, path=path)) for path in (None, POINTS))
+def effects(model: Any, numbers: Array, tokens: Array, start: Array) -> dict[str, Array]:
+    """Effects of the documents, `[documents]`, by each way, and the gap of the path."""
+    zeros, rest = jnp.zeros(DOCUMENTS), (numbers, model, tokens, start)
+    found = ea.attribute(log_probability)(zeros, *rest)
     return {
-        "gradient": lambda model, *rest: first(zeros, rest[0], model, *rest[1:]),
-        "path": lambda model, *rest: along(zeros, rest[0], model, *rest[1:]),
-        "removals": removals,
+        "gradient": jax.grad(ea.weigh(log_probability))(zeros, *rest),
+        "path": found.effects,
+        "removals": removals(model, numbers, tokens, start),
+        "change": found.change,
+        "gap": found.gap,
+        "points": found.points,
     }
 
 
 def measure(model: Any) -> dict[str, Any]:
-    """The ways beside each other on all questions; times are medians, taken in turns."""
+    """Compares the ways on all questions."""
     asked = [text_of(seed) for seed in range(QUESTIONS)]
     longest = max(len(x[0]) for x in asked)
-    compiled = {name: jax.jit(way) for name, way in ways().items()}
-    found: dict[str, list[np.ndarray]] = {name: [] for name in compiled}
-    seconds: dict[str, list[float]] = {name: [] for name in compiled}
-    rates, effects, sums = [], [], []
-    at = jax.jit(ea.weigh(log_probability))
+    compiled, found, rates = jax.jit(effects), [], []
     for text, number, start, _ in asked:
         # behind the answer, where nothing before it sees it
         tokens = jnp.asarray(np.pad(text, (0, longest - len(text))), jnp.int32)
         numbers = jnp.asarray(np.pad(number, (0, longest - len(text)), constant_values=-1))[:-1]
-        arguments = model, numbers, tokens, jnp.asarray(start)
-        value = lambda w, x=arguments: at(w, x[1], x[0], *x[2:])  # noqa: E731
-        whole = float(_answer(model, tokens, start, len(text)))
-        rates.append(np.exp(whole / SIZE))
-        for name, way in compiled.items():
-            jax.block_until_ready(way(*arguments))
-            begun = time.perf_counter()
-            found[name].append(np.asarray(jax.block_until_ready(way(*arguments))))
-            seconds[name].append(time.perf_counter() - begun)
-        nothing = value(jnp.full(DOCUMENTS, -jnp.inf))
-        effects.append(float(value(jnp.zeros(DOCUMENTS)) - nothing))
-        sums.append(float(found["path"][-1].sum()))
+        rates.append(np.exp(float(_answer(model, tokens, start, len(text))) / SIZE))
+        found.append(jax.device_get(compiled(model, numbers, tokens, jnp.asarray(start))))
     right = np.asarray([x[3] for x in asked])
-    others = found["removals"]
+    ways = "gradient", "path", "removals"
     return {
         "bytes": longest,
         "probability_of_a_byte": float(np.median(rates)),
-        "named": {name: int((np.argmax(x, 1) == right).sum()) for name, x in found.items()},
+        "named": {way: int((np.argmax([x[way] for x in found], 1) == right).sum()) for way in ways},
         "correlation": {
-            name: [
-                round(float(np.corrcoef(*pair)[0, 1]), 3) for pair in zip(x, others, strict=True)
-            ]
-            for name, x in found.items()
-            if name != "removals"
+            way: [round(float(np.corrcoef(x[way], x["removals"])[0, 1]), 3) for x in found]
+            for way in ways[:2]
         },
-        "milliseconds": {name: round(1e3 * float(np.median(x)), 1) for name, x in seconds.items()},
-        "effect_of_all": [round(x, 2) for x in effects],
-        "sum_along_the_path": [round(x, 2) for x in sums],
-        "first": {name: [round(float(y), 3) for y in x[0]] for name, x in found.items()}
+        "effect_of_all": [round(float(x["change"]), 2) for x in found],
+        "gap": [round(float(x["gap"]), 3) for x in found],
+        "points": [int(x["points"]) for x in found],
+        "first": {way: [round(float(y), 3) for y in found[0][way]] for way in ways}
         | {"right": int(right[0])},
     }
 
@@ -169,7 +154,6 @@ def report() -> dict[str, Any]:
         "jax": jax.__version__,
         "documents": DOCUMENTS,
         "questions": QUESTIONS,
-        "points": POINTS,
         **measure(model),
         "mebibytes_on_each_of_8_devices": memory(model),
     }

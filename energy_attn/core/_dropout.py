@@ -2,9 +2,10 @@
 
 from jaxtyping import Array, Bool
 
-from energy_attn.kernels.internal import RowOptions, share
+from energy_attn.kernels.internal import RowOptions, is_reproducible, share
 
 from ..functional._free_energy import attention_and_energy
+from ..observables._divergence import seen_share
 from ._keys import prepare_at
 from ._module import FreeEnergy, check_gibbs
 
@@ -29,11 +30,17 @@ def attention_with_dropout(
     is the weighted sum without the matrix of weights. `keep` broadcasts as masks do. Raises as `FreeEnergy.at`.
     """
     check_gibbs(energy)
-    # by no method of the energy, which would be recorded, too
     seen = keep if mask is None else keep & mask
-    call, operands = prepare_at(energy, query, key, value, bias, seen, rows)
-    out, kept = attention_and_energy((call,), (operands,))
     lse = energy(query, key, value, bias=bias, mask=mask, **rows)
+    # by no method of the energy, which would be recorded, too
+    some, every = (prepare_at(energy, query, key, value, bias, x, rows) for x in (seen, mask))
+    call, operands = some
+    if is_reproducible(call.names):
+        out, kept = attention_and_energy((call,), (operands,))
+        part = share(kept, lse)
+    else:
+        out, _ = attention_and_energy((call,), (operands._replace(sink=None),))
+        part = seen_share(every, some, lse)
     # if the chance is zero nothing is kept
-    factor = share(kept, lse) / (chance or 1.0)
+    factor = part / (chance or 1.0)
     return (out * factor[..., None].astype(out.dtype)).astype(out.dtype), lse

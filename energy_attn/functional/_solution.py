@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import textwrap
 from typing import Any, NoReturn
 
 import equinox as eqx
@@ -83,6 +84,19 @@ class Solution(eqx.Module):
         """For each problem, whether the solver converged."""
         return self.result == int(Result.converged)
 
+    def __repr__(self) -> str:
+        """The fields as Equinox prints them, and how many problems ended in which result, by name."""
+        fields = dataclasses.fields(self)
+        shown = {x.name: eqx.tree_pformat(getattr(self, x.name)) for x in fields}
+        known = isinstance(self.result, jax.Array) and not isinstance(self.result, jax.core.Tracer)
+        if known and self.result.is_fully_addressable:
+            codes, counts = np.unique(np.asarray(self.result), return_counts=True)
+            names = {int(x): x.name for x in Result}
+            ends = (f"{n} {names.get(x, x)}" for x, n in zip(codes, counts, strict=True))
+            shown["result"] = f"{shown['result']} ({', '.join(ends)})"
+        inside = ",\n".join(f"{name}={x}" for name, x in shown.items())
+        return f"Solution(\n{textwrap.indent(inside, '  ')}\n)"
+
 
 # The results without an answer. A point outside the hull has one (plus infinity), and so has a
 # fully masked row (its result says so, and its value is documented).
@@ -163,4 +177,5 @@ class _Unknown(AbstractLinearMap):
 
 
 def _complaint(what: str, result: Result) -> str:
-    return f"{what}: {result.message}; throw=False returns what it has"
+    more = "raise max_steps of its solver, or " if result == Result.max_steps_reached else ""
+    return f"{what}: {result.message}; {more}throw=False returns what it has"

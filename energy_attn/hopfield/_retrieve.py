@@ -100,6 +100,11 @@ def retrieve(
         - `nearest`: int32, the memory of largest weight; -1 where several share it.
         - `weight`: that largest weight. `overlap`: the cosine between the memory and the point.
 
+        The point lies within tolerance / $(1 - c)$ of the fixed point, in units of $M$, where $c$ is the contraction of
+        a step there, the largest eigenvalue of $\beta\,\mathrm{Cov}_P(m)$: close to 1 near a critical temperature.
+        Derivatives in memories and scale are those of the fixed point itself, which a step of Newton refines, up to
+        rounding of about $\epsilon / (1 - c)^2$.
+
     Raises:
         TypeError: an argument is not an array or has the wrong dtype, another solver, or an unknown
             option.

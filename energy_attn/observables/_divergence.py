@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,11 +14,13 @@ from energy_attn.distributed.internal import Reduction, fold_sums, sharded_reduc
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     Operands,
-    Settings,
     cross_sums,
     dot_rows,
     holds_keys,
     lse_dtype,
+    mean_of_sums,
+    share,
+    sums_over_seen,
 )
 
 from ..functional._free_energy import Calls, Parts, StaticCall, row_shape, state_at
@@ -124,6 +127,28 @@ def _check(mine: tuple[Calls, Parts], theirs: tuple[Calls, Parts]) -> None:
 Part = tuple[StaticCall, Operands]
 
 
+def seen_share(mine: Part, theirs: Part, lse: Array) -> Array:
+    """The weight that a measure with the energies `lse` gives to the keys that another one sees, `[*B, T, N]`.
+
+    By one walk over the keys: the difference of two energies would lose what rounding takes from them.
+    """
+    lse = lax.stop_gradient(jnp.minimum(lse, jnp.finfo(lse.dtype).max))
+    sums = _sums_of_both(sums_over_seen, mine, theirs, lse)
+    calls, sinks = sinks_as_keys((mine[0],), (mine[1],))
+    if sinks[1:]:
+        sink = share(state_at(calls[1:], None, sinks[1:]).lse, lse)
+        sums += jnp.stack([jnp.zeros_like(sink), sink], -1)
+    return mean_of_sums(sums)[..., 0]
+
+
+def _sums_of_both(find: Callable[..., Array], mine: Part, theirs: Part, lse: Array) -> Array:
+    (call, operands), (other_call, other) = mine, theirs
+    rows = (other, lse) if call.batched else (other, lse[None])
+    reduction = Reduction(HashablePartial(find, (other_call.settings,)), fold_sums)
+    found = sharded_reduction(call.plan, reduction, call.settings, operands, *rows)
+    return found if call.batched else found[0]
+
+
 def _of_part(mine: Part, theirs: Part) -> tuple[AttentionState, Array | None]:
     """The means of both scores under the weights of a part and its energies; and which rows see a key hidden there.
 
@@ -133,17 +158,9 @@ def _of_part(mine: Part, theirs: Part) -> tuple[AttentionState, Array | None]:
     mine, theirs = _with_heads(heads, *mine), _with_heads(heads, *theirs)
     if all(is_linear(*x) for x in (mine, theirs)) and _same_mask(mine, theirs):
         return _linear(mine, theirs), None
-    call, operands = mine
-    lse = state_at((call,), None, (operands,)).lse
-    rows = (theirs[1], lse) if call.batched else (theirs[1], lse[None])
-    reduction = Reduction(HashablePartial(_cross_sums, (theirs[0].settings,)), fold_sums)
-    found = sharded_reduction(call.plan, reduction, call.settings, operands, *rows)
-    found = found if call.batched else found[0]
-    return AttentionState(found[..., :2], lse), found[..., 2] > 0
-
-
-def _cross_sums(theirs: Settings, mine: Settings, *arrays: Any) -> Array:
-    return cross_sums(mine, theirs, *arrays)
+    lse = state_at((mine[0],), None, (mine[1],)).lse
+    found = _sums_of_both(cross_sums, mine, theirs, lse)
+    return AttentionState(mean_of_sums(found[..., 1:]), lse), found[..., 0] > 0
 
 
 def _with_heads(number: int, call: StaticCall, operands: Operands) -> Part:

@@ -155,7 +155,8 @@ class AbstractMeasure(AbstractWeights):
         (A `bias` takes a second pass.) $e^H$ is the effective number of keys.
 
         Returns:
-            `[B, T, N]` in nats, from 0 to the logarithm of the number of keys (and sinks).
+            `[B, T, N]` in nats, from 0 to the logarithm of the number of keys (and sinks). Its rounding grows as
+            $\epsilon \lvert F \rvert$.
 
         Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
 
@@ -179,15 +180,14 @@ class AbstractMeasure(AbstractWeights):
         which falls with $\alpha$: the logarithm of the number of keys at 0, the
         [`entropy`][energy_attn.Gibbs.entropy] at 1, minus the logarithm of the sum of squared weights at 2,
         $F - \max_a s_a$, minus that of the largest weight, at infinity. $F_\alpha$ is a free energy at the inverse
-        temperature $\alpha$, so that unions and devices add up: one flash pass and two walks over the keys, each of one
-        product.
+        temperature $\alpha$, so that unions and devices add up: two walks over the keys, each of one product.
 
         Args:
             order: $\alpha \ge 0$, a number or `math.inf`.
 
         Returns:
             `[B, T, N]` in nats, from 0 to the logarithm of the number of keys (and sinks). Close to order 1 its
-            rounding grows as $\epsilon \lvert F \rvert / \lvert 1 - \alpha \rvert$.
+            rounding grows as $\epsilon / \lvert 1 - \alpha \rvert$.
 
         Raises:
             TypeError: `order` is not a real number.

@@ -100,10 +100,11 @@ class AbstractWeights(eqx.Module):
 
         $$a \sim P, \qquad P_a = e^{s_a - F}$$
 
-        One pass over blocks of keys, by XLA's operations. A draw from the union of two key sets is
-        the draw from the second with probability $e^{F_2 - F}$, else the draw from the first; draws
-        are merged over a mesh in the same way. Draws are independent, with replacement; the mean of
-        the drawn values converges to attention. There is no derivative.
+        One pass over blocks of keys, by XLA's operations: a draw is the key of the largest sum of its score and of
+        noise of Gumbel's distribution. The noise depends on `key`, the row, the index of the key and the draw. So draws
+        are the same on any mesh, and those from a union are those from all its keys together, but where two sums are
+        equal up to their rounding. Draws are independent, with replacement; the mean of the drawn values converges to
+        attention. There is no derivative. Each draw takes a number of noise for each key.
 
         Args:
             key: a `jax.random.key`.
@@ -119,7 +120,7 @@ class AbstractWeights(eqx.Module):
             TypeError: `key` is not a key, or `count` not an integer.
             ValueError: `count` is below 1.
 
-        Source: reservoir sampling, Chao (Biometrika 69, 1982).
+        Source: Maddison, Tarlow and Minka, A* Sampling (arXiv 1411.0030), section 2: the Gumbel-max trick.
 
         Examples:
             >>> import jax

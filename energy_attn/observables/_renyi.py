@@ -1,4 +1,4 @@
-"""Rényi's entropies: a second free energy, at another temperature."""
+"""Rényi's entropies: the difference of two free energies, at two temperatures."""
 
 import math
 
@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import check_finite_number, holds_keys, received
 
-from ..functional._free_energy import Calls, Parts, state_at
+from ..functional._free_energy import Calls, Parts
 from ._at_source import HashablePartial, score_maximum_at, sum_over_keys
 from ._entropy import entropy_of, mean_score
 
@@ -21,17 +21,14 @@ def renyi(calls: Calls, parts: Parts, order: float) -> Array:
     largest = score_maximum_at(calls, parts)
     seen = holds_keys(largest)
     largest = jnp.where(seen, largest, 0.0)
-    energy = jnp.where(seen, state_at(calls, None, parts).lse, 0.0)
-    if math.isinf(order):
-        found = energy - largest
-    else:
-        # F of scores times the order; it does not depend on the score that is taken from all
-        largest = lax.stop_gradient(largest)
-        power = HashablePartial(_powers, (order,))
-        total = sum_over_keys(calls, None, parts, power, 1, largest[..., None])[..., 0]
-        other = order * largest + jnp.log(jnp.where(seen, total, 1.0))
-        found = (other - order * energy) / (1 - order)
-    # a difference of two large numbers, which only rounding makes negative
+    # The scores of both sums are rounded alike, and neither result depends on the score that is taken from all.
+    infinite = math.isinf(order)
+    shift = largest if infinite else lax.stop_gradient(largest)
+    power = HashablePartial(_powers, (1.0 if infinite else order,))
+    sums = sum_over_keys(calls, None, parts, power, 2, shift[..., None])
+    other, total = jnp.moveaxis(jnp.log(jnp.where(seen[..., None], sums, 1.0)), -1, 0)
+    found = total if infinite else (other - order * total) / (1 - order)
+    # a difference of two numbers, which only rounding makes negative
     return jnp.where(seen, jnp.maximum(found, 0.0), 0.0)
 
 
@@ -44,7 +41,9 @@ def _checked(order: object) -> float:
 
 
 def _powers(order: float, scores: Array, value: Array, largest: Array) -> Array:
+    """Sums of powers of the weights, and of the weights, relative to the largest."""
     del value
     hidden = jnp.isneginf(scores)
     apart = jnp.where(hidden, 0.0, scores) - largest
-    return jnp.where(hidden, 0.0, jnp.exp(order * apart)).sum(-1, keepdims=True)
+    terms = (jnp.where(hidden, 0.0, jnp.exp(x * apart)) for x in (order, 1.0))
+    return jnp.stack([x.sum(-1) for x in terms], -1)

@@ -1,5 +1,6 @@
 """The weights of given rows and keys, and their sums over rows."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from energy_attn.kernels.internal import (
     check_flag,
     check_floating,
     check_shape,
+    exp_from,
     holds_keys,
     is_static,
     lse_dtype,
@@ -25,7 +27,8 @@ from energy_attn.kernels.internal import (
 )
 
 from ..functional._free_energy import Calls, Parts, StaticCall, energy_at, row_shape, state_at
-from ._at_source import HashablePartial, run_reduction
+from ._at_source import HashablePartial, run_reduction, sum_over_keys
+from ._sinks import sinks_as_keys
 
 MOST_WEIGHTS = 64_000_000
 
@@ -38,8 +41,7 @@ def weights(
 ) -> Float[Array, "*B R N J"]:
     """See `AbstractWeights.weights`."""
     batch, time, heads = parts[0].query.shape[:3]
-    sizes = [_key_count(*x) for x in zip(calls, parts, strict=True)]
-    total = sum(sizes)
+    total = sum(map(_key_count, calls, parts))
     chosen, index = _indices("rows", rows, time), _indices("keys", keys, total)
     shape = batch, time if chosen is None else len(chosen), heads, len(index)
     if is_static(*shape) and np.prod(shape, dtype=object) > MOST_WEIGHTS:
@@ -48,15 +50,32 @@ def weights(
             "[batch, rows, heads, keys]; choose rows= and keys=, or ask importance(), sample() or "
             "entropy(), which need no matrix"
         )
+    calls, parts = sinks_as_keys(calls, parts)
     # [*B, T, N]: of all rows, as a device may have some of them
-    lse = state_at(calls, None, parts).lse
+    lse = lax.stop_gradient(state_at(calls, None, parts).lse)
     if chosen is not None:
         lse = jnp.take(whole_along(lse, lse.ndim - 2), chosen, lse.ndim - 2, mode="fill")
+        calls, parts = zip(*map(functools.partial(_with_rows, chosen), calls, parts), strict=True)
+    sizes = list(map(_key_count, calls, parts))
+    if keys is None:
+        index = jnp.arange(sum(sizes), dtype=jnp.int32)
     found, first = jnp.zeros((), lse.dtype), 0
     for call, operands, size in zip(calls, parts, sizes, strict=True):
-        found = found + _of_part(call, operands, chosen, lse, index - first)
+        found = found + _of_part(call, operands, lse, index - first)
         first += size
+    # Energies are rounded, and so are the scores of another kernel: the weights are divided by their own sum.
+    if keys is None:
+        whole = found.sum(-1, keepdims=True)
+        found, index = found[..., :total], index[:total]
+    else:
+        whole = sum_over_keys(calls, None, parts, _weight_sum, 1, lse[..., None])
+    found = found / jnp.where(whole == 0, 1.0, whole)
     return jnp.where((index >= 0) & (index < total), found, jnp.nan)
+
+
+def _weight_sum(scores: Array, value: Array, lse: Array) -> Array:
+    del value
+    return exp_from(scores, jnp.where(holds_keys(lse), lse, jnp.inf)).sum(-1, keepdims=True)
 
 
 def _key_count(call: StaticCall, operands: Operands) -> int:
@@ -65,22 +84,26 @@ def _key_count(call: StaticCall, operands: Operands) -> int:
     return operands.key.shape[1] * devices
 
 
-def _of_part(call: StaticCall, operands: Operands, chosen: Any, lse: Array, index: Array) -> Array:
-    """The weights of the keys of one part, and zeros for the others."""
+def _with_rows(chosen: Array, call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]:
+    """A part with the queries of the chosen rows, which all devices have."""
+    whole = {
+        name: None if x is None else whole_along(x, axis)
+        for name, axis in (("query", 1), ("bias", 2), ("mask", 2))
+        for x in (getattr(operands, name),)
+    }
     plan = call.plan
-    if chosen is not None:
-        whole = {
-            name: None if x is None else whole_along(x, axis)
-            for name, axis in (("query", 1), ("bias", 2), ("mask", 2))
-            for x in (getattr(operands, name),)
-        }
-        operands = take_rows(call.settings, operands._replace(**whole), chosen)
-        if plan is not None and not plan.local:
-            plan = plan._replace(queries=False)
-    axes = () if plan is None else plan.sequence
+    if plan is not None and not plan.local:
+        plan = plan._replace(queries=False)
+    operands = take_rows(call.settings, operands._replace(**whole), chosen)
+    return call._replace(plan=plan), operands
+
+
+def _of_part(call: StaticCall, operands: Operands, lse: Array, index: Array) -> Array:
+    """The weights of the keys of one part, and zeros for the others."""
+    axes = () if call.plan is None else call.plan.sequence
     reduction = Reduction(HashablePartial(weights_of_keys, (axes,)), fold_sums)
     index = jnp.broadcast_to(index, (*lse.shape, len(index)))
-    return run_reduction(call._replace(plan=plan), reduction, None, operands, lse, index)
+    return run_reduction(call, reduction, None, operands, lse, index)
 
 
 def _indices(name: str, given: object, size: int) -> Any:

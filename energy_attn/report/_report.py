@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
 
@@ -188,12 +189,13 @@ def energy_report(
     from ..models.decoder._decoder import AbstractDecoder  # `import energy_attn` loads no models
 
     check_flag("per_query", per_query)
-    if isinstance(model, AbstractDecoder):
-        rows = _of_decoder(model, *inputs, **options)
-    elif isinstance(model, MultiheadAttention):
-        rows = _of_layer(model, *inputs, **options)
-    elif isinstance(model, Gibbs):
-        rows = _of_measure(model, *inputs, **options)
+    kinds = {AbstractDecoder: _of_decoder, MultiheadAttention: _of_layer, Gibbs: _of_measure}
+    run: Callable[..., _Rows] | None = next(
+        (f for x, f in kinds.items() if isinstance(model, x)), None
+    )
+    if run is not None:
+        _check_inputs(run, model, *inputs, **options)
+        rows = run(model, *inputs, **options)
     elif callable(model):
         layers = _layers_of(model, *inputs, **options)
         return _joined([_summary(x.rows, per_query, x.names) for x in layers])
@@ -203,6 +205,17 @@ def energy_report(
             f"got {received(model)}"
         )
     return _summary(rows, per_query)
+
+
+def _check_inputs(run: Callable[..., _Rows], model: Any, *inputs: Any, **options: Any) -> None:
+    """Raises `TypeError` for inputs that a kind of model does not take, by the names that it takes."""
+    signature = inspect.signature(run)
+    try:
+        signature.bind(model, *inputs, **options)
+    except TypeError as error:
+        taken = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD][1:]
+        names = ", ".join(x.name for x in taken) or "no inputs"
+        raise TypeError(f"inputs: wanted {names} for a {type(model).__name__}; {error}") from None
 
 
 def _layers_of(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[_Layers]:

@@ -13,7 +13,7 @@ from ..call._operands import Operands, Settings
 from ..call._state import CovarianceState, holds_keys, precision
 from ..dispatch._registry import attend
 from ..xla._blocks import product
-from ._expectation import ScoreBlock, weighted_sum
+from ._expectation import ScoreBlock, weighted_mean
 
 
 def covariance(
@@ -26,7 +26,7 @@ def covariance(
     operands, origin = centred(operands)
     out, lse = attend(names, settings, operands)
     width = out.shape[-1]
-    matrix = weighted_sum(_scatter, width * width, settings, operands, lse, out)
+    matrix = weighted_mean(_scatter, width * width, settings, operands, lse, out)
     matrix = matrix.reshape(*out.shape, width)
     matrix = (matrix + matrix.swapaxes(-1, -2)) / 2
     origin = jnp.repeat(origin, out.shape[2] // operands.key.shape[2], axis=2)

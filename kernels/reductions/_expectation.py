@@ -47,6 +47,8 @@ def expectation(
 
     $$\mathrm{out} = \sum_a P_a f_a, \qquad \mathrm{lse} = F$$
 
+    The weights are divided by their own sum: `lse` and the scores of another kernel are rounded otherwise.
+
     States of disjoint keys merge as those of attention do, if `block_sums` is linear in the weights and `rows`
     are the same for all. Raises as `attend`.
 
@@ -60,7 +62,7 @@ def expectation(
     """
     state = attend(names, settings, operands)
     return AttentionState(
-        weighted_sum(block_sums, width, settings, operands, state.lse, *rows), state.lse
+        weighted_mean(block_sums, width, settings, operands, state.lse, *rows), state.lse
     )
 
 
@@ -73,11 +75,11 @@ def attention_and_expectation(
 ) -> AttentionState:
     """The state whose `out`, in the dtype of `lse`, is attention followed by the expectation."""
     state = attend(names, with_unrounded_out(settings), operands)
-    mean = weighted_sum(block_sums, width, settings, operands, state.lse)
+    mean = weighted_mean(block_sums, width, settings, operands, state.lse)
     return AttentionState(jnp.concatenate([state.out, mean], -1), state.lse)
 
 
-def weighted_sum(
+def weighted_mean(
     block_sums: BlockTerm,
     width: int,
     settings: Settings,
@@ -85,14 +87,31 @@ def weighted_sum(
     lse: Float[Array, "B T N"],
     *rows: Float[Array, "B T N _"],
 ) -> Float[Array, "B T N width"]:
-    """The sum of `block_sums` over all keys, with weights relative to the energies `lse`."""
-    # the weights of a fully masked row are zero
-    lse = jnp.where(holds_keys(lse), lse, jnp.inf)[..., None]
+    """The sum of `block_sums` over all keys, divided by the sum of their weights `exp(s - lse)`.
 
-    def sums(scores: Array, value: Array, lse: Array, *rows: Array) -> Array:
-        return block_sums(ScoreBlock(scores, exp_from(scores, lse), value), *rows)
+    It does not depend on `lse`, whose rounding would multiply every mean by `1 + eps * lse`.
+    """
+    shift = weight_shift(lse)[..., None]
 
-    return _reduce_blocks(sums, jnp.add, 0.0, width, settings, operands, lse, *rows)
+    def sums(scores: Array, value: Array, shift: Array, *rows: Array) -> Array:
+        weights = exp_from(scores, shift)
+        found = block_sums(ScoreBlock(scores, weights, value), *rows)
+        return jnp.concatenate([found, weights.sum(-1, keepdims=True)], -1)
+
+    return mean_of_sums(
+        _reduce_blocks(sums, jnp.add, 0.0, width + 1, settings, operands, shift, *rows)
+    )
+
+
+def weight_shift(lse: Array) -> Array:
+    """The shift of the scores for weights that are divided by their sum; all are zero in a fully masked row."""
+    return lax.stop_gradient(jnp.where(holds_keys(lse), lse, jnp.inf))
+
+
+def mean_of_sums(sums: Array) -> Array:
+    """Weighted sums divided by the sum of the weights, which is the last of them; 0 where it is 0."""
+    total = sums[..., -1:]
+    return sums[..., :-1] / jnp.where(total == 0, 1.0, total)
 
 
 def score_sums(

@@ -1,132 +1,125 @@
 """Keys drawn from the attention weights, block by block.
 
-The draw so far and the energy of its keys are a state: the draw from the union of two key sets is
-that of the second with probability $e^{F_2 - F}$, else that of the first. (Reservoir sampling with
-weights; M. T. Chao, Biometrika 69, 1982.)
+The key of the largest sum of its score and of noise of Gumbel's distribution is a draw from the weights. The noise
+depends on the row's seed, the key's index and the draw alone, so that draws do not depend on blocks or devices.
+(E. J. Gumbel, Statistical Theory of Extreme Values and Some Practical Applications, 1954.)
 """
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Int, UInt32
 
 from .._varying import vary_together
 from ..call._operands import Operands, Settings
-from ..call._state import exp_from, lse_dtype, safe_shift, share
+from ..call._state import lse_dtype
 from ..xla._blocks import BlockedOperands
 from ..xla._grid import Index, join_queries, numbers, pad_queries, take_queries
 
 
 class Draw(NamedTuple):
-    """Keys drawn for each row, and the energy of the keys they were drawn from.
+    """Keys drawn for each row, and the sums of score and noise by which they won.
 
     Attributes:
-        indices: along the axis of the keys; -1 for a fully masked row, or if `lse` is NaN.
-        lse: the energy of those keys.
+        indices: of the keys; -1 for a fully masked row, or where a score is NaN.
+        sums: minus infinity for a fully masked row.
     """
 
     indices: Int[Array, "*batch number"]
-    lse: Float[Array, "*batch"]
+    sums: Float[Array, "*batch number"]
 
 
 def sample(
-    number: int, settings: Settings, operands: Operands, seeds: UInt32[Array, "B T N 2"]
+    number: int,
+    settings: Settings,
+    operands: Operands,
+    seeds: UInt32[Array, "B T N 2"],
+    first: Int[Array, ""] | int = 0,
 ) -> Draw:
     """Draws `number` keys for each row, with replacement, from $P_a = e^{s_a - F}$.
 
-    `seeds` are the data of a random key for each row, so that a row's draw does not depend on other rows.
-    Each block takes two new random numbers for a draw, so that probabilities are resolved equally well
-    among many keys and few.
+    `seeds` are the data of a random key for each row, so that a row's draw does not depend on other rows. `first` is
+    the index of the first key.
     """
     operands, seeds = vary_together((operands, seeds))
     (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
     if 0 in (batch, query_len, key_len):
-        dtype = lse_dtype(operands.query.dtype)
-        shape = (batch, query_len, heads)
-        index = lax.full_like(operands.query, -1, dtype=jnp.int32, shape=(*shape, number))
-        return Draw(index, lax.full_like(operands.query, -jnp.inf, dtype=dtype, shape=shape))
+        return _nothing(operands.query, (batch, query_len, heads, number))
     blocks = BlockedOperands(operands, settings)
     g = blocks.grid
     seeds = pad_queries(g, seeds)
 
     def one_block_of_queries(query_index: Index) -> Draw:
-        keys = take_queries(g, seeds, query_index)
+        row_seeds = take_queries(g, seeds, query_index)
 
         def one_block_of_keys(drawn: Draw, j: Array) -> tuple[Draw, None]:
             index = query_index._replace(key=j)
 
             def draw() -> Draw:
-                chances = uniform(fold_in_seeds(keys, j), (2, number), drawn.lse.dtype)
-                indices, lse = _draw(blocks.scores(index), chances[:, :, 1])
-                first = j.astype(jnp.int32) * g.keys
-                new = Draw(jnp.where(indices < 0, -1, indices + first), lse)
-                return merge_draws(drawn, new, chances[:, :, 0])
+                start = j.astype(jnp.int32) * g.keys + first
+                return merge_draws(drawn, _draw(number, blocks.scores(index), row_seeds, start))
 
             meet = blocks.meet(index)
             return (draw() if meet is None else lax.cond(meet, draw, lambda: drawn)), None
 
-        lse = blocks.full(-jnp.inf, batch, g.rows)
-        index = lax.full_like(lse, -1, dtype=jnp.int32, shape=(batch, g.rows, number))
-        return lax.scan(one_block_of_keys, Draw(index, lse), numbers(g.key_blocks))[0]
+        start = _nothing(blocks.query, (batch, g.rows, number))
+        return lax.scan(one_block_of_keys, start, numbers(g.key_blocks))[0]
 
     def one_head(h: Array) -> Draw:
         return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), numbers(g.query_blocks))
 
-    index, lse = lax.map(one_head, numbers(g.kv_heads))
-    return Draw(
-        join_queries(g, index, query_len), join_queries(g, lse[..., None], query_len)[..., 0]
-    )
+    found = lax.map(one_head, numbers(g.kv_heads))
+    return Draw(*(join_queries(g, x, query_len) for x in found))
 
 
-def merge_draws(first: Draw, second: Draw, chance: Float[Array, "*batch number"]) -> Draw:
-    """The draw from the union of two disjoint key sets; `chance` is uniform in $[0, 1)$."""
-    lse = jnp.logaddexp(first.lse, second.lse)
-    indices = jnp.where(chance < share(second.lse, lse)[..., None], second.indices, first.indices)
-    return Draw(jnp.where(jnp.isnan(lse)[..., None], -1, indices), lse)
+def _nothing(like: Array, shape: tuple[int, ...]) -> Draw:
+    index = lax.full_like(like, -1, dtype=jnp.int32, shape=shape)
+    return Draw(index, lax.full_like(like, -jnp.inf, dtype=lse_dtype(like.dtype), shape=shape))
 
 
-def fold_in_seeds(
-    seeds: UInt32[Array, "*batch 2"], number: Array | int
-) -> UInt32[Array, "*batch 2"]:
-    """`jax.random.fold_in` of a number into each seed."""
-
-    def fold(seed: Array) -> Array:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.key_data(jax.random.fold_in(key, number))
-
-    return jax.vmap(fold)(seeds.reshape(-1, 2)).reshape(seeds.shape)
-
-
-def uniform(
-    seeds: UInt32[Array, "*batch 2"], shape: tuple[int, ...], dtype: jnp.dtype
-) -> Float[Array, "..."]:
-    """Uniform numbers in $[0, 1)$, of `shape` for each seed."""
-
-    def draw(seed: Array) -> Array:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        return jax.random.uniform(key, shape, dtype)
-
-    return jax.vmap(draw)(seeds.reshape(-1, 2)).reshape(*seeds.shape[:-1], *shape)
+def merge_draws(first: Draw, second: Draw) -> Draw:
+    """The draws from the union of two disjoint sets of keys."""
+    later = (second.sums > first.sums) | jnp.isnan(second.sums)
+    indices = jnp.where(later, second.indices, first.indices)
+    sums = jnp.where(later, second.sums, first.sums)
+    return Draw(jnp.where(jnp.isnan(sums), -1, indices), sums)
 
 
 def _draw(
-    scores: Float[Array, "B rows keys"], chance: Float[Array, "B rows number"]
-) -> tuple[Int[Array, "B rows number"], Float[Array, "B rows"]]:
-    """Indices in a block by the inverse of the cumulative distribution, and the block's energy."""
-    top = safe_shift(scores.max(-1, keepdims=True))
-    weights = exp_from(scores, top)
-    below = jnp.cumsum(weights, -1)
-    total = below[..., -1:]
-    # the last visible key, where rounding lets a number reach the total
-    last = scores.shape[-1] - 1 - jnp.argmax(weights[..., ::-1] > 0, -1)
+    number: int,
+    scores: Float[Array, "B rows keys"],
+    seeds: UInt32[Array, "B rows 2"],
+    first: Int[Array, ""],
+) -> Draw:
+    """Draws from the keys of a block, one after the other."""
+    index = first + jnp.arange(scores.shape[-1], dtype=jnp.int32)
 
-    def index(chance: Array) -> Array:
-        return (below <= (chance[..., None] * total)).sum(-1, dtype=jnp.int32)
+    def one(draw: Array) -> Draw:
+        sums = scores + gumbel(seeds, index, draw, scores.dtype)
+        best = jnp.argmax(sums, -1, keepdims=True).astype(jnp.int32)
+        largest = jnp.take_along_axis(sums, best, -1)[..., 0]
+        hidden = jnp.isneginf(largest) | jnp.isnan(largest)
+        return Draw(jnp.where(hidden, -1, first + best[..., 0]), largest)
 
-    indices = lax.map(index, jnp.moveaxis(chance, -1, 0))
-    indices = jnp.minimum(jnp.moveaxis(indices, 0, -1), last[..., None].astype(jnp.int32))
-    empty = total == 0
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
-    return jnp.where(total > 0, indices, -1), lse
+    drawn = lax.map(one, jnp.arange(number, dtype=jnp.int32))
+    return Draw(*(jnp.moveaxis(x, 0, -1) for x in drawn))
+
+
+def gumbel(
+    seeds: UInt32[Array, "*rows 2"],
+    keys: Int[Array, " keys"],
+    draw: Int[Array, ""],
+    dtype: jnp.dtype,
+) -> Float[Array, "*rows keys"]:
+    """Noise of Gumbel's standard distribution, by the 32 bits that a seed gives to a key in a draw."""
+    left, right = seeds[..., 0, None], seeds[..., 1, None]
+    keys = jnp.expand_dims(keys, range(left.ndim - 1))
+    zero = jnp.zeros_like(left * keys.astype(jnp.uint32))
+    counts = (x.astype(jnp.uint32) + zero for x in (keys, draw))
+    bits, _ = threefry2x32_p.bind(left + zero, right + zero, *counts)
+    chance = (bits.astype(dtype) + 0.5) * 2.0**-32
+    # close to 0, where the largest sums are from, floating numbers are dense
+    chance = jnp.minimum(chance, 1 - jnp.finfo(dtype).epsneg)
+    return -jnp.log(-jnp.log1p(-chance))

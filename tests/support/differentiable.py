@@ -688,6 +688,7 @@ WITHOUT = {
     models.Llama3Rope models.YarnRope models.LinearRope.scaled
     models.Llama3Rope.scaled models.YarnRope.scaled models.DynamicRope models.DynamicRope.scaled models.LongRope
     models.LongRope.scaled models.ExpertsConfig models.LatentConfig models.EncoderConfig""",
+    "of a loop that ends when it may, which raises in reverse mode": "attribute Attribution",
     "called by local_attention, which has the derivatives": """kernels.PallasGPU.forward
     kernels.PallasGPU.tangent""",
 }

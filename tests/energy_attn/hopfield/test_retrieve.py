@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -363,3 +364,45 @@ def test_energy_that_rises_is_told(monkeypatch):
     found = retrieve(state, memories, solver=FixedPoint(max_steps=51), throw=False)
     _retrieve._solve.clear_cache()
     assert (found.result == Result.energy_rose).all()
+
+
+def test_derivative_near_a_critical_temperature():
+    """A derivative at the point where the iteration stopped, off by tolerance / (1 - contraction): by 0.2%."""
+    # Two memories ±m of length 1: the point is x m with x = tanh(β x), whose critical β is 1.
+    memory = np.random.default_rng(0).normal(size=4)
+    memory /= np.linalg.norm(memory)
+    memories = np.stack([memory, -memory])[:, None]
+    solver = FixedPoint(max_steps=2000)
+
+    def along(beta, dtype):
+        m = jnp.asarray(memories, dtype)
+        found = retrieve(0.6 * m[:1], m, scale=beta, solver=solver)
+        return (found.point[0] * m[0]).sum()
+
+    beta = 1.02
+    x = 0.5
+    for _ in range(5000):
+        x = np.tanh(beta * x)
+    slope = 1 - x**2
+    wanted = slope * x / (1 - beta * slope)
+    for dtype in (jnp.float32, jnp.float64):
+        found = jax.jit(jax.grad(along), static_argnums=1)(jnp.asarray(beta, dtype), dtype)
+        bound = float(jnp.finfo(dtype).eps) / (1 - beta * slope) ** 2
+        np.testing.assert_allclose(found, wanted, rtol=2 * bound)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_a_solution_says():
+    """A code without a name, or an error that does not say what to change; under jit, too."""
+    memories = jax.random.normal(jax.random.key(0), (8, 1, 4))
+    state = jax.random.normal(jax.random.key(1), (3, 1, 4))
+
+    def solve(state, **options):
+        solver = FixedPoint(max_steps=2)
+        return retrieve(state, memories, scale=0.3, solver=solver, **options)
+
+    assert "(3 max_steps_reached)" in repr(solve(state, throw=False))
+    assert "converged" not in repr(jax.eval_shape(functools.partial(solve, throw=False), state))
+    for call in (solve, eqx.filter_jit(solve)):
+        with pytest.raises(RuntimeError, match="raise max_steps of its solver, or throw=False"):
+            jax.block_until_ready(call(state).point)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
-from energy_attn.kernels.reductions._sample import _draw
 from tests.support.distributions import statistic
 from tests.support.measures import measure
 from tests.support.meshes import mesh_of, parallel_of
@@ -57,7 +56,7 @@ def test_many_blocks():
 
 @pytest.mark.full
 def test_over_a_mesh():
-    """Devices that draw with the same numbers, are chosen with wrong chances, or count from their own first key."""
+    """Keys of a device that win too often, or that are counted from its own first key."""
     for kind, name in (("2x4", "everything"), ("8", "blocks_causal"), ("8 explicit", "decode")):
         problem = {**PROBLEMS, **BLOCKS}[name]
         arrays, _ = cast(problem, jnp.float64)
@@ -79,10 +78,27 @@ def test_draws_are_independent():
     assert (again == drawn).all() and (other != drawn).mean() > 0.99
 
 
-def test_ends_of_a_block():
-    """A key that is not seen, where a number falls on the bound of a share: the least and the largest there are."""
-    scores = jnp.asarray([[[-jnp.inf, 0.0, -jnp.inf, 1.0, -jnp.inf]]], jnp.float32)
-    ends = jnp.asarray([[[0.0, 1 - 2.0**-24]]], jnp.float32)
-    places, lse = jax.jit(_draw)(scores, ends)
-    assert places.tolist() == [[[1, 3]]]
-    np.testing.assert_allclose(lse, np.logaddexp(0, 1), rtol=1e-6)
+def test_same_on_any_mesh():
+    """Noise by the place of a key on its device, or in its part of a union: other keys on 1, 2 and 8 devices."""
+    problem = PROBLEMS["everything"]
+    arrays, _ = cast(problem, jnp.float64)
+    wanted = np.asarray(draw(arrays, jax.random.key(3), "everything", 40))
+    for kind in ("2x4", "8"):
+        with jax.set_mesh(mesh_of(kind)):
+            found = np.asarray(draw(arrays, jax.random.key(3), "everything", 40, kind))
+        np.testing.assert_array_equal(found, wanted, kind)
+
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 6, 2, 4), jnp.float64)
+    energy = ea.FreeEnergy()
+    parts = [energy.at(q, k[cut], v[cut]) for cut in (slice(0, 2), slice(2, None))]
+    both, whole = (
+        F.sample(key=jax.random.key(1), count=40) for F in (parts[0] | parts[1], energy.at(q, k, v))
+    )
+    np.testing.assert_array_equal(both, whole)
+
+
+def test_likeliest_keys():
+    """Noise that is infinite, or too coarse: a key of nearly all the weight that another one beats."""
+    q, k = jnp.ones((1000, 1, 1)), jnp.asarray([0.0, 25.0, 0.0]).reshape(3, 1, 1)
+    drawn = jax.jit(lambda key: measure(q, k, k).sample(key=key, count=100))(jax.random.key(0))
+    assert (np.asarray(drawn) == 1).all()

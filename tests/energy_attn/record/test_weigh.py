@@ -90,16 +90,18 @@ def model():
 
 
 def test_model(model):
-    """A layer that is left out; a path that does not sum up to what all documents do; on eight devices, too."""
+    """A layer that is left out; effects that do not sum up to what all documents do; on eight devices, too."""
     at = jax.jit(lambda w: ea.weigh(answer)(w, DOCUMENTS, model, TOKENS))
     zeros, along = jnp.zeros(3), jnp.asarray(RNG.standard_normal(3))
     gradient = jax.jit(jax.grad(at))(zeros)
-    by_path = jax.jit(jax.grad(lambda w: ea.weigh(answer, path=24)(w, DOCUMENTS, model, TOKENS)))
+    by_path = ea.attribute(answer, tolerance=1e-4)
     step = 1e-4
     difference = (at(step * along) - at(-step * along)) / (2 * step)
     np.testing.assert_allclose(jnp.vdot(gradient, along), difference, rtol=1e-6)
     effect = at(zeros) - at(jnp.full(3, -jnp.inf))
-    np.testing.assert_allclose(by_path(zeros).sum(), effect, rtol=1e-6)
+    found = by_path(zeros, DOCUMENTS, model, TOKENS)
+    np.testing.assert_allclose(found.effects.sum(), effect, rtol=1e-4)
+    np.testing.assert_allclose(found.change, effect, rtol=1e-12)
     close(at(zeros), answer(model, TOKENS))
 
     @jax.jit
@@ -112,35 +114,6 @@ def test_model(model):
         close(jax.device_get(over_devices(zeros)), np.asarray(gradient))
 
 
-def test_path_and_other_derivatives():
-    """A path that changes the value or its derivative in other arguments, or whose mixed derivative is another's."""
-
-    def f(v, weights=None):
-        bias = (
-            None if weights is None else weights[jnp.asarray([0, 0, 1, 1, 2, 2])][None, None, None]
-        )
-        return (ea.attention(Q, K, v, bias) ** 2).sum()
-
-    segments = jnp.arange(6) // 2
-    nodes, factors = np.polynomial.legendre.leggauss(3)
-    points = (nodes + 1) / 2
-
-    def integral(w, v):
-        slopes = (
-            jax.grad(f, 1)(v, w + np.log(t)) * c / 2 / t
-            for t, c in zip(points, factors, strict=True)
-        )
-        return sum(slopes)
-
-    w = WEIGHTS[0]
-    by_path = ea.weigh(f, path=3)
-    close(by_path(w, segments, V), f(V, w))
-    close(jax.grad(by_path, 2)(w, segments, V), jax.grad(f)(V, w))
-    close(jax.grad(by_path)(w, segments, V), integral(w, V))
-    mixed = jax.jit(jax.jacrev(jax.grad(by_path), 2))(w, segments, V)
-    close(mixed, jax.jit(jax.jacrev(integral, 1))(w, V))
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_refused():
     """Weights of keys that a call has not, or a derivative that a rule of the user's would lose: silently zero."""
@@ -148,7 +121,6 @@ def test_refused():
     weights, segments = jnp.zeros(3), jnp.arange(6) // 2
     bad = {
         "function: wanted a function": lambda: ea.weigh(3),
-        "path: wanted at least 1, got 0": lambda: ea.weigh(attend, path=0),
         "log_weights: wanted shape": lambda: ea.weigh(attend)(weights[0], segments, V),
         "segments: wanted shape": lambda: ea.weigh(attend)(WEIGHTS, SEGMENTS[:1], V),
         "segments: wanted documents below 3, got 5": lambda: ea.weigh(attend)(
@@ -162,10 +134,6 @@ def test_refused():
     for words, call in bad.items():
         with pytest.raises((TypeError, ValueError), match=words):
             call()
-    with pytest.raises(
-        TypeError, match="function: wanted floating results along a path, got int 1"
-    ):
-        ea.weigh(lambda v: (attend(v), 1), path=2)(weights, segments, V)
 
     @jax.custom_jvp
     def own(v):

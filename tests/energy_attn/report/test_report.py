@@ -294,3 +294,27 @@ def test_picture_refuses(monkeypatch, unchecked):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         ea.plot.energy_report(ea.EnergyReport(*map(jnp.asarray, np.ones((5, 1, 2)))))
+
+
+Q = np.ones((3, 2, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "says"),
+    [
+        (("measure", Q), {}, "inputs: wanted no inputs for a Gibbs; too many"),
+        (
+            ("layer", Q),
+            {},
+            "inputs: wanted query, key_, value, .* for a MultiheadAttention; missing",
+        ),
+        (("model",), {}, "inputs: wanted tokens, .* for a Llama; missing .* 'tokens'"),
+        (("measure",), {"mask": None}, "inputs: wanted no inputs for a Gibbs; .* 'mask'"),
+    ],
+)
+def test_other_inputs(inputs, options, says, unchecked, model):
+    """An error that names a function of ours, and not what is wanted."""
+    layer = ea.nn.MultiheadAttention(2, 8, key=jax.random.key(0))
+    models = {"measure": measure(Q, Q, Q), "layer": layer, "model": model}
+    with pytest.raises(TypeError, match=says):
+        ea.energy_report(models[inputs[0]], *inputs[1:], **options)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from energy_attn.kernels import AttentionState, CovarianceState, merge, merge_all
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.reductions._covariance import covariance
-from energy_attn.kernels.reductions._sample import Draw, merge_draws
 from tests.support.compare import close, same
 from tests.support.problems import _make, cast
 from tests.support.reference import dense, dense_covariance
@@ -110,17 +109,3 @@ def test_covariance_of_a_call():
         return covariance(("reference",), call.settings, call.operands)
 
     close(run(arrays), (dense_covariance(problem), *dense(problem)))
-
-
-def test_draws_of_two_parts():
-    """The share of one part for the other's; a draw from a part without keys."""
-    energies = np.asarray([[0.3, -1.0], [0.0, -np.inf], [-np.inf, 0.0], [-np.inf, -np.inf]])
-    indices = (np.full((4, 1000), i, np.int32) for i in (5, 7))
-    first, second = (
-        Draw(jnp.asarray(x), jnp.asarray(lse)) for x, lse in zip(indices, energies.T, strict=True)
-    )
-    chance = jnp.asarray(np.broadcast_to((np.arange(1000) + 0.5) / 1000, (4, 1000)))
-    found = jax.jit(merge_draws)(first, second, chance)
-    close(found.lse, np.logaddexp(*energies.T))
-    shares = (np.asarray(found.indices) == 7).mean(-1)
-    close(shares[:3], np.asarray([1 / (1 + np.exp(1.3)), 0, 1]), tolerance=1e-3)

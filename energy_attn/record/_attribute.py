@@ -1,0 +1,229 @@
+"""Attribution of an answer to documents: the integral of a derivative, with the error of its sum."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from energy_attn.kernels.internal import check_finite_number, check_integer, received
+
+from ..observables._at_source import HashablePartial
+from ._partial import Partial
+from ._record import check_callable
+from ._weigh import weighed
+
+# Log-weights, in nats: where the path is first looked at, and the depth from which on it is not divided.
+_FIRST, _DEEPEST = -8.0, -4096.0
+# A gap above this part of the change is warned of.
+_LARGE = 0.05
+
+
+class Attribution(NamedTuple):
+    """The result of [`attribute`][energy_attn.attribute].
+
+    Attributes:
+        effects: what each document did, in the shape of `log_weights`.
+        change: what all of them did: the function's value less that without any document.
+        gap: the sum of the effects less the change. It is the error of the integral; near 0 the effects add up.
+        points: at how many points of the path the derivative was taken.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 6, 2, 4))
+        >>> answer = lambda: ea.attention(q, k, v)[-1].sum()
+        >>> found = ea.attribute(answer)(jnp.zeros(2), jnp.array([0, 0, 1, 1, -1, -1]))
+        >>> bool(jnp.allclose(found.effects.sum(), found.change + found.gap, atol=1e-5))
+        True
+    """
+
+    effects: Float[Array, "*B documents"]
+    change: Float[Array, ""]
+    gap: Float[Array, ""]
+    points: Int[Array, ""]
+
+
+def attribute(
+    function: Callable[..., Any], *, tolerance: float = 0.01, max_points: int = 99
+) -> Callable[..., Attribution]:
+    r"""A function that returns what each document of a context did for the value of another function.
+
+    $$E_d = \int_{-\infty}^0 \frac{\partial f}{\partial w_d}(w + u)\, du, \qquad
+      \sum_d E_d = f(w) - f(-\infty)$$
+
+    The integral follows the path on which all documents grow from nothing: $u$ is added to the log-weights of all of
+    them, as in [`weigh`][energy_attn.weigh]. A head that retrieves turns within a few nats of $u$, anywhere below 0,
+    and hardly has a derivative elsewhere. So a piece of the path is divided until its effects add up to the change of
+    the value from its beginning to its end.
+
+    A value that sees nothing but documents has no such integral: it depends on differences of their log-weights alone,
+    until all are gone. The gap shows it. A token outside of the documents, as a first token of the text, is enough.
+
+    What it costs: $f$ and its backward at each point, one point after the other, in the memory of one.
+
+    Args:
+        function: as for [`weigh`][energy_attn.weigh]; it returns a floating scalar, as the logarithm of the
+            probability of an answer.
+        tolerance: the error at which no piece is divided any more, as a part of the change.
+        max_points: the largest number of points, at least 5.
+
+    Returns:
+        A function `(log_weights, segments, *args, **kwargs)` with the arguments of [`weigh`][energy_attn.weigh], which
+        returns an [`Attribution`][energy_attn.Attribution]. The derivative of its effects raises in reverse mode.
+
+    Raises:
+        TypeError: `function` is not callable, or an option is no number; when called: as `weigh`, or a value that is no
+            floating scalar.
+        ValueError: `tolerance` is not above 0, or `max_points` is below 5; when called: as `weigh`.
+        NotImplementedError: when called: as `weigh`.
+
+    Warns:
+        UserWarning: the gap exceeds 5% of the change, or is NaN. Inside `jax.jit` nothing is warned of: see `gap`.
+
+    Source: Sundararajan et al. (arXiv 1703.01365), equation 1 and proposition 1.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 6, 2, 4))
+        >>> answer = lambda v: ea.attention(q, k, v)[-1].sum()
+        >>> documents = jnp.array([0, 0, 1, 1, -1, -1])
+        >>> effects, change, gap, points = ea.attribute(answer)(jnp.zeros(2), documents, v)
+        >>> without = ea.weigh(answer)(jnp.full(2, -jnp.inf), documents, v)
+        >>> bool(jnp.allclose(change, answer(v) - without, atol=1e-5)), bool(abs(gap) < 0.05 * abs(change))
+        (True, True)
+    """
+    check_callable(function)
+    tolerance = check_finite_number("tolerance", tolerance)
+    if tolerance <= 0:
+        raise ValueError(f"tolerance: wanted a number above 0, got {received(tolerance)}")
+    check_integer("max_points", max_points, 5)
+    ask = HashablePartial(_integral, (tolerance, max_points))
+    return Partial(_attributed, (ask, function))
+
+
+def _attributed(
+    ask: HashablePartial, function: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree
+) -> Attribution:
+    found: Attribution = weighed(ask, function, *args, **kwargs)
+    if not isinstance(found.gap, jax.core.Tracer):
+        gap, change = float(found.gap), float(found.change)
+        if not abs(gap) <= float(_allowed(_LARGE, found.effects, found.change)):
+            warnings.warn(
+                f"attribute: the effects add up to {change + gap:.3g}, and all documents did {change:.3g}; "
+                "raise max_points, or hide documents one by one by weigh()",
+                stacklevel=3,
+            )
+    return found
+
+
+def _allowed(tolerance: float, effects: Array, change: Array) -> Array:
+    """The part of a change that an error may be, and what rounding leaves of effects that cancel."""
+    rounding = float(jnp.finfo(effects.dtype).eps) ** 0.5
+    return tolerance * jnp.abs(change) + rounding * jnp.max(jnp.abs(effects), initial=0.0)
+
+
+class _Pieces(NamedTuple):
+    """Pieces of the path between two log-weights, an entry each; those that are not there yet have no width.
+
+    `nodes` are the function's value and derivatives at the beginning, the middle and the end, `[pieces, 3, 1 + D]`.
+    The first piece comes from minus infinity, where the derivatives are 0 and fall as $e^u$: its integral is that of
+    its end, which Simpson's rule gives for the middle at the end and a width of 6/5.
+    """
+
+    end: Array
+    width: Array
+    nodes: Array
+
+    def effects(self) -> Array:
+        """The integral over each piece, by Simpson's rule."""
+        return self._by_rule(1, 4, 1)
+
+    def errors(self) -> Array:
+        """Estimates the error of each piece, from the change of the value and by the trapezoidal rule."""
+        effects = self.effects()
+        missed = effects.sum(-1) - (self.nodes[:, 2, 0] - self.nodes[:, 0, 0])
+        apart = jnp.max(jnp.abs(effects - self._by_rule(1, 2, 1)), -1, initial=0.0)
+        return jnp.abs(missed) + apart / 4
+
+    def _by_rule(self, *factors: int) -> Array:
+        shares = jnp.asarray(factors, self.width.dtype) / sum(factors)
+        return jnp.einsum("p,k,pkd->pd", self.width, shares, self.nodes[..., 1:])
+
+
+def _integral(
+    tolerance: float, max_points: int, value: Callable[[Array], Any], weights: Array
+) -> Attribution:
+    def node(shift: Array) -> Array:
+        found, slopes = jax.value_and_grad(lambda w: _scalar(value(w)))(weights + shift)
+        return jnp.concatenate([found.astype(slopes.dtype)[None], slopes.reshape(-1)])
+
+    def at(*shifts: Array) -> Array:
+        return lax.map(node, jnp.stack(shifts))
+
+    first, middle, last = at(*jnp.asarray([_FIRST, _FIRST / 2, 0.0], weights.dtype))
+    nothing = jnp.zeros_like(last).at[0].set(_scalar(value(jnp.full_like(weights, -jnp.inf))))
+    change = last[0] - nothing[0]
+    number = 2 + (max_points - 3) // 2
+    pieces = _Pieces(
+        jnp.zeros((number,), weights.dtype).at[0].set(_FIRST),
+        jnp.zeros((number,), weights.dtype).at[:2].set(jnp.asarray([6 / 5, -_FIRST])),
+        jnp.zeros((number, 3, last.size), weights.dtype)
+        .at[:2]
+        .set(jnp.stack([jnp.stack([nothing, first, first]), jnp.stack([first, middle, last])])),
+    )
+
+    def errors(pieces: _Pieces) -> Array:
+        """Returns the errors of the pieces that can be divided, and 0 for the others."""
+        deep = jnp.where(jnp.arange(number) == 0, pieces.end <= _DEEPEST, pieces.width < 1e-3)
+        return jnp.where(deep, 0.0, pieces.errors())
+
+    def unfinished(carry: tuple[Array, _Pieces]) -> Array:
+        count, pieces = carry
+        allowed = _allowed(tolerance, pieces.effects().sum(0), change)
+        return (count < number) & (errors(pieces).sum() > allowed)
+
+    def divide(carry: tuple[Array, _Pieces]) -> tuple[Array, _Pieces]:
+        count, pieces = carry
+        which = jnp.argmax(errors(pieces))
+        end, width, (first, middle, last) = jax.tree.map(lambda x: x[which], pieces)
+        is_first = which == 0
+        # the first piece is divided where it is twice as deep
+        beginning = jnp.where(is_first, 2 * end, end - width)
+        centre = (beginning + end) / 2
+        inner = jnp.where(is_first, beginning, (beginning + centre) / 2)
+        here, there = at(inner, jnp.where(is_first, centre, (centre + end) / 2))
+        left = _Pieces(
+            jnp.where(is_first, beginning, centre),
+            jnp.where(is_first, width, width / 2),
+            jnp.stack([first, here, jnp.where(is_first, here, middle)]),
+        )
+        right = _Pieces(
+            end,
+            jnp.where(is_first, -end, width / 2),
+            jnp.stack([jnp.where(is_first, here, middle), there, last]),
+        )
+        pieces = jax.tree.map(
+            lambda x, y, z: x.at[which].set(y).at[count].set(z), pieces, left, right
+        )
+        return count + 1, pieces
+
+    count, pieces = lax.while_loop(unfinished, divide, (jnp.asarray(2), pieces))
+    effects = pieces.effects().sum(0)
+    gap = effects.sum() - change
+    return Attribution(effects.reshape(weights.shape), change, gap, 2 * count - 1)
+
+
+def _scalar(found: object) -> Array:
+    if not (
+        isinstance(found, jax.Array)
+        and found.shape == ()
+        and jnp.issubdtype(found.dtype, jnp.floating)
+    ):
+        raise TypeError(f"function: wanted a floating scalar, got {received(found)}")
+    return found
