@@ -269,10 +269,10 @@ class Canonical(AbstractKernel):
             change = functools.reduce(jnp.add, raw) if raw else None
             scores, change = of.scores_and_change(query, key, change, directions, tile)
             shift = jnp.where(some, lse, jnp.inf)[..., None]
-            weights = lax.optimization_barrier(jnp.exp(scores - shift))
+            weights = lax.optimization_barrier(unfused(jnp.exp(scores - shift)))
             total, energy = jnp.zeros_like(out), jnp.zeros_like(lse)
             if change is not None:
-                change = lax.optimization_barrier(weights * change)
+                change = lax.optimization_barrier(unfused(weights * change))
                 total, energy = weighed_sum(change, value), sums(change)
             if d_value is not None:
                 total = total + weighed_sum(weights, d_value)
