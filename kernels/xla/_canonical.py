@@ -16,12 +16,13 @@ from jax import lax
 from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel, check_dtypes
+from ..call._leaves import LEAF
 from ..call._operands import KernelCall, Operands, cotangents, differentiated, out_dtype
 from ..call._state import AttentionState, holds_keys, of_each, unfused
 from ..masks._abstract import AbstractMask
 from ..masks._lengths import Lengths
 from ._blockwise import cast_like, empty_like
-from ._canonical_call import LEAF, CanonicalCall, Tile, check_whole
+from ._canonical_call import CanonicalCall, Tile, check_whole
 from ._canonical_passes import OverKeys, add, of_rows, over_queries
 from ._canonical_sums import Sums, sink_units
 from ._canonical_tiles import (

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from ..call._leaves import LEAF
 from ..call._operands import Operands, Settings, bound, bound_score, positioned
 from ..call._state import lse_dtype, unfused
 from ..masks._abstract import AbstractMask
@@ -19,9 +20,8 @@ from ._canonical_slots import AbstractSlots, InOrder, Scattered, entry
 from ._canonical_tiles import raw_scores
 from ._tile_program import computed
 
-# The format: whoever changes one of these, or a program of `_canonical_tiles`, counts it up.
+# The format: whoever changes one of these, `LEAF`, or a program of `_canonical_tiles`, counts it up.
 FORMAT = 2
-LEAF = 256  # keys of a leaf
 QUERIES = 256  # queries of a tile of one head, of a fold over queries
 
 

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..call._leaves import LEAF
 from ..call._operands import KernelCall, Operands
 from ..call._state import AttentionState, unfused
 from ..scores._structure import floating
 from . import _canonical_tree as tree
-from ._canonical_call import LEAF, QUERIES, CanonicalCall, Side, Tile, in_slots
+from ._canonical_call import QUERIES, CanonicalCall, Side, Tile, in_slots
 from ._canonical_passes import add, following
 from ._canonical_slots import depth_of, entry
 from ._canonical_tiles import backward_rows, d_scores, raw_scores, sums

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ...call._kernel import AbstractKernel, check_operands
+from ...call._leaves import LEAF
 from ...call._operands import KernelCall, Operands, cotangents, differentiated, out_dtype
 from ...call._state import AttentionState, holds_keys
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
 from ...scores._structure import floating
 from ...xla._blockwise import cast_like
-from ...xla._canonical_call import LEAF, check_whole, rounded
+from ...xla._canonical_call import check_whole, rounded
 from ...xla._canonical_sums import sink_units, tree_sum
 from .._rows import pairs_of
 from .._score import score_numbers

@@ -14,7 +14,7 @@ import pytest
 import energy_attn as ea
 from energy_attn import scores
 from tests.support.arrays import array
-from tests.support.compare import same
+from tests.support.compare import close, same
 from tests.support.flags import USUAL
 from tests.support.selection import few_rows
 
@@ -127,3 +127,40 @@ def problems(draw):
 def test_law(derivatives, problem):
     """What `test_surroundings` would, anywhere between its cases."""
     check(derivatives, problem)
+
+
+OF_ONE: Any = {"is_causal": True, "reproducible": True}
+
+
+def evicted(positions):
+    """Attention of a query after keys at these positions, and what it should be."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, n, 2, 8)) for n in (1, *[positions.shape[1]] * 2))
+    products = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(8)
+    weights = np.exp(np.where(positions[:, None, None] >= 0, products, -np.inf))
+    weights /= weights.sum(-1, keepdims=True)
+    last = jnp.full((1, 1), positions.max() + 1)
+    given = {"query_positions": last, "key_positions": jnp.asarray(positions)}
+    found = ea.attention(*map(jnp.asarray, (q, k, v)), **given, **OF_ONE)
+    return found, np.einsum("bhts,bshd->bthd", weights, v)
+
+
+def test_keys_in_many_leaves():
+    """NaN, without a word, of keys that are far from each other; absent keys that do not make room for them."""
+    few = np.array([[0, 1, 2, 3, 4, 600]], np.int32)
+    with pytest.raises(ValueError, match=r"key_positions: wanted at most 2 times 256.* up to 257"):
+        evicted(few)
+    close(*evicted(np.pad(few, ((0, 0), (0, 251)), constant_values=-1)))
+
+
+def test_positions_that_begin_again():
+    """NaN, without a word, of packed documents; documents of one call that see each other."""
+    q, k, v = (array(np.random.default_rng(i).standard_normal((1, 10, 2, 8))) for i in range(3))
+    again = jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]], jnp.int32)
+    ids = jnp.array([[0] * 4 + [1] * 6], jnp.int32)
+    documents: Any = {"query_segment_ids": ids, "key_segment_ids": ids}
+    positions: Any = {"query_positions": again, "key_positions": again}
+    with pytest.raises(ValueError, match="got 2 of 0; documents have segment ids"):
+        ea.attention(q, k, v, **positions, **documents, **OF_ONE)
+    found = ea.attention(q, k, v, **documents, **OF_ONE)
+    close(found, np.asarray(ea.attention(q, k, v, **positions, **documents, is_causal=True)))
