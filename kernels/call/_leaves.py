@@ -9,12 +9,12 @@ LEAF = 256  # keys of a leaf: a constant of the format
 
 
 def leaves_for(tokens: int, size: int = LEAF) -> int:
-    """The most leaves from the first token to the last that a call of so many tokens has room for."""
+    """Number of successive leaves that `tokens` may span: one more than they fill, as they may begin inside a leaf."""
     return -(-tokens // size) + 1
 
 
 def check_leaves(positions: Int[Array, "b keys"] | None) -> None:
-    """Raises `ValueError` for known positions of which two are equal, or that are in too many leaves."""
+    """Raises `ValueError` for known positions that repeat, or span more leaves than there is room for."""
     if positions is None or isinstance(positions, jax.core.Tracer):
         return
     for row in np.asarray(positions):
