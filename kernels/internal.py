@@ -55,6 +55,7 @@ from .call._eight_bits import dequantize as dequantize
 from .call._eight_bits import dequantized as dequantized
 from .call._kernel import Candidate as Candidate
 from .call._kernel import check_call_of as check_call_of
+from .call._leaves import LEAF as LEAF
 from .call._operands import KernelCall as KernelCall
 from .call._operands import Operands as Operands
 from .call._operands import Settings as Settings
@@ -149,7 +150,6 @@ from .xla._by_head import backward_by_head as backward_by_head
 from .xla._canonical import Canonical as Canonical
 from .xla._canonical import given_rows as given_rows
 from .xla._canonical_call import FORMAT as FORMAT
-from .xla._canonical_call import LEAF as LEAF
 from .xla._canonical_call import CanonicalCall as CanonicalCall
 from .xla._canonical_sums import Sums as Sums
 from .xla._canonical_sums import Units as Units

@@ -8,6 +8,7 @@ import gc
 import os
 
 from tests.support.flags import flags
+from tests.support.margins import Margins
 from tests.support.seconds import (
     pytest_collection_finish,
     pytest_configure,
@@ -69,9 +70,16 @@ hypothesis.settings.load_profile("energy_attn_ci" if os.environ.get("CI") else "
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Which of the cases marked `full` run."""
+    """Which of the cases marked `full` run, and what is printed of comparisons."""
     parser.addoption("--shard", help="2/6: of the cases marked `full`, the second of each six")
     parser.addoption("--touched", action="append", default=[], help="a folder of which more run")
+    parser.addoption("--margins", action="store_true", help="print error over tolerance")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before the first test."""
+    if session.config.getoption("--margins"):
+        session.config.pluginmanager.register(Margins())
 
 
 @pytest.hookimpl(tryfirst=True)

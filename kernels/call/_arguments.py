@@ -28,6 +28,7 @@ from .._checks import (
 from ..scores._check import check_score
 from ._canonical import Tokens, canonical_mask, split_mask
 from ._eight_bits import dequantize
+from ._leaves import check_leaves
 from ._operands import Operands, Settings
 from ._options import KernelOptions, check_options
 from ._sink import check_sink
@@ -153,6 +154,8 @@ def check_scored(
             query_lengths=None,
             key_lengths=None,
         )
+    if options.get("reproducible", False) and options.get("key_positions") is not None:
+        check_leaves(tokens.key_positions)
     canonical = canonical_mask(predicate, is_causal, window, tokens, batch, query_len, key_len)
 
     if isinstance(options.get("scale"), jax.Array):

@@ -182,7 +182,8 @@ def of_each(f: Callable[..., Array], *arrays: Array) -> Array:
     """
     size, shape = arrays[0].size, arrays[0].shape
     rows = [jnp.pad(x.reshape(-1), (0, -size % 8)) for x in arrays]
-    return lax.optimization_barrier(f(*lax.optimization_barrier(rows)))[:size].reshape(shape)
+    found = unfused(f(*lax.optimization_barrier(rows)))
+    return lax.optimization_barrier(found)[:size].reshape(shape)
 
 
 def divided(cotangent: AttentionState, factor: Array) -> AttentionState:

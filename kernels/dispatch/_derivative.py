@@ -23,6 +23,7 @@ from ..call._operands import (
 from ..call._state import AttentionState, divided, of_each
 from ..xla._blockwise import Blockwise, empty_like
 from ..xla._canonical import Canonical
+from ..xla._canonical_call import rounded
 from ..xla._tangent import tangent
 from ._lowering import run_when_lowered
 
@@ -240,9 +241,11 @@ def _backward(
     rest: Array,
     cotangent: AttentionState,
 ) -> Operands:
-    if knows_rest(kernel):
-        is_canonical = isinstance(kernel, Canonical)
-        cotangent = divided(cotangent, of_each(jnp.exp, -rest) if is_canonical else jnp.exp(-rest))
+    if isinstance(kernel, Canonical):
+        # rounded, or XLA multiplies a constant factor of the cotangent by this one first
+        cotangent = divided(rounded(cotangent), of_each(jnp.exp, -rest))
+    elif knows_rest(kernel):
+        cotangent = divided(cotangent, jnp.exp(-rest))
     return kernel.backward(call, state, cotangent)
 
 

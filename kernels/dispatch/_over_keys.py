@@ -10,12 +10,12 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from ..call._kernel import AbstractKernel
+from ..call._leaves import LEAF
 from ..call._operands import KernelCall, Operands, Settings
 from ..call._state import AttentionState, lse_dtype
 from ..pallas.canonical._kernel import AbstractCanonical
 from ..xla._blockwise import empty_like
 from ..xla._canonical import Canonical
-from ..xla._canonical_call import LEAF
 from ._lowering import run_when_lowered
 from ._registry import accepting, reproducible_kernels
 

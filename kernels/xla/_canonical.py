@@ -16,12 +16,13 @@ from jax import lax
 from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel, check_dtypes
+from ..call._leaves import LEAF
 from ..call._operands import KernelCall, Operands, cotangents, differentiated, out_dtype
 from ..call._state import AttentionState, holds_keys, of_each, unfused
 from ..masks._abstract import AbstractMask
 from ..masks._lengths import Lengths
 from ._blockwise import cast_like, empty_like
-from ._canonical_call import LEAF, CanonicalCall, Tile, check_whole
+from ._canonical_call import CanonicalCall, Tile, check_whole
 from ._canonical_passes import OverKeys, add, of_rows, over_queries
 from ._canonical_sums import Sums, sink_units
 from ._canonical_tiles import (
@@ -269,10 +270,10 @@ class Canonical(AbstractKernel):
             change = functools.reduce(jnp.add, raw) if raw else None
             scores, change = of.scores_and_change(query, key, change, directions, tile)
             shift = jnp.where(some, lse, jnp.inf)[..., None]
-            weights = lax.optimization_barrier(jnp.exp(scores - shift))
+            weights = lax.optimization_barrier(unfused(jnp.exp(scores - shift)))
             total, energy = jnp.zeros_like(out), jnp.zeros_like(lse)
             if change is not None:
-                change = lax.optimization_barrier(weights * change)
+                change = lax.optimization_barrier(unfused(weights * change))
                 total, energy = weighed_sum(change, value), sums(change)
             if d_value is not None:
                 total = total + weighed_sum(weights, d_value)

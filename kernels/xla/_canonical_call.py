@@ -6,21 +6,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from ..call._leaves import LEAF
 from ..call._operands import Operands, Settings, bound, bound_score, positioned
 from ..call._state import lse_dtype, unfused
 from ..masks._abstract import AbstractMask
 from ..masks._visibility import meeting, visible
 from ..scores._abstract import At
+from ..scores._structure import floating
 from ._canonical_rows import RowTiles
 from ._canonical_slots import AbstractSlots, InOrder, Scattered, entry
 from ._canonical_tiles import raw_scores
 from ._tile_program import computed
 
-# The format: whoever changes one of these, or a program of `_canonical_tiles`, counts it up.
-FORMAT = 1
-LEAF = 256  # keys of a leaf
+# The format: whoever changes one of these, `LEAF`, or a program of `_canonical_tiles`, counts it up.
+FORMAT = 2
 QUERIES = 256  # queries of a tile of one head, of a fold over queries
 
 
@@ -73,7 +74,8 @@ class CanonicalCall:
     ):
         """`rows`: of a tile, where that is a constant of the platform's format."""
         self.counted = operands.query_positions is None
-        self.operands = operands = positioned(operands)
+        operands = positioned(operands)
+        self.operands = operands = operands._replace(score_arrays=rounded(operands.score_arrays))
         assert operands.query_positions is not None and operands.key_positions is not None
         self.scale = settings.scale
         self.dtype = lse_dtype(operands.query.dtype)
@@ -118,7 +120,7 @@ class CanonicalCall:
         positions = self.operands.query_positions
         if x is None or positions is None:
             return None
-        x = jnp.atleast_2d(x).astype(self.dtype)[:, None]
+        x = unfused(jnp.atleast_2d(x).astype(self.dtype))[:, None]
         x = jnp.where(positions[:, :, None] >= 0, x, absent)
         return jnp.broadcast_to(x, self.operands.query.shape[:3])
 
@@ -142,7 +144,7 @@ class CanonicalCall:
         """The same, and their tangent for that of the scaled products; None: no direction moves them."""
         scores, change = self._moved(query, key, tile, change, directions.score_arrays)
         if directions.bias is not None:
-            moved = _pairs(directions.bias, tile).astype(self.dtype)
+            moved = self._terms(directions.bias, tile)
             change = moved if change is None else change + moved
         return scores, change
 
@@ -154,7 +156,7 @@ class CanonicalCall:
         if score is None:
             return self._masked(raw, tile), change
         change = None if change is None else jnp.broadcast_to(change, raw.shape).astype(raw.dtype)
-        found = computed(score.jvp, raw, self.at(tile), change, arrays)
+        found = computed(score.jvp, raw, self.at(tile), change, rounded(arrays))
         scores, change = lax.optimization_barrier(found)
         return self._masked(scores, tile), change
 
@@ -162,7 +164,7 @@ class CanonicalCall:
         """`scores`, rounded; with the bias; minus infinity where a key is hidden."""
         scores = lax.optimization_barrier(scores)
         if self.operands.bias is not None:
-            scores = scores + _pairs(self.operands.bias, tile).astype(self.dtype)
+            scores = scores + self._terms(self.operands.bias, tile)
         mask = jax.tree.map(lambda x: entry(x, tile.batch)[None], self.mask)
         (query, query_ids), (key, key_ids) = tile.query_at, tile.key_at
         seen = visible(mask, query[:, None], key[None])
@@ -172,6 +174,9 @@ class CanonicalCall:
         if self.operands.mask is not None:
             seen = seen & _pairs(self.operands.mask, tile)
         return lax.optimization_barrier(jnp.where(seen, scores, -jnp.inf))
+
+    def _terms(self, bias: Array, tile: Tile) -> Array:
+        return unfused(_pairs(bias, tile).astype(self.dtype))
 
     def at(self, tile: Tile) -> At:
         """Batch, head and positions of the scores of a tile, for a score."""
@@ -186,6 +191,11 @@ class CanonicalCall:
 def in_slots(held: AbstractSlots, segments: Array | None) -> Side:
     """The tokens in slots."""
     return Side(held.positions, None if segments is None else held.laid(segments))
+
+
+def rounded(arrays: PyTree[Array]) -> Any:
+    """Arrays whose products XLA fuses with no sum that follows."""
+    return jax.tree.map(lambda x: unfused(x) if floating(x) else x, arrays)
 
 
 def _pairs(x: Array, tile: Tile) -> Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from ..call._leaves import leaves_for
 from ..masks._interval import interval
 from ._slice import slice_at
 
@@ -147,7 +148,7 @@ class Scattered(AbstractSlots):
 
     def __init__(self, positions: Int[Array, "b length"], size: int):
         batch, length = positions.shape
-        self.tiles = -(-length // size) + 1
+        self.tiles = leaves_for(length, size)
         self.depth = depth_of(self.tiles)
         self._length = length
         slots = self.tiles * size

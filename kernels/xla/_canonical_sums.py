@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..call._leaves import LEAF
 from ..call._operands import KernelCall, Operands
-from ..call._state import AttentionState
+from ..call._state import AttentionState, unfused
 from ..scores._structure import floating
 from . import _canonical_tree as tree
-from ._canonical_call import LEAF, QUERIES, CanonicalCall, Side, Tile, in_slots
+from ._canonical_call import QUERIES, CanonicalCall, Side, Tile, in_slots
 from ._canonical_passes import add, following
 from ._canonical_slots import depth_of, entry
 from ._canonical_tiles import backward_rows, d_scores, raw_scores, sums
@@ -172,7 +173,8 @@ class Sums:
         """The scaled products of a tile, and the cotangents of its scores."""
         call, (key, value), of_rows = self._call, keys, backward_rows(*rows)
         raw = raw_scores(of_rows.query, key, call.scale)
-        return raw, d_scores(of_rows, call.scores(of_rows.query, key, tile), value)[1]
+        change = d_scores(of_rows, call.scores(of_rows.query, key, tile), value)[1]
+        return raw, unfused(change)
 
     def _over_units(self, unit: Unit, zeros: Any, with_batch: bool, with_heads: bool) -> Any:
         """`unit` of all entries of the batch and heads: summed, or on an axis each."""

@@ -1,6 +1,7 @@
 """The programs of a tile, some rows of queries by a leaf of keys, and the joins of what they return.
 
 No product meets a sum in them before it is rounded: XLA:CPU fuses such pairs in some surroundings, not in others.
+Operands count as products, as XLA fuses what computes them, and so do exponentials, which end in one.
 """
 
 import functools
@@ -119,7 +120,7 @@ def backward_rows(query: Array, d_out: Array, out: Array, lse: Array, d_lse: Arr
     seen = holds_keys(lse)
     query, d_out = (jnp.where(seen[..., None], x, 0.0) for x in (query, d_out))
     delta = _of_rows(row_sum, lax.optimization_barrier(unfused(d_out * out)))
-    delta = delta if d_lse is None else delta - d_lse
+    delta = delta if d_lse is None else delta - unfused(d_lse)
     return Rows(query, d_out, jnp.where(seen, lse, jnp.inf), jnp.where(seen, delta, 0.0))
 
 

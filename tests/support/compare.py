@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Error over tolerance of each comparison since the last test, and what was compared.
+RATIOS: list[tuple[float, str]] = []
+
 
 def close(found: Any, wanted: Any, what: str = "", tolerance: float = 1e-11) -> None:
     """Each leaf of `found` is that of `wanted`: its shape, and each entry, within `tolerance` of the largest (or of 1).
@@ -20,6 +23,8 @@ def close(found: Any, wanted: Any, what: str = "", tolerance: float = 1e-11) -> 
         x, y = (z if z.dtype.kind in "biu" else z.astype(np.float64) for z in (x, y))
         assert not np.isnan(y).any(), f"{label}: NaN is what was wanted"
         largest = np.max(np.abs(y), initial=1.0, where=np.isfinite(y))
+        apart = np.abs(np.subtract(x, y, where=np.isfinite(y), out=np.zeros(y.shape), dtype=float))
+        RATIOS.append((float(np.max(apart, initial=0)) / (tolerance * largest or 1), label))
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * largest, err_msg=label)
 
 
@@ -38,6 +43,15 @@ def near(found: Any, rough: Any, exact: Any, what: str = "", multiple: float = 4
     for label, x, y in _pairs(found, rough, what):
         assert x.dtype == y.dtype, f"{label}: {x.dtype}, wanted {y.dtype}"
     close(found, jax.device_get(exact), what, tolerance=multiple * float(error))
+
+
+def of_sums(terms: int, sizes: Any, largest: Any = 1.0, unit: float = 2.0**-24) -> float:
+    r"""The tolerance of `close` for sums in float32 of so many terms, in any order.
+
+    `sizes`: sums of the terms' magnitudes. Rounding errors are as good as independent, so that a sum of $n$ terms $x_i$
+    is off by at most about $\sqrt n\, u \sum_i |x_i|$ (Higham and Mary, doi:10.1137/18M1226312).
+    """
+    return float(np.sqrt(terms) * unit * np.max(sizes) / max(np.max(np.abs(largest)), 1))
 
 
 def same(found: Any, wanted: Any, what: str = "") -> None:

@@ -11,7 +11,12 @@ LEVEL = "--xla_backend_optimization_level"
 # wrapped in fusions: what programs hold and send is the same. From JAX 0.11 on they always do, and XLA ends with
 # "Unknown flag in XLA_FLAGS".
 EMITTERS = "--xla_cpu_use_fusion_emitters"
+INSTRUCTIONS = "--xla_cpu_max_isa"  # the CPU that programs are for
 OLD = tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
+# Of one program, `jax.jit(compiler_options=USUAL)`: as XLA compiles users'.
+USUAL = {"xla_backend_optimization_level": 3} | (
+    {"xla_cpu_use_fusion_emitters": True} if OLD else {}
+)
 CHEAP = f"{LEVEL}=0 {EMITTERS}=false" if OLD else f"{LEVEL}=0"
 
 
@@ -23,5 +28,7 @@ def flags(devices: int | None = DEVICES, given: str = "") -> str:
 
 def environment(devices: int | None = None) -> dict[str, str]:
     """The environment of a process that is to have its own devices, but compiles as this suite does."""
-    kept = [x for x in os.environ["XLA_FLAGS"].split() if x.startswith((LEVEL, EMITTERS))]
+    kept = [
+        x for x in os.environ["XLA_FLAGS"].split() if x.startswith((LEVEL, EMITTERS, INSTRUCTIONS))
+    ]
     return os.environ | {"XLA_FLAGS": flags(devices, " ".join(kept))}

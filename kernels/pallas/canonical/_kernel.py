@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ...call._kernel import AbstractKernel, check_operands
+from ...call._leaves import LEAF
 from ...call._operands import KernelCall, Operands, cotangents, differentiated, out_dtype
 from ...call._state import AttentionState, holds_keys
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
 from ...scores._structure import floating
 from ...xla._blockwise import cast_like
-from ...xla._canonical_call import LEAF, check_whole
+from ...xla._canonical_call import check_whole, rounded
 from ...xla._canonical_sums import sink_units, tree_sum
 from .._rows import pairs_of
 from .._score import score_numbers
@@ -152,7 +153,7 @@ class AbstractCanonical(AbstractKernel):
         program, struct = jax.make_jaxpr(f, return_shape=True)(*args)
         with named_gpu(call.platform):
             chip = chip_for(platform, interpret=call.platform != platform)
-            given = jax.tree.leaves(args)
+            given = rounded(jax.tree.leaves(args))
             found = evaluated(program.jaxpr, program.consts, given, platform, chip)
         return jax.tree.unflatten(jax.tree.structure(struct), found)
 
