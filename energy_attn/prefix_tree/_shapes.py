@@ -139,7 +139,9 @@ def tree_from_checked_parents(depth: int, tokens: Array, parent: Array, size: Ar
     slots = tokens.shape[1]
     slot_index = jnp.arange(slots, dtype=jnp.int32)[None]
     used = slot_index < size[:, None]
-    node = jnp.where(used, slot_index + 0 * parent, -1)  # of the type of `parent`, in a shard_map too
+    node = jnp.where(
+        used, slot_index + 0 * parent, -1
+    )  # of the type of `parent`, in a shard_map too
 
     def go_up(node: Array, _: None) -> tuple[Array, Array]:
         return jnp.where(node >= 0, gather_slots(parent, node), -1), node
