@@ -420,7 +420,7 @@ INTEGERS = (
     (partial(SCORES, LARGE), ValueError, "parameters", str(LARGE), OF_32_BITS),
     (lambda: ea.masks.Prefix(-LARGE - 1), ValueError, "length", "-2147483649", OF_32_BITS),
     (lambda: ea.masks.tabulate(CAUSAL, LARGE), ValueError, "query_len", str(LARGE), OF_32_BITS),
-    (partial(ea.landscape, X[0], X, X, points=LARGE), ValueError, "points", str(LARGE), OF_32_BITS),
+    (partial(ea.landscape, a(8), X, X, points=LARGE), ValueError, "points", str(LARGE), OF_32_BITS),
     (partial(read, tokens=np.full((1, 2), LARGE)), ValueError, "tokens", str(LARGE), "32 bits"),
     (partial(read, positions=np.full((1, 2), LARGE)), ValueError, "positions", "2147", "32 bits"),
 )
@@ -473,7 +473,7 @@ MODULES = (
     (partial(call_layer, X, a(5, 7), X), ValueError, "key_", "float32[5,7]", "(length, 8)"),
     (partial(call_layer, X, X, a(4, 8)), ValueError, "value", "float32[4,8]", "(5, 8)"),
     (partial(call_layer, mask=a(5, 5, dtype="complex64")), TypeError, "mask", "complex64", "real"),
-    (partial(call_layer, mask=1 - a(5, 5) * INF), ValueError, "mask", "mask=(mask == 0)", "zero"),
+    (partial(call_layer, mask=-np.eye(5)), ValueError, "mask", "mask=(mask == 0)", "zero"),
     (partial(call_layer, mask=np.ones((3, 5, 5), bool)), ValueError, "mask", "[3", "to (2, 5, 5)"),
     (
         partial(call_layer, is_causal=True),
