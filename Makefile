@@ -24,6 +24,10 @@ TOUCHED ?=
 SUITES ?=
 # How far LLVM optimises, 0 to 3; empty: as little as tests/support/flags.py says, in a quarter of the time.
 OPTIMISE ?=
+# The newest instructions that XLA compiles for, as AVX2; empty: those of the machine. Its libraries look for themselves.
+ISA ?=
+# The CPU of `make test-emulated`, as QEMU names it.
+EMULATED ?= EPYC-Milan
 PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 BIN := $(VENV)/bin
@@ -43,6 +47,7 @@ ON_TPU = VENV=$(VENV)-tpu BASE=$(VENV) TEST_EXTRAS=tpu
 ON_CUDA12 = VENV=$(VENV)-cuda12 BASE=$(VENV) TEST_EXTRAS=cuda12-compiler JAX='jax==0.10.2 jax-cuda12-plugin==0.10.2'
 ON_CUDA13 = VENV=$(VENV)-cuda13 BASE=$(VENV)-newest TEST_EXTRAS=cuda13-compiler JAX='jax jax-cuda13-plugin'
 ELSEWHERE := tpu or cuda or flash or fa4
+FLAGS = $(strip $(OPTIMISE:%=--xla_backend_optimization_level=%) $(ISA:%=--xla_cpu_max_isa=%))
 ROTATION = $(SHARD:%=--shard=%) $(TOUCHED:%=--touched=%)
 
 # The MkDocs theme says at every start what it thinks of MkDocs 2; pyright, that there is a newer pyright. Modules that
@@ -54,7 +59,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-newest test-full test-rest test-tpu test-cuda test-cuda12 test-cuda13 test-flash test-fa4 test-device \
+.PHONY: help demo test test-newest test-full test-rest test-emulated test-tpu test-cuda test-cuda12 test-cuda13 test-flash test-fa4 test-device \
     check mutants bench docs clean environment environments environment-newest environment-tpu environment-cuda12 environment-cuda13 \
     .installed FORCE
 
@@ -64,6 +69,7 @@ help:
 	@echo "make test-newest    some 250 of them on the newest JAX, which needs Python 3.12: found, or unpacked on Debian"
 	@echo "make test-full    all of them, those that take long too; OPTIMISE=3: programs optimised as users have them"
 	@echo "make test-rest    what is in test-full, but not in test; SHARD=2/6: the second of six parts"
+	@echo "make test-emulated    bits on a CPU without AVX-512, which QEMU emulates; EMULATED=Haswell: on another"
 	@echo "make test-tpu, test-cuda    programs compiled for TPU pods and for GPUs"
 	@echo "make test-cuda CUDA=13    the same with CUDA 13, on the newest JAX"
 	@echo "make test-flash, test-fa4    programs for GPUs with flash-attn-jax, with fa4-jax"
@@ -78,7 +84,7 @@ demo: $(VENV)/.installed-plot
 	$(BIN)/python -m energy_attn demo
 
 test: $(VENV)/.installed-$(TEST_EXTRAS)
-	$(if $(OPTIMISE),XLA_FLAGS="--xla_backend_optimization_level=$(OPTIMISE) $$XLA_FLAGS") $(BIN)/python -m pytest $(PYTEST_ARGS) $(PART)
+	$(if $(FLAGS),XLA_FLAGS="$(FLAGS) $$XLA_FLAGS") $(UNDER) $(BIN)/python -m pytest $(PYTEST_ARGS) $(PART)
 
 test-full:
 	@$(IN) PYTEST_ARGS="$(PYTEST_ARGS) -m 'not ($(ELSEWHERE))'" test
@@ -88,6 +94,11 @@ test-rest:
 
 test-newest: environment-newest
 	@$(IN) $(ON_NEWEST) PYTEST_ARGS="$(PYTEST_ARGS) -m 'smoke and not full or readme'" test
+
+# Bits that rest on a CPU's instructions: XLA's libraries choose kernels by what the CPU has, whatever ISA= says.
+test-emulated: $(VENV)/.installed-test
+	@command -v qemu-x86_64 >/dev/null || { apt-get update -q && apt-get install -y -q qemu-user; }
+	@$(IN) UNDER='qemu-x86_64 -cpu $(EMULATED)' PYTEST_ARGS='-n 0 -m emulated' PART='$(or $(PART),tests/energy_attn/models)' test
 
 # Compilers take most of the time, so the files go to several processes, of which libtpu is told.
 test-tpu: environment-tpu

@@ -98,7 +98,7 @@ def check_boolean(name: str, x: object) -> Any:
 
 
 def as_visible(name: str, x: object) -> Any:
-    """Returns a mask of booleans, or or of numbers where zero hides a key, as booleans.
+    """Returns a mask of booleans, or of numbers where zero hides a key, as booleans.
 
     Raises `TypeError` for anything else than an array of these, and `ValueError` for negative numbers, where they
     are known.
@@ -108,7 +108,7 @@ def as_visible(name: str, x: object) -> Any:
         return array
     if not jnp.issubdtype(array.dtype, jnp.number) or jnp.iscomplexobj(array):
         raise TypeError(f"{name}: wanted an array of booleans or real numbers, got {received(x)}")
-    if not isinstance(x, jax.core.Tracer):
+    if is_concrete(x):
         with jax.ensure_compile_time_eval():
             additive = not (array >= 0).all()
         if additive:

@@ -5,7 +5,8 @@ Stages run one after the other, and the first that fails ends the run. At the en
 of tests, seconds on the clock, seconds of all cores, and the number of cases.
 
 The long cases are shared out: each run has one of `SHARDS` parts, chosen by the number of commits, and more of the
-folders that the commits of the last day touched. What was chosen is printed as a command that repeats it.
+folders that the commits of the last day touched. Every other round of parts is compiled for AVX2. What was chosen is
+printed as a command that repeats it.
 """
 
 import contextlib
@@ -73,11 +74,12 @@ def touched(names: Iterable[str], root: Path = ROOT) -> list[str]:
 
 
 def rotation() -> tuple[str, ...]:
-    """Which of the long cases have a turn."""
+    """Which of the long cases have a turn, and whether XLA compiles them for AVX2 or for this CPU."""
     commits = int(git("rev-list", "--count", "HEAD"))
     names = git("log", "--since=1 day ago", "--name-only", "--format=").split("\n")
     folders = " ".join(touched(filter(None, names)))
-    return (f"SHARD={commits % SHARDS + 1}/{SHARDS}", f"TOUCHED={folders}")
+    isa = "AVX2" if commits // SHARDS % 2 else ""
+    return (f"SHARD={commits % SHARDS + 1}/{SHARDS}", f"TOUCHED={folders}", f"ISA={isa}")
 
 
 def run(stage: Stage) -> bool:
@@ -152,6 +154,7 @@ def main() -> int:
         Stage("tests", ("test",)),
         Stage("newest JAX", ("test-newest",)),
         Stage("long tests in turn", ("test-rest", *turn)),
+        Stage("tests on an emulated CPU", ("test-emulated",)),
         Stage("TPU programs", ("test-tpu", turn[0])),
         Stage("CUDA 12 programs", ("test-cuda", "CUDA=12", "CUDA_TESTS=toolkits", turn[0])),
         Stage("CUDA 13 programs", ("test-cuda", "CUDA=13", turn[0])),

@@ -29,9 +29,11 @@ from energy_attn.distributed import (
 from energy_attn.kernels.internal import FORMAT
 
 from .. import __version__, attention
+from ..models import Llama, LlamaConfig
 from ._byte_llama import byte_llama, held_out_text
 
 LENGTH, STEPS, HEADS, KEY_HEADS, WIDTH = 1024, 64, 8, 2, 64
+FEW = 96  # tokens of a prompt of one leaf
 _ROUNDS = 5
 
 
@@ -125,6 +127,20 @@ def _gradients(call: Call, reproducible: bool, **options: Any) -> Any:
     return jax.grad(loss, (0, 1, 2))(*call[:3])
 
 
+def _gradients_of_few(call: Call, reproducible: bool) -> Any:
+    """Computes gradients of a short prompt, of a loss that squares its energies."""
+    call = jax.tree.map(lambda x: x[:, :FEW], call)
+
+    def loss(query: Array, key: Array, value: Array) -> Array:
+        inputs = Call(query, key, value, call.weight)
+        out, energy = _attend(inputs, reproducible, return_energy=True)
+        return jnp.vdot(out.astype(jnp.float32), call.weight.astype(jnp.float32)) + (
+            0.01 * jnp.square(energy).sum()
+        )
+
+    return jax.grad(loss, (0, 1, 2))(*call[:3])
+
+
 def _lines(call: Call) -> list[Line]:
     """Each other way to compute the prompt, or its gradients, beside one call of one device."""
     ways = {**_of_rows(call), **_over_devices(call), **_of_model()}
@@ -195,6 +211,10 @@ def _of_rows(call: Call) -> dict[str, Way]:
         "keys in another order": (_attend, other_order),
         "gradients in a batch": (_gradients, partial(batch, f=_gradients)),
         "gradients by jax.checkpoint": (_gradients, remat),
+        "gradients of energies in a batch": (
+            _gradients_of_few,
+            partial(batch, f=_gradients_of_few),
+        ),
     }
 
 
@@ -252,7 +272,7 @@ def _over_devices(call: Call) -> dict[str, Way]:
 
 
 def _of_model() -> dict[str, Way]:
-    """The log-probabilities of the byte-level Llama that comes with the library."""
+    """Logits of the byte-level Llama that comes with the library, and of a random one of odd widths."""
     model, text = byte_llama(), jnp.asarray(held_out_text()[None, :LENGTH], jnp.int32)
     first = LENGTH - STEPS
 
@@ -275,9 +295,21 @@ def _of_model() -> dict[str, Way]:
         others = jnp.concatenate([text[:, ::-1], text])
         return jax.jit(partial(model, reproducible=reproducible))(others).logits[1:], 0
 
+    # no width is a multiple of a vector's
+    config = LlamaConfig(1001, 100, 300, 1, 2, 1, head_dim=50)
+    odd = Llama(config, key=jax.random.key(0))
+
+    def few(call: Call, reproducible: bool) -> Array:
+        del call
+        return odd(text[:, :32], reproducible=reproducible).logits
+
+    def among_others(reproducible: bool) -> tuple[Any, int]:
+        return jax.jit(partial(odd, reproducible=reproducible))(text).logits[:, :32], 0
+
     return {
         "a decoder's logits, step by step": (read, lambda x: (steps(x), first)),
         "a decoder's logits in a batch": (read, batch),
+        "few tokens of a decoder of odd widths": (few, among_others),
     }
 
 

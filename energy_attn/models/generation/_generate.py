@@ -18,12 +18,12 @@ from energy_attn.kernels.internal import (
     check_int32,
     check_integer,
     check_shape,
+    is_concrete,
     received,
 )
 
 from ...functional._citation import cite
 from ...functional._progress import Progress
-from ...prefix_tree._tree import is_concrete
 from ..decoder._config import AbstractDecoderConfig
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._see import How

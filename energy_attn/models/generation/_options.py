@@ -18,11 +18,11 @@ from energy_attn.kernels.internal import (
     check_key,
     check_options,
     check_shape,
+    is_concrete,
     received,
 )
 
 from ...prefix_tree._sampling import check_positive, check_sampling
-from ...prefix_tree._tree import is_concrete
 
 
 class SamplingOptions(TypedDict, total=False):

@@ -10,9 +10,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from energy_attn.distributed.internal import check_counts
-from energy_attn.kernels.internal import as_int32, received
+from energy_attn.kernels.internal import as_int32, is_concrete, received
 
-from ...prefix_tree._tree import is_concrete
 from ..decoder._read import check_tokens
 from ..text._tokenizer import Tokenizer
 

@@ -275,6 +275,7 @@ def test_sizes_of_tiles(name, width):
         same(run(x[:, :count]), wanted[:, :count])
 
 
+@pytest.mark.emulated
 def test_products_of_few_rows():
     """A product that the library of XLA:CPU sums in another order where there are few rows, or one column."""
     rng = np.random.default_rng(0)
