@@ -223,14 +223,6 @@ def check_integer(name: str, x: object, least: int | None = None, *, is_wide: bo
     return int(x)
 
 
-def check_size(name: str, x: object, least: int) -> int:
-    """Returns `x` as a Python int; raises as `check_integer`, and `ValueError` if 32 bits do not hold it."""
-    size = check_integer(name, x, least)
-    if size >= 2**31:
-        raise ValueError(f"{name}: wanted at most {2**31 - 1}, got {size}")
-    return size
-
-
 def check_axis(name: str, x: object, rank: int, of: str) -> int:
     """Returns the axis `x` of an array of `rank` axes, counted from the front.
 

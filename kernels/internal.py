@@ -19,7 +19,6 @@ from ._checks import check_integral as check_integral
 from ._checks import check_key as check_key
 from ._checks import check_names as check_names
 from ._checks import check_shape as check_shape
-from ._checks import check_size as check_size
 from ._checks import check_text as check_text
 from ._checks import is_concrete as is_concrete
 from ._checks import received as received

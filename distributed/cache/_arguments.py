@@ -73,7 +73,7 @@ def check_whole(name: str, x: object, rows: int) -> Array:
     for negative ones.
     """
     if isinstance(x, (int, np.integer)):
-        return jnp.asarray(as_int32(np.asarray(check_integer(name, x, least=0))))
+        return jnp.asarray(as_int32(np.asarray(check_integer(name, x, least=0, is_wide=True))))
     numbers = check_integral(name, x)
     if numbers.ndim:
         check_shape(name, numbers, (rows,))

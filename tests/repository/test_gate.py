@@ -80,6 +80,7 @@ def test_all_stages(stages):
         "test",
         "test-newest",
         "test-rest SHARD=2/6 TOUCHED=tests/a",
+        "test-emulated",
         "test-tpu SHARD=2/6",
         "test-cuda CUDA=12 CUDA_TESTS=toolkits SHARD=2/6",
         "test-cuda CUDA=13 SHARD=2/6",

@@ -28,7 +28,7 @@ single = st.one_of(
     st.builds(masks.Causal),
     st.builds(masks.Window, sides, sides),
     st.builds(masks.Prefix, lengths),
-    st.builds(masks.Lengths, lengths, st.none() | lengths),
+    st.builds(masks.Lengths, lengths, queries=st.none() | lengths),
     st.builds(masks.Segments, tables, st.none() | tables),
     st.builds(functools.partial(masks.Function, near), st.integers(1, 3)),
 )

@@ -415,7 +415,6 @@ INTEGERS = (
     ),
     (lambda: empty_cache().fork(LARGE, capacity=8), ValueError, "count", str(LARGE), OF_32_BITS),
     (lambda: empty_cache().fork(2, capacity=LARGE), ValueError, "capacity", "2147", OF_32_BITS),
-    (lambda: empty_cache().evict(LARGE), ValueError, "count", str(LARGE), OF_32_BITS),
     (partial(MASKS, LARGE), ValueError, "parameters", str(LARGE), OF_32_BITS),
     (partial(SCORES, LARGE), ValueError, "parameters", str(LARGE), OF_32_BITS),
     (lambda: ea.masks.Prefix(-LARGE - 1), ValueError, "length", "-2147483649", OF_32_BITS),

@@ -8,7 +8,7 @@ from typing import Any
 
 from energy_attn.kernels.internal import (
     check_finite_number,
-    check_size,
+    check_integer,
     received,
 )
 
@@ -86,7 +86,7 @@ class EncoderConfig(AbstractModelConfig):
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            check_size(name, getattr(self, name), 1)
+            check_integer(name, getattr(self, name), 1)
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size: wanted a multiple of the {self.num_attention_heads} heads, "

@@ -7,7 +7,7 @@ from energy_attn.kernels.internal import (
     check_choice,
     check_finite_number,
     check_flag,
-    check_size,
+    check_integer,
 )
 
 
@@ -67,10 +67,10 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_experts_per_tok", "intermediate_size", "n_group"):
-            check_size(name, getattr(self, name), 1)
+            check_integer(name, getattr(self, name), 1)
         for name in ("n_shared_experts", "first_k_dense_replace"):
-            check_size(name, getattr(self, name), 0)
-        check_size("topk_group", self.topk_group, 1)
+            check_integer(name, getattr(self, name), 0)
+        check_integer("topk_group", self.topk_group, 1)
         check_choice("scoring", self.scoring, ("softmax", "sigmoid"))
         for name in ("norm_topk_prob", "bias"):
             check_flag(name, getattr(self, name))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from energy_attn.kernels.internal import check_size, received
+from energy_attn.kernels.internal import check_integer, received
 
 from ._variant import FULL, SLIDING, Variant, flags, read_list
 
@@ -36,7 +36,7 @@ def _read(
             f"use_bidirectional_attention: wanted false, got {received(values['use_bidirectional_attention'])}"
         )
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
-        pattern = check_size(name, values.get(name, pattern), 1)
+        pattern = check_integer(name, values.get(name, pattern), 1)
     types = read_list(values, "layer_types")
     if types is None:
         layers = range(1, values["num_hidden_layers"] + 1)

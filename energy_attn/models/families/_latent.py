@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from energy_attn.kernels.internal import check_flag, check_size
+from energy_attn.kernels.internal import check_flag, check_integer
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class LatentConfig:
 
     def __post_init__(self) -> None:
         for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
-            check_size(name, getattr(self, name), 1)
-        if check_size("qk_rope_head_dim", self.qk_rope_head_dim, 2) % 2:
+            check_integer(name, getattr(self, name), 1)
+        if check_integer("qk_rope_head_dim", self.qk_rope_head_dim, 2) % 2:
             raise ValueError(
                 f"qk_rope_head_dim: wanted an even number, got {self.qk_rope_head_dim}"
             )
         if self.q_lora_rank is not None:
-            check_size("q_lora_rank", self.q_lora_rank, 1)
+            check_integer("q_lora_rank", self.q_lora_rank, 1)
         check_flag("rope_interleave", self.rope_interleave)
 
     @property

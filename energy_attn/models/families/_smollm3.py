@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from energy_attn.kernels.internal import check_size
+from energy_attn.kernels.internal import check_integer
 
 from ._variant import FULL, SLIDING, WINDOWS, Variant, flags, read_list, read_windows, write_windows
 
@@ -13,7 +13,9 @@ _BIASES = ("attention_bias", "mlp_bias")
 def _read(values: Mapping[str, Any]) -> dict[str, Any]:
     rotated = read_list(values, "no_rope_layers")
     if rotated is None:
-        interval = check_size("no_rope_layer_interval", values.get("no_rope_layer_interval", 4), 1)
+        interval = check_integer(
+            "no_rope_layer_interval", values.get("no_rope_layer_interval", 4), 1
+        )
         rotated = tuple(int((i + 1) % interval != 0) for i in range(values["num_hidden_layers"]))
     types = values.get("layer_types")
     if types is None:  # the window is that of the layers without a rotary embedding

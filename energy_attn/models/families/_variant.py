@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from energy_attn.kernels.internal import check_flag, check_size, received
+from energy_attn.kernels.internal import check_flag, check_integer, received
 
 from ..decoder._stored import Stored
 
@@ -78,7 +78,7 @@ def read_windows(values: Mapping[str, Any]) -> dict[str, Any]:
     if size is None:
         return {}
     if types is None:
-        first = check_size("max_window_layers", values.get("max_window_layers", 28), 0)
+        first = check_integer("max_window_layers", values.get("max_window_layers", 28), 0)
         layers = range(values["num_hidden_layers"])
         types = tuple(SLIDING if i >= first else FULL for i in layers)
     return {"sliding_window": size, "layer_types": types}

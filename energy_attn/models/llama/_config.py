@@ -11,7 +11,7 @@ from energy_attn.kernels.internal import (
     check_choice,
     check_finite_number,
     check_flag,
-    check_size,
+    check_integer,
     received,
 )
 
@@ -162,10 +162,10 @@ class LlamaConfig(AbstractDecoderConfig):
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        check_size("num_attention_heads", heads, 1)
+        check_integer("num_attention_heads", heads, 1)
         self._fill("num_key_value_heads", heads if kv_heads is None else kv_heads)
         for name in _SIZES:
-            check_size(name, getattr(self, name), 1)
+            check_integer(name, getattr(self, name), 1)
         if heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_key_value_heads: wanted a divisor of the {heads} heads, "
@@ -181,7 +181,7 @@ class LlamaConfig(AbstractDecoderConfig):
                     f"given, got {self.hidden_size}"
                 )
             self._fill("head_dim", self.hidden_size // heads)
-        if check_size("head_dim", self.head_dim, 2) % 2:
+        if check_integer("head_dim", self.head_dim, 2) % 2:
             raise ValueError(f"head_dim: wanted an even number, got {self.head_dim}")
         for name, least in (("rms_norm_eps", 0.0), ("rope_theta", 1.0)):
             if check_finite_number(name, getattr(self, name)) < least:
@@ -208,7 +208,7 @@ class LlamaConfig(AbstractDecoderConfig):
         if not isinstance(self.eos_token_id, tuple):  # hashable, as the configuration is static
             raise TypeError(f"eos_token_id: wanted a tuple, got {received(self.eos_token_id)}")
         for token in self.eos_token_id:
-            check_size("eos_token_id", token, 0)
+            check_integer("eos_token_id", token, 0)
         check_choice("model_type", self.model_type, tuple(VARIANTS))
         check_choice("hidden_act", self.hidden_act, _ACTIVATIONS)
         if not (self.pre_norms or self.post_norms):
@@ -219,7 +219,7 @@ class LlamaConfig(AbstractDecoderConfig):
         if self.output_bias is not None:
             check_flag("output_bias", self.output_bias)
         if self.sliding_window is not None:
-            check_size("sliding_window", self.sliding_window, 1)
+            check_integer("sliding_window", self.sliding_window, 1)
         check_layers(self, "layer_types", (FULL, SLIDING))
         check_layers(self, "no_rope_layers", (0, 1))
         if self.sliding_window is None and SLIDING in (self.layer_types or ()):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from energy_attn.kernels.internal import check_finite_number, check_flag, check_size
+from energy_attn.kernels.internal import check_finite_number, check_flag, check_integer
 
 
 class AbstractRope(abc.ABC):
@@ -117,7 +117,7 @@ class Llama3Rope(AbstractRope):
                 f"high_freq_factor: wanted more than low_freq_factor {low}, got {high}"
             )
         context = self.original_max_position_embeddings
-        check_size("original_max_position_embeddings", context, 1)
+        check_integer("original_max_position_embeddings", context, 1)
 
     def scaled(
         self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
@@ -175,7 +175,7 @@ class YarnRope(AbstractRope):
 
     def __post_init__(self) -> None:
         context = self.original_max_position_embeddings
-        check_size("original_max_position_embeddings", context, 1)
+        check_integer("original_max_position_embeddings", context, 1)
         for name in ("factor", "beta_fast", "beta_slow"):
             check_positive(name, getattr(self, name))
         for name in ("mscale", "mscale_all_dim", "scale"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from energy_attn.kernels.internal import check_finite_number, check_size, received
+from energy_attn.kernels.internal import check_finite_number, check_integer, received
 
 from ._scaling import AbstractRope, check_positive, periods
 
@@ -45,7 +45,7 @@ class DynamicRope(AbstractRope):
     def __post_init__(self) -> None:
         if check_finite_number("factor", self.factor) < 1:
             raise ValueError(f"factor: wanted at least 1, got {self.factor}")
-        check_size("max_position_embeddings", self.max_position_embeddings, 1)
+        check_integer("max_position_embeddings", self.max_position_embeddings, 1)
 
     def scaled(
         self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
@@ -96,7 +96,7 @@ class LongRope(AbstractRope):
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        check_size("original_max_position_embeddings", self.original_max_position_embeddings, 2)
+        check_integer("original_max_position_embeddings", self.original_max_position_embeddings, 2)
         check_positive("factor", self.factor)
         for name in ("short_factor", "long_factor"):
             values = getattr(self, name)

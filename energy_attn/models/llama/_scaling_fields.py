@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from energy_attn.kernels.internal import check_size, received
+from energy_attn.kernels.internal import check_integer, received
 
 from ..checkpoint._config import renaming
 from ..checkpoint._fields import check_fields
@@ -139,7 +139,7 @@ def read_scaling(
         values[_LIMIT] = context
     if kind == "longrope":
         lists = {name: as_tuple(name, values[name]) for name in _NEEDED[kind]}
-        original = check_size(_CONTEXT, values[_CONTEXT], 1)
+        original = check_integer(_CONTEXT, values[_CONTEXT], 1)
         values = {"factor": context / original, **values, **lists}
     with renaming(_THEIRS):
         return _KINDS[kind](**values)

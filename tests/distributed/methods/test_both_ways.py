@@ -103,7 +103,7 @@ def test_what_is_sent():
     ("heads", "options", "words"),
     [
         (1, {}, "even number of heads of keys on a device for True, got 1"),
-        (2, {"score": scores.SoftCap(5.0)}, "no score= for True"),
+        (2, {"score": scores.SoftCap(5.0)}, "False for a score=, got True"),
     ],
 )
 def test_heads_that_cannot(heads, options, words, unchecked):

@@ -341,7 +341,7 @@ VALID = {"state": a(B, T, N, H), "memories": a(B, S, K, H)}
         ({"scale": array(-1.0, "float32")}, ValueError, "-1.0", "above zero"),
         ({"scale": "hot"}, TypeError, "str 'hot'", "number"),
         ({"throw": 1}, TypeError, "int 1", "True or False"),
-        ({"beta": 1.0}, TypeError, "'beta'", "one of the options"),
+        ({"beta": 1.0}, TypeError, "'beta'", "FreeEnergy(scale=...)"),
         ({"scale": 1.0, "energy": ea.FreeEnergy(scale=2.0)}, ValueError, "1.0", "scale float 2.0"),
         ({"energy": 1.0}, TypeError, "float 1.0", "FreeEnergy"),
     ],

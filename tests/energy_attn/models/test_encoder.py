@@ -117,7 +117,7 @@ def test_files(model, tmp_path):
         "hidden_act: wanted 'gelu', got str 'relu'": {"hidden_act": "relu"},
         "position_embedding_type: wanted 'absolute'": {"position_embedding_type": "relative_key"},
         "rope_theta: wanted only fields and values": {"rope_theta": 1e4},
-        "vocab_size: wanted at most 2147483647, got 1099511627776": {"vocab_size": 2**40},
+        "vocab_size: wanted an integer of 32 bits, got int 1099511627776": {"vocab_size": 2**40},
         "hidden_size: wanted a multiple of the 5 heads": {"num_attention_heads": 5},
         "num_hidden_layers: wanted at most the 2 layers": {"num_hidden_layers": 3},
         r"embeddings.word_embeddings.weight: wanted shape \(41, 24\)": {"vocab_size": 41},

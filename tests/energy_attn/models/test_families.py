@@ -178,14 +178,18 @@ REFUSED = {
         "layer_types": [[1], 2, 3, 4]
     },
     "llama rope_local_base_freq: wanted only": {"rope_local_base_freq": 5e3},
-    "llama eos_token_id: wanted at most 2147483647, got 1099511627776": {"eos_token_id": [2**40]},
-    "llama vocab_size: wanted at most 2147483647": {"vocab_size": 2**31},
-    "llama num_attention_heads: wanted at most 2147483647": {"num_attention_heads": 2**70},
-    "mistral sliding_window: wanted at most 2147483647": {"sliding_window": 2**40},
-    "gemma2 sliding_window_pattern: wanted at most 2147483647": {"sliding_window_pattern": 2**40},
-    "mixtral num_local_experts: wanted at most 2147483647": {"num_local_experts": 2**31},
+    "llama eos_token_id: wanted an integer of 32 bits, got int 1099511627776": {
+        "eos_token_id": [2**40]
+    },
+    "llama vocab_size: wanted an integer of 32 bits": {"vocab_size": 2**31},
+    "llama num_attention_heads: wanted an integer of 32 bits": {"num_attention_heads": 2**70},
+    "mistral sliding_window: wanted an integer of 32 bits": {"sliding_window": 2**40},
+    "gemma2 sliding_window_pattern: wanted an integer of 32 bits": {
+        "sliding_window_pattern": 2**40
+    },
+    "mixtral num_local_experts: wanted an integer of 32 bits": {"num_local_experts": 2**31},
     "deepseek_v3 n_routed_experts: wanted an integer, got list": {"n_routed_experts": [1]},
-    "deepseek_v3 kv_lora_rank: wanted at most 2147483647": {"kv_lora_rank": 2**40},
+    "deepseek_v3 kv_lora_rank: wanted an integer of 32 bits": {"kv_lora_rank": 2**40},
     "llama attention_factor: wanted a real number, got list": {
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": [1]}
     },
