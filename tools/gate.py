@@ -74,7 +74,7 @@ def touched(names: Iterable[str], root: Path = ROOT) -> list[str]:
 
 
 def rotation() -> tuple[str, ...]:
-    """Which of the long cases have a turn, and whether XLA compiles them for AVX2 or for this CPU."""
+    """Returns the arguments that choose this run's long cases and the instructions to compile for."""
     commits = int(git("rev-list", "--count", "HEAD"))
     names = git("log", "--since=1 day ago", "--name-only", "--format=").split("\n")
     folders = " ".join(touched(filter(None, names)))

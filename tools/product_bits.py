@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the bits of products of rows in tiles, for many widths and numbers of rows.
+"""Compare the bits of matrix products in tiles, for many widths and heights.
 
     python tools/product_bits.py [--widths 1-300] [--rows 1,9,32,33,130]
 
@@ -32,7 +32,7 @@ def numbers(text: str) -> list[int]:
 
 
 def pairs(widths: list[int]) -> list[tuple[int, int]]:
-    """Inner and outer widths: each beside some others, both ways, and the usual ones beside each other."""
+    """Pairs of inner and outer widths: each with some others, both ways, and the usual ones with each other."""
     found = [x for n in widths for m in OTHERS for x in ((n, m), (m, n))]
     return list(dict.fromkeys([*found, *itertools.product(USUAL, USUAL[::3]), *VOCABULARY]))
 

@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from energy_attn.kernels import AttentionState, merge
@@ -104,16 +105,29 @@ def entropy_of(mean: Array, lse: Array) -> Array:
 
 def mean_score(calls: Calls, parts: Parts) -> tuple[Array, Array]:
     """The means of the scores, and the energies, both `[*B, T, N]`. Raises as the kernels do."""
-    found = [_mean_score(call, operands) for call, operands in zip(calls, parts, strict=True)]
-    if len(found) == 1:
-        return found[0]
-    mean, lse = functools.reduce(merge, (AttentionState(m[..., None], f) for m, f in found))
+    found = map(_mean_score, calls, parts)
+    mean, lse = _merged([AttentionState(mean[..., None], lse) for mean, lse in found])
     return mean[..., 0], lse
+
+
+def _merged(parts: list[AttentionState]) -> AttentionState:
+    """Merges states whose last number is a mean of scores.
+
+    These are merged about their own mean. A derivative is then one of differences of scores, as an entropy's is: beside
+    a sink of 1e17 the scores themselves would cancel to nothing.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    mean = lax.stop_gradient(functools.reduce(merge, parts).out[..., -1:])
+    pads = [(0, 0)] * (mean.ndim - 1) + [(parts[0].out.shape[-1] - 1, 0)]
+    mean = jnp.pad(jnp.where(jnp.isfinite(mean), mean, 0.0), pads)
+    state = functools.reduce(merge, (x._replace(out=x.out - mean) for x in parts))
+    return state._replace(out=state.out + mean)
 
 
 def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
     """See `AbstractMeasure.statistics`."""
-    found = functools.reduce(merge, map(_attention_and_score, calls, parts))
+    found = _merged([*map(_attention_and_score, calls, parts)])
     out, lse = both_computed(*found)
     mean = out[..., -1]
     return AttentionStatistics(out[..., :-1], lse, entropy_of(mean, lse), mean)

@@ -20,7 +20,7 @@ from ..xla._grid import Index, join_queries, numbers, pad_queries, take_queries
 
 
 class Draw(NamedTuple):
-    """Keys drawn for each row, and the sums of score and noise by which they won.
+    """Keys drawn for each row, and their sums of score and noise.
 
     Attributes:
         indices: of the keys; -1 for a fully masked row, or where a score is NaN.

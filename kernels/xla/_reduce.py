@@ -42,7 +42,8 @@ def reduce_blocks(
     @jax.checkpoint
     def one_block(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
         def visible() -> Arrays:
-            return block_terms(index, query, key, rows, keys)
+            # again, as JAX stores numbers of a branch that the derivative does not depend on, such as its mask
+            return jax.checkpoint(block_terms)(index, query, key, rows, keys)
 
         meet = blocks.meet(index)
         return visible() if meet is None else lax.cond(meet, visible, no_terms)

@@ -108,7 +108,7 @@ def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
 
 
 def _matrix_product(a: Array, b: Array, params: dict[str, Any]) -> Array:
-    """Computes `lax.dot_general` in a form whose sums XLA:CPU takes in one order, whatever the number of rows.
+    """Computes `lax.dot_general` in a form that XLA:CPU sums in one order for any height.
 
     Both operands become rows that contract their last axes, at least `_LEAST` of them. XLA:CPU's library packs the
     second operand of this form always, and the order depends on its shape alone. In other forms the library packs it
@@ -153,5 +153,5 @@ def _alone(f: Callable[..., Array], *x: Array) -> Array:
 
 
 def _sum(x: Array, axes: Sequence[int]) -> Array:
-    """Computes a sum in an order of this library, whatever the number of rows."""
+    """Computes a sum in an order of this library."""
     return row_sum(_rows(x, (), axes)).reshape(_others(x, axes))

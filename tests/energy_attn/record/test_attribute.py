@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
+from energy_attn.distributed import SequenceParallel, make_mesh
 from tests.support.complaints import complains
 
 WIDTH, NAMES, DOCUMENTS = 64, 30, 16
@@ -81,6 +82,25 @@ def test_rows_of_weights():
     wanted = np.trapezoid(np.stack([slope(x) for x in grid]), grid, axis=0)
     scale = max(np.abs(wanted.sum()), np.abs(wanted).max())
     np.testing.assert_allclose(found.effects, wanted, atol=2e-4 * scale)
+
+
+def test_over_devices():
+    """Log-weights that follow another order of keys, or effects that are those of one device's keys."""
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(x) for x in random.normal(size=(3, 1, 32, 2, 4)))
+    segments = jnp.asarray([-1, -1, *np.arange(30) // 10])
+
+    def of(parallel):
+        def last():
+            return ea.attention(3 * q, k, v, is_causal=True, parallel=parallel)[0, -1].sum()
+
+        return jax.jit(ea.attribute(last))(jnp.zeros(3), segments)
+
+    wanted = of(None)
+    with jax.set_mesh(make_mesh((8,), ("device",))):
+        found = of(SequenceParallel("device"))
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-12)
 
 
 def test_a_gap_is_warned_of():
