@@ -19,19 +19,17 @@ from energy_attn.kernels.internal import (
     CallOnDevice,
     Candidate,
     Canonical,
-    CanonicalCall,
     FoldOfRows,
     KernelCall,
     Operands,
-    Sums,
-    Units,
+    PerHeadSums,
     check_call_of,
     floating,
     function_call,
-    given_rows,
     is_reproducible,
     positioned,
     reproducible_kernels,
+    run_of,
     tree_sum,
     unit_numbers,
     vary_over,
@@ -68,10 +66,9 @@ class Reproducible(AbstractMethod):
 
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `check_call_of` does."""
-        (*_, given), settings, operands, axes, queries_sharded, others = call
+        names, settings, operands, axes, queries_sharded, others = call
         operands = positioned(operands)
-        length = given.run if isinstance(given, Canonical) else None
-        kernel = _Across(length, axes, queries_sharded, others)
+        kernel = _Across(run_of(names), axes, queries_sharded, others)
         check_call_of(kernel, KernelCall(operands, settings))
         # The derivative of a cast is a sum over devices, so that those of known axes are left to the kernel.
         varying = frozenset().union(*map(varying_axes, jax.tree.leaves(operands))) - set(axes)
@@ -193,7 +190,7 @@ class _Across(Canonical):
                 query=of_all, query_positions=positions, query_segments=None
             )
         found = CallOnDevice(operands, call.settings).sink_sums(terms)
-        units = Units(found, unit_numbers(operands))
+        units = PerHeadSums(found, unit_numbers(operands))
         sink: Any = call.operands.sink
         apart = tuple(axis for axis in self.others if axis not in varying_axes(sink))
         found = units.found if sink.ndim == 2 else _of_all(units, apart).of_heads()
@@ -205,13 +202,12 @@ class _Across(Canonical):
         """Each device folds its share of the leaves; their nodes are gathered, for each head of the batch."""
         operands, *given = self._with_all_queries(call.operands, state, cotangent)
         operands = self._with_keys_of_all(self._varying(operands))
-        sums = Sums(CanonicalCall(operands, call.settings, in_order=False))
-        rows = given_rows(operands.query, *self._varying(given))
         share = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         shares = lax.axis_size(self.axes) if self.axes else 1
-        nodes = sums.nodes_of_arrays(rows, list(operands[1:3]), share, shares)
+        given = KernelCall(operands, call.settings), *self._varying(given)
+        nodes = Canonical().array_nodes(*given, share, shares)
         nodes, numbers = jax.tree.map(lambda x: joined(x, self.axes, 0), nodes)
-        units = Units(jax.vmap(tree_sum, (1, 1))(numbers, nodes), unit_numbers(operands))
+        units = PerHeadSums(jax.vmap(tree_sum, (1, 1))(numbers, nodes), unit_numbers(operands))
         return as_invariant(_of_all(units, self.others).summed(), self.axes + self.others)
 
     def _varying(self, tree: Tree) -> Tree:
@@ -255,6 +251,6 @@ class _Across(Canonical):
         return jax.tree.map(lambda x: joined(x, self.axes, 1), tree)
 
 
-def _of_all(units: Units, axes: Axes) -> Units:
+def _of_all(units: PerHeadSums, axes: Axes) -> PerHeadSums:
     """Units of all devices that share batch and heads."""
     return jax.tree.map(lambda x: joined(x, axes, 0), units)

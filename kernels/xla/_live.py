@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from .._slice import slice_at
 from ..call._eight_bits import dequantize
 from ..call._operands import Operands
-from ._slice import slice_at
 
 
 class LiveBlocks(NamedTuple):

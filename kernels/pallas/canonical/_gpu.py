@@ -11,10 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, PyTree
 
+from ...fold._programs import Blocks, FoldProgram, Partial
 from .._common import result_like
 from ._gpu_memory import Place, Waiting
-from ._programs import Blocks, Item, Program
-from ._tiles import OfPairs, Side, Walk
+from ._sides import OfPairs, Side, Walk
 
 PROGRAMS = 264  # at most, each of which folds own blocks in turn
 BLOCKS = {2: 64, 4: 32}  # rows or keys that are in registers at once, by the bytes of a number
@@ -24,13 +24,13 @@ STAGES = 3  # of copies to shared memory
 
 
 def fold(
-    program: Program, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
+    program: FoldProgram, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
 ) -> list[Array]:
     """The results of a program for each own tile and part, `[B, tiles, parts, size, K(, W)]`."""
     batch, tiles, parts = walk.first.shape
     like = next(iter(own.arrays.values()))
     size, heads = like.shape[2:4]
-    most = ROWS_OF_ITEMS if program.of_items else BLOCKS[like.dtype.itemsize]
+    most = ROWS_OF_ITEMS if program.of_partials else BLOCKS[like.dtype.itemsize]
     block = min(most, size)
     blocks = block, min(most, next(iter(other.arrays.values())).shape[2])
     total = batch * tiles * parts * heads * (size // block)
@@ -40,7 +40,7 @@ def fold(
     items = batch * tiles * parts
     types = [
         *(((items, *shape), x.dtype) for x, shape in zip(program.results, shapes, strict=True)),
-        *(((programs * depth, block, n), jnp.float32) for n in program.widths),
+        *(((programs * depth, block, n), jnp.float32) for n in program.sizes),
         ((programs * depth,), jnp.int32),
     ]
     (found,) = pl.pallas_call(
@@ -89,7 +89,7 @@ class _Tiles(NamedTuple):
 
 
 def _kernel(
-    program: Program,
+    program: FoldProgram,
     of_pairs: OfPairs,
     blocks: tuple[int, int],
     interpret: bool,
@@ -109,7 +109,7 @@ def _kernel(
     this = pl.program_id(0)
     nothing = tuple(
         jnp.full((rows.block, n), x, jnp.float32)
-        for n, x in zip(program.widths, program.identity, strict=True)
+        for n, x in zip(program.sizes, program.identity, strict=True)
     )
 
     def barrier() -> None:
@@ -126,16 +126,16 @@ def _kernel(
         there = ids[0][0] >= 0 if ids else None
         ids = tuple(x.T for x in ids)
         stack = Waiting(
-            waiting, forks, this * depth, there, program.join, program.identity, barrier
+            waiting, forks, this * depth, there, program.merge, program.identity, barrier
         )
         begin, end = first[at], stop[at]
         start = batch * others
 
-        def one_tile(index: Array) -> tuple[Item, Array]:
+        def one_tile(index: Array) -> tuple[Partial, Array]:
             """The item of a tile, block after block."""
             entry = start + begin + index
 
-            def more(block: Array | int, before: Item | None) -> Item:
+            def more(block: Array | int, before: Partial | None) -> Partial:
                 place = Place(entry, head, block * keys.block, keys.block)
                 others, other_ids = keys.load(place)
                 return program.term(loaded, others, of_pairs(ids, other_ids), before)
@@ -144,7 +144,7 @@ def _kernel(
             item = lax.fori_loop(0, keys.blocks, more, nothing) if several else more(0, None)
             return item, numbers[entry]
 
-        def some_items(index: Array) -> tuple[Item, Array]:
+        def some_items(index: Array) -> tuple[Partial, Array]:
             """The node over the items of a subtree of `GROUP`, or of one of these where numbers have gaps."""
             number = numbers[start + begin + (1 - dense) * index]
             group = lax.div(number, jnp.int32(GROUP)) + dense * index
@@ -159,25 +159,25 @@ def _kernel(
                 nodes.append(at.load(keys.arrays.values(), mask, program.identity))
             while len(nodes) > 1:
                 pairs = zip(nodes[::2], nodes[1::2], strict=True)
-                nodes = [program.join(*map(_as_columns, x)) for x in pairs]
+                nodes = [program.merge(*map(_as_columns, x)) for x in pairs]
             return nodes[0], jnp.where(dense == 1, group * GROUP, number)
 
         item_of, count = one_tile, end - begin
-        if program.of_items:
+        if program.of_partials:
             number = numbers[start + begin]
             low, high = (lax.div(number + x, jnp.int32(GROUP)) for x in (0, end - begin - 1))
             item_of = some_items
             count = jnp.where((dense == 1) & (count > 0), high - low + 1, count)
 
-        def step(index: Array, carry: tuple[Array, Array, Item]) -> tuple[Array, Array, Item]:
+        def step(index: Array, carry: tuple[Array, Array, Partial]) -> tuple[Array, Array, Partial]:
             count, last, node = carry
             item, number = item_of(index)
             fork = number ^ last
 
-            def beside() -> tuple[Array, Item]:
-                return count, program.join(node, item)
+            def beside() -> tuple[Array, Partial]:
+                return count, program.merge(node, item)
 
-            def above() -> tuple[Array, Item]:
+            def above() -> tuple[Array, Partial]:
                 left = stack.below(count, fork)
                 stack.push(stack.joined(node, count, left), left, fork)
                 return left + 1, item
@@ -190,14 +190,14 @@ def _kernel(
         carry = lax.fori_loop(0, count, step, (jnp.int32(0), numbers[start], nothing))
         node = stack.joined(carry[2], carry[0], jnp.int32(0))
         found = (x[0] if x.shape[0] == 1 else x for x in program.finish(loaded, node))
-        place._replace(entry=at).store(results, found, there if program.to_items else None)
+        place._replace(entry=at).store(results, found, there if program.to_partials else None)
         return turn
 
     turns = lax.div(total - this + programs - 1, programs)
     lax.fori_loop(0, turns, one, jnp.int32(0))
 
 
-def _as_columns(item: Sequence[Array]) -> Item:
+def _as_columns(item: Sequence[Array]) -> Partial:
     """An item as its program has it, of which numbers were loaded as such."""
     return tuple(x if x.ndim == 2 else x[:, None] for x in item)
 

@@ -8,7 +8,8 @@ from jax import Ref, lax
 from jax.experimental.pallas import triton
 from jaxtyping import Array
 
-from ._programs import Item, is_below
+from ...fold._programs import Partial
+from ...fold._tree import is_below
 
 
 class Place(NamedTuple):
@@ -70,7 +71,7 @@ class Waiting(NamedTuple):
     forks: Ref
     base: Array
     there: Array | None
-    join: Callable[[Item, Item], Item]
+    join: Callable[[Partial, Partial], Partial]
     identity: Sequence[float]
     barrier: Callable[[], None]
 
@@ -89,16 +90,16 @@ class Waiting(NamedTuple):
         # Triton of JAX 0.11 crashes where arrays are carried
         return lax.while_loop(is_lower, down, (count, top(count)))[0]
 
-    def joined(self, node: Item, count: Array, left: Array) -> Item:
+    def joined(self, node: Partial, count: Array, left: Array) -> Partial:
         """A node with those of so many that wait above some."""
 
-        def join(index: Array, node: Item) -> Item:
+        def join(index: Array, node: Partial) -> Partial:
             place = self._at(count - 1 - index)
             return self.join(place.load(self.refs, self.there, self.identity), node)
 
         return lax.fori_loop(0, count - left, join, node)
 
-    def push(self, node: Item, count: Array, fork: Array) -> None:
+    def push(self, node: Partial, count: Array, fork: Array) -> None:
         """A node waits above so many."""
         self.barrier()
         self._at(count).store(self.refs, node, self.there)

@@ -1,27 +1,21 @@
 """The scores of a tile: what a score of `energy_attn.scores` makes of scaled products."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array
 
 from ...call._operands import Operands, Settings
+from ...fold._programs import AbstractTileScores, Blocks, Pullback
 from .._score import score_of
 from .._score_program import Numbers, ScoreProgram, Target
+from ._sides import Pairs
 
 FLOATS, FIXED = "score_float", "score_fixed"  # numbers of rows: names whose order is theirs
 
 
-class Pairs(NamedTuple):
-    """Of a tile and one of the other side: which pairs are visible, and the positions of both, which broadcast."""
-
-    seen: Bool[Array, "own other"]
-    query: Int[Array, "..."]
-    key: Int[Array, "..."]
-
-
-class Scores(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class TileScores(AbstractTileScores):
     """What scores are; static.
 
     Attributes:
@@ -32,17 +26,13 @@ class Scores(NamedTuple):
     scale: float
     program: ScoreProgram | None
 
-    def masked(self, raw: Array, rows: dict[str, Array], pairs: Pairs) -> Array:
-        """The scores of scaled products, minus infinity where a pair is not visible."""
+    def masked(self, raw: Array, rows: Blocks, pairs: Pairs) -> Array:
         if self.program is None:
             return jnp.where(pairs.seen, raw, -jnp.inf)
         scores = self.program.score(raw, *self._given(raw, rows, pairs))
         return jnp.where(pairs.seen, scores, -jnp.inf)
 
-    def with_pullback(
-        self, raw: Array, rows: dict[str, Array], pairs: Pairs
-    ) -> tuple[Array, Callable[[Array], Array]]:
-        """The same, and what cotangents of scores are to products."""
+    def with_pullback(self, raw: Array, rows: Blocks, pairs: Pairs) -> tuple[Array, Pullback]:
         if self.program is None:
             return self.masked(raw, rows, pairs), lambda change: change
         scores, pullback = self.program.vjp(raw, *self._given(raw, rows, pairs))
@@ -52,16 +42,16 @@ class Scores(NamedTuple):
 
         return jnp.where(pairs.seen, scores, -jnp.inf), to_products
 
-    def along(self, raw: Array, change: Array, rows: dict[str, Array], pairs: Pairs) -> Array:
-        """The change of the scores by one of the products."""
-        if self.program is None:
-            return change
+    def along(
+        self, raw: Array, change: Array | None, rows: Blocks, pairs: Pairs
+    ) -> tuple[Array, Array | None]:
+        scores = self.masked(raw, rows, pairs)
+        if self.program is None or change is None:
+            return scores, change
         found = self.program.jvp(raw, *self._given(raw, rows, pairs), change, None)
-        return jnp.where(pairs.seen, found, 0.0)
+        return scores, jnp.where(pairs.seen, found, 0.0)
 
-    def _given(
-        self, raw: Array, rows: dict[str, Array], pairs: Pairs
-    ) -> tuple[dict[str, Array], Numbers]:
+    def _given(self, raw: Array, rows: Blocks, pairs: Pairs) -> tuple[dict[str, Array], Numbers]:
         """Positions and numbers in the shape of the products; those of rows lie as their positions do."""
         assert self.program is not None
         shape, are_own = raw.shape, pairs.query.shape[0] == raw.shape[0]
@@ -77,7 +67,7 @@ class Scores(NamedTuple):
         return places, Numbers(numbers(FLOATS), (), numbers(FIXED))
 
 
-def scores_of(operands: Operands, settings: Settings, target: Target) -> Scores:
+def scores_of(operands: Operands, settings: Settings, target: Target) -> TileScores:
     """Those of a call. Raises `NotImplementedError` for a score that kernels do not compute."""
     program = score_of(operands, settings, target)
     if program is not None and program.sizes:
@@ -85,4 +75,4 @@ def scores_of(operands: Operands, settings: Settings, target: Target) -> Scores:
             f"score: wanted one without tables beside reproducible=True in a program for TPUs or GPUs, "
             f"got {program.name}"
         )
-    return Scores(settings.scale, program)
+    return TileScores(settings.scale, program)

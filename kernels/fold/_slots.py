@@ -1,19 +1,21 @@
 """Tokens in slots by their positions: a tile has the positions from one multiple of its size to the next."""
 
 import abc
-from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from .._slice import slice_at
 from ..call._leaves import leaves_for
 from ..masks._interval import interval
-from ._slice import slice_at
+from ._tree import depth_of
 
-Part = tuple[Array | int, int]
-WHOLE: Part = 0, 1
+Share = tuple[Array | int, int]  # the index of a part, and how many there are
+WHOLE: Share = 0, 1
+Arrays = TypeVar("Arrays")
 
 
 class AbstractSlots(abc.ABC):
@@ -36,26 +38,19 @@ class AbstractSlots(abc.ABC):
         """The index of the token in each slot of a tile; of some token for an empty one."""
 
     @abc.abstractmethod
-    def laid(self, ids: Int[Array, "b length"]) -> Int[Array, "b tiles size"]:
-        """Segment ids in slots; those of empty slots are anything."""
-
-    @abc.abstractmethod
-    def spread(self, x: Array) -> Array:
-        """`[B, S, ...]` as `[B, tiles, size, ...]`; what is in empty slots is anything."""
+    def spread(self, x: Array, fill: int = 0) -> Array:
+        """`[B, S, ...]` as `[B, tiles, size, ...]`; what is in empty slots is `fill` or anything."""
 
     @abc.abstractmethod
     def read(
         self,
-        arrays: Sequence[Array],
+        arrays: Arrays,
         batch: Array,
         tile: Array,
         dtype: jnp.dtype,
-        part: Part = WHOLE,
-    ) -> list[Array]:
-        """A tile `[K, size, W / parts]` of each array `[B, S, K, W]`, with zeros in empty slots.
-
-        `part`: the index of a part of the last axis, and how many there are.
-        """
+        part: Share = WHOLE,
+    ) -> Arrays:
+        """A tile `[K, size, W]` of each array `[B, S, K, W]`, or part of its last axis; zeros in empty slots."""
 
     @abc.abstractmethod
     def taken(self, x: Array, batch: Array) -> Array:
@@ -71,46 +66,38 @@ class AbstractSlots(abc.ABC):
 
 
 class InOrder(AbstractSlots):
-    """Of an array whose tiles are those of its positions: none lies elsewhere than its slot."""
+    """Slots of an array already in position order: token `i` is in slot `i`."""
 
     def __init__(self, positions: Int[Array, "b length"], size: int, counted: bool):
         """`counted`: positions are indices, so that numbers of tiles are, too."""
         self._length, self._size = positions.shape[1], size
         self.tiles = -(-self._length // size)
-        self.positions = self.laid(positions)
+        self.positions = self.spread(positions, -1)
         self.depth = depth_of(self.tiles) if counted else min(self.tiles, 32)
         number = jnp.arange(self.tiles, dtype=jnp.int32)[None]
         highest = lax.div(self.positions.max(-1), jnp.int32(size))
         self.numbers = number if counted else highest
 
     def tokens(self, batch: Array, tile: Array) -> Array:
-        """A row of them."""
         del batch
         token = tile * self._size + jnp.arange(self._size, dtype=jnp.int32)
         return jnp.minimum(token, self._length - 1)
 
-    def laid(self, ids: Array) -> Array:
-        """Those of absent slots are -1."""
-        ids = jnp.pad(
-            ids, ((0, 0), (0, self.tiles * self._size - self._length)), constant_values=-1
-        )
-        return ids.reshape(len(ids), self.tiles, self._size)
-
-    def spread(self, x: Array) -> Array:
-        """Those of absent slots are 0."""
+    def spread(self, x: Array, fill: int = 0) -> Array:
         missing = self.tiles * self._size - self._length
-        x = jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2))) if missing else x
+        pads = (0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, pads, constant_values=fill) if missing else x
         return x.reshape(len(x), self.tiles, self._size, *x.shape[2:])
 
     def read(
         self,
-        arrays: Sequence[Array],
+        arrays: Arrays,
         batch: Array,
         tile: Array,
         dtype: jnp.dtype,
-        part: Part = WHOLE,
-    ) -> list[Array]:
-        """A slice; the last tile may be filled up."""
+        part: Share = WHOLE,
+    ) -> Arrays:
+        # a slice; the last tile may be filled up
         present = entry(self.positions, batch)[tile] >= 0
         tail = self._length % self._size
 
@@ -120,23 +107,22 @@ class InOrder(AbstractSlots):
             pads = (0, self._size - size), (0, 0), (0, 0)
             return as_read(jnp.pad(x, pads) if size < self._size else x, present, dtype)
 
-        def last() -> list[Array]:
-            return [cut(x, jnp.full_like(tile, self._length - tail), tail) for x in arrays]
+        def last() -> Arrays:
+            first = jnp.full_like(tile, self._length - tail)
+            return jax.tree.map(lambda x: cut(x, first, tail), arrays)
 
-        def whole() -> list[Array]:
-            return [cut(x, tile * self._size, self._size) for x in arrays]
+        def whole() -> Arrays:
+            return jax.tree.map(lambda x: cut(x, tile * self._size, self._size), arrays)
 
         if tail == 0:
             return whole()
         return last() if self.tiles == 1 else lax.cond(tile == self.tiles - 1, last, whole)
 
     def taken(self, x: Array, batch: Array) -> Array:
-        """The first of them."""
         present = entry(self.positions, batch).reshape(-1)[: self._length] >= 0
         return jnp.where(_like(present, x), x[: self._length], 0.0)
 
     def checked(self, x: Array) -> Array:
-        """As it is."""
         return x
 
 
@@ -171,57 +157,49 @@ class Scattered(AbstractSlots):
         self._first = _first(token, length)
 
     def tokens(self, batch: Array, tile: Array) -> Array:
-        """The first one for an empty slot."""
         return entry(self._token, batch)[tile]
 
-    def laid(self, ids: Array) -> Array:
-        """That of the first token for an empty slot."""
-        token = self._token
-        batch, tiles = max(len(ids), len(token)), token.shape[1:]
-        token = jnp.broadcast_to(token, (batch, *tiles)).reshape(batch, -1)
-        ids = jnp.broadcast_to(ids, (batch, ids.shape[1]))
-        return jnp.take_along_axis(ids, token, 1).reshape(batch, *tiles)
-
-    def spread(self, x: Array) -> Array:
-        """That of the first token for an empty slot."""
-        token = jnp.broadcast_to(self._token, (len(x), *self._token.shape[1:]))
-        return jnp.take_along_axis(x, _like(lax.collapse(token, 1, 3), x), 1).reshape(
-            *token.shape, *x.shape[2:]
-        )
+    def spread(self, x: Array, fill: int = 0) -> Array:
+        del fill
+        batch, sizes = max(len(x), len(self._token)), self._token.shape[1:]
+        token = jnp.broadcast_to(self._token, (batch, *sizes)).reshape(batch, -1)
+        x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
+        return jnp.take_along_axis(x, _like(token, x), 1).reshape(batch, *sizes, *x.shape[2:])
 
     def read(
         self,
-        arrays: Sequence[Array],
+        arrays: Arrays,
         batch: Array,
         tile: Array,
         dtype: jnp.dtype,
-        part: Part = WHOLE,
-    ) -> list[Array]:
-        """A slice where its tokens lie in a row, else one by one."""
+        part: Share = WHOLE,
+    ) -> Arrays:
+        # a slice where its tokens lie in a row, else one by one
         token, first = self.tokens(batch, tile), entry(self._first, batch)[tile]
         present = entry(self.positions, batch)[tile] >= 0
 
-        def in_a_row() -> list[Array]:
-            places = (_corner(x, batch, jnp.maximum(first, 0), len(token), part) for x in arrays)
-            cut = (slice_at(x, *place)[0] for x, place in zip(arrays, places, strict=True))
-            return [as_read(x, present, dtype) for x in cut]
+        def in_a_row(x: Array) -> Array:
+            place = _corner(x, batch, jnp.maximum(first, 0), len(token), part)
+            return as_read(slice_at(x, *place)[0], present, dtype)
 
-        def one_by_one() -> list[Array]:
+        def one_by_one(x: Array) -> Array:
             index, parts = part
-            cut = (x.reshape(*x.shape[:3], parts, -1)[batch, token, :, index] for x in arrays)
-            return [as_read(x, present, dtype) for x in cut]
+            x = x.reshape(*x.shape[:3], parts, -1)[batch, token, :, index]
+            return as_read(x, present, dtype)
+
+        def all_one_by_one() -> Arrays:
+            return jax.tree.map(one_by_one, arrays)
 
         if self._length < len(token):
-            return one_by_one()
-        return lax.cond(first >= 0, in_a_row, one_by_one)
+            return all_one_by_one()
+        return lax.cond(first >= 0, lambda: jax.tree.map(in_a_row, arrays), all_one_by_one)
 
     def taken(self, x: Array, batch: Array) -> Array:
-        """Each from its slot."""
         place = entry(self._place, batch)
         return jnp.where(_like(place < len(x), x), x[jnp.minimum(place, len(x) - 1)], 0.0)
 
     def checked(self, x: Array) -> Array:
-        """Two tokens of one position, or tokens in too many tiles."""
+        # two tokens of one position, or tokens in too many tiles
         return jnp.where(self._sound.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
 
 
@@ -231,7 +209,7 @@ def as_read(x: Array, present: Array, dtype: jnp.dtype) -> Array:
 
 
 def _corner(
-    x: Array, batch: Array, first: Array, size: int, part: Part
+    x: Array, batch: Array, first: Array, size: int, part: Share
 ) -> tuple[tuple[Array, ...], tuple[int, ...]]:
     """Where a slice of some tokens of `x`, and of a part of its last axis, begins, and its sizes."""
     index, parts = part
@@ -242,11 +220,6 @@ def _corner(
 def entry(x: Array, batch: Array) -> Array:
     """The entry of the batch of an array whose first axis is that, or 1."""
     return lax.dynamic_index_in_dim(x, batch if x.shape[0] > 1 else 0, 0, keepdims=False)
-
-
-def depth_of(count: int) -> int:
-    """The nodes that a fold over so many items in a row keeps: those below the smallest that may hold all, and one."""
-    return (count - 1).bit_length() + 1
 
 
 def _like(x: Array, like: Array) -> Array:

@@ -1,0 +1,200 @@
+"""The operands of a canonical call, and what a platform's schedule makes of them."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from ..call._leaves import LEAF
+from ..call._operands import KernelCall, Operands, Settings, bound, positioned
+from ..call._state import lse_dtype, unfused
+from ..masks._abstract import AbstractMask
+from ..masks._visibility import meeting
+from ..scores._structure import floating
+from ._programs import AbstractTileScores, Arithmetic, Blocks, FoldProgram
+from ._slots import AbstractSlots, InOrder, Scattered
+
+# The format: whoever changes one of these, `LEAF`, or a fold program, counts it up.
+FORMAT = 3
+QUERIES = 256  # queries of a tile of one head, of a fold over queries on a CPU
+
+Ids = tuple[Int[Array, "b tiles size"], Int[Array, "b tiles size"] | None]  # positions, segments
+
+
+@dataclasses.dataclass
+class AbstractRowsFold(abc.ABC):
+    """A fold of each row over its leaves, which may be run in nodes of the tree.
+
+    Attributes:
+        of: the call.
+        program: what is folded.
+        rows: arrays of rows by name, `[B, T, N, W]` or numbers `[B, T, N]`.
+        keys: arrays of keys, `[B, S, K, W]`.
+        width: of results and nodes that are no numbers.
+        wrap: is given the results.
+    """
+
+    of: Any
+    program: FoldProgram
+    rows: Blocks
+    keys: Blocks
+    width: int
+    wrap: Callable[..., Any]
+
+    @abc.abstractmethod
+    def whole(self) -> Any:
+        """The results, over all leaves."""
+
+    @abc.abstractmethod
+    def nodes(self, leaves: int) -> tuple[list[Array], Int[Array, "b nodes"]]:
+        """The folds over so many leaves at a time, `[nodes, B, T, N, ...]`, and the number of a leaf of each, or -1.
+
+        There must be a power of two of them, of which the first has a number that is a multiple of it.
+        """
+
+    @abc.abstractmethod
+    def of_nodes(self, nodes: Sequence[Array], numbers: Int[Array, "b nodes"]) -> Any:
+        """The results, over nodes of all devices."""
+
+
+class AbstractSchedule(abc.ABC):
+    """A call whose keys are in leaves by position, and the loops of a platform that run fold programs over it.
+
+    Attributes:
+        operands: with positions, and with arrays of the score that are rounded.
+        counted: whether positions are indices.
+        dtype: of sums.
+        group: heads of queries for each of keys.
+        query_tile: queries of a tile of one head.
+        arithmetic: the platform's.
+    """
+
+    query_tile: int
+    arithmetic: Arithmetic
+    over_keys: type[AbstractRowsFold]
+
+    def __init__(self, call: KernelCall, in_order: bool):
+        """`in_order`: keys are in runs of whole leaves."""
+        self.counted = call.operands.query_positions is None
+        operands = positioned(call.operands)
+        self.operands = operands._replace(score_arrays=rounded(operands.score_arrays))
+        self.settings: Settings = call.settings
+        self.dtype = lse_dtype(operands.query.dtype)
+        self.batch, self.queries, heads = operands.query.shape[:3]
+        self.key_heads = operands.key.shape[2]
+        self.group = heads // self.key_heads
+        self._in_order = in_order
+
+    @abc.abstractmethod
+    def scores(self, directions: Operands | None = None) -> AbstractTileScores:
+        """The scores of tiles, and their tangent in some directions."""
+
+    @abc.abstractmethod
+    def over_queries(self, program: FoldProgram, rows: Blocks, keys: Blocks) -> list[Array]:
+        """The results of a program for each key `[B, S, K, W]`, over tiles of queries and heads."""
+
+    @abc.abstractmethod
+    def of_rows(self, f: Callable[[Blocks], Array], rows: Blocks) -> Array:
+        """A number for each row, `[B, T, N]`, of `f` of tiles of rows."""
+
+    @abc.abstractmethod
+    def computed(self, f: Callable[..., Any], *args: Any) -> Any:
+        """`f(*args)` of arrays, by the rules of tile programs."""
+
+    def width_of(self, width: int) -> int:
+        """The width that tiles have for one of an array."""
+        return width
+
+    @functools.cached_property
+    def mask(self) -> AbstractMask:
+        return bound(self.settings, self.operands)
+
+    @functools.cached_property
+    def held(self) -> AbstractSlots:
+        """The slots of the keys."""
+        positions: Any = self.operands.key_positions
+        if self.counted or self._in_order:
+            return InOrder(positions, LEAF, self.counted)
+        return Scattered(positions, LEAF)
+
+    @functools.cached_property
+    def key_ids(self) -> Ids:
+        """Positions and segments of the keys in slots."""
+        return in_slots(self.held, self.operands.key_segments)
+
+    @functools.cached_property
+    def asked(self) -> AbstractSlots:
+        """The slots of the queries, in tiles of successive positions."""
+        positions: Any = self.operands.query_positions
+        size = self.query_tile
+        return InOrder(positions, size, True) if self.counted else Scattered(positions, size)
+
+    @functools.cached_property
+    def query_ids(self) -> Ids:
+        """Positions and segments of the queries in slots."""
+        return in_slots(self.asked, self.operands.query_segments)
+
+    def met(self, rows: Ids) -> Bool[Array, "b tiles leaves"]:
+        """Which tiles may see a key of which leaves."""
+        segments = (
+            None if rows[1] is None or self.key_ids[1] is None else (rows[1], self.key_ids[1])
+        )
+        found = meeting(self.mask, (rows[0], self.key_ids[0]), segments)
+        assert found is not None
+        return found
+
+    def empty(self, *shape: int, fill: float = 0.0) -> Array:
+        """Zeros, or other numbers, in the dtype of the scores."""
+        return lax.full_like(self.operands.query, fill, shape=shape, dtype=self.dtype)
+
+    def of_heads(self, x: Array | None, absent: float) -> Float[Array, "B T N"] | None:
+        """`[N]` or `[B, N]` for each row; another number where a query is absent."""
+        positions = self.operands.query_positions
+        if x is None or positions is None:
+            return None
+        x = unfused(jnp.atleast_2d(x).astype(self.dtype))[:, None]
+        x = jnp.where(positions[:, :, None] >= 0, x, absent)
+        return jnp.broadcast_to(x, self.operands.query.shape[:3])
+
+    def sink(self) -> Float[Array, "B T N"] | None:
+        """The sink of each row, minus infinity where a query is absent."""
+        return self.of_heads(self.operands.sink, -jnp.inf)
+
+
+def in_slots(held: AbstractSlots, segments: Array | None) -> Ids:
+    """Positions and segments of tokens in slots."""
+    return held.positions, None if segments is None else held.spread(segments, -1)
+
+
+def node_numbers(held: AbstractSlots, leaves: int) -> Int[Array, "b nodes"]:
+    """The number of some leaf of each so many leaves, -1 where there is no key."""
+    numbers = jnp.where((held.positions >= 0).any(-1), held.numbers, -1)
+    numbers = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % leaves)), constant_values=-1)
+    return numbers.reshape(numbers.shape[0], -1, leaves).max(-1)
+
+
+def rounded(arrays: PyTree[Array]) -> Any:
+    """Arrays whose products XLA fuses with no sum that follows."""
+    return jax.tree.map(lambda x: unfused(x) if floating(x) else x, arrays)
+
+
+def given(**arrays: Array | None) -> Blocks:
+    """Those that are not None, by name."""
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def check_whole(settings: Settings) -> None:
+    """Raises `NotImplementedError` for a part of the keys of a row, and for a score with a source."""
+    if settings.unrounded:
+        raise NotImplementedError(
+            "key: wanted all keys of a row in one call, got a part whose state is merged with others, in an "
+            "order of its own"
+        )
+    if settings.scored_width is not None:
+        raise NotImplementedError("source: wanted None beside a score, got an array")
