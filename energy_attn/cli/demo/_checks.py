@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...models import LlamaConfig
-from ...models.decoder._output import Trace
+from ...models.decoder._cache import Trace
 from ._decode import CacheContent
 
 _EPS = float(np.finfo(np.float32).eps)

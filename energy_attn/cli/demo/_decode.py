@@ -15,7 +15,7 @@ from energy_attn.distributed import SequenceParallel, collectives
 
 from ... import attention
 from ...models import DecoderCache, Llama
-from ...models.decoder._output import Trace
+from ...models.decoder._cache import Trace
 from ...models.decoder._read import read_on
 from ...models.decoder._see import How
 from ._kernels import kernels

@@ -17,12 +17,11 @@ from energy_attn.kernels.internal import received
 
 from ..decoder._config import AbstractModelConfig
 from ..decoder._decoder import Family
-from ._config import family_of, naming, read_json
+from ._config import SAVE, family_of, naming, read_json
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # The checkpoint that comes with the library, and its name.
 DEMO = Path(__file__).parents[2] / "cli" / "demo" / "model"
-SAVE = "energy_attn_save"  # the key of the identity, in metadata and config.json
 
 
 def checked(directory: object) -> Path:

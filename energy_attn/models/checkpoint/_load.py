@@ -19,9 +19,8 @@ from energy_attn.distributed.internal import Part, Tensor, files, safetensors
 from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
 from ...functional._progress import Progress, progress_of
-from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig
+from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig, Stored
 from ..decoder._decoder import AbstractModel, Family
-from ..decoder._stored import Stored
 from . import _folder
 from ._config import with_end_tokens
 from ._folder import CONFIG, INDEX, WHOLE

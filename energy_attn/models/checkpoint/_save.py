@@ -18,10 +18,11 @@ from energy_attn.distributed import fetch
 from energy_attn.distributed.internal import files, safetensors
 from energy_attn.kernels.internal import check_integer, received
 
+from ..decoder._config import Stored
 from ..decoder._decoder import AbstractModel
-from ..decoder._stored import Stored
 from . import _folder
-from ._folder import CONFIG, INDEX, SAVE, WHOLE, unfinished
+from ._config import SAVE
+from ._folder import CONFIG, INDEX, WHOLE, unfinished
 from ._load import named
 
 # Files that a save writes under its own names, and unfinished files of older saves.

@@ -15,9 +15,8 @@ from energy_attn.kernels.internal import LEAF, check_flag, check_integer, receiv
 from ...functional._attention import attention
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
-from ._cache import DecoderCache, TreeOutput, check_cache
+from ._cache import DecoderCache, DecoderOutput, TreeOutput, check_cache, log_probabilities
 from ._config import AbstractModelConfig
-from ._output import DecoderOutput, log_probabilities
 from ._read import check_tokens, fitting, read_alone, read_chunks, read_on, read_tree
 from ._see import How
 

@@ -6,15 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from energy_attn.kernels.internal import (
-    check_finite_number,
-    check_integer,
-    received,
-)
+from energy_attn.kernels.internal import check_finite_number, check_integer
 
-from ..checkpoint._fields import check_activation, check_fields
-from ..decoder._config import AbstractModelConfig
-from ..decoder._stored import Stored
+from ..checkpoint._config import check_activation, check_fields, check_only
+from ..decoder._config import AbstractModelConfig, Stored
 
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
@@ -135,9 +130,7 @@ def read_config(entries: Mapping[str, Any]) -> EncoderConfig:
     Raises `TypeError` or `ValueError` for what an encoder does not compute.
     """
     check_activation("hidden_act", entries, _ACTIVATION)
-    for name, only in _ONLY.items():
-        if entries.get(name, only) != only:
-            raise ValueError(f"{name}: wanted {only!r}, got {received(entries[name])}")
+    check_only(entries, _ONLY)
     names = {field.name for field in dataclasses.fields(EncoderConfig)}
     check_fields(entries, {*names, *_ONLY, *_OF_NO_EFFECT, "hidden_act", "model_type"})
     return EncoderConfig(**{name: x for name, x in entries.items() if name in names})

@@ -30,10 +30,9 @@ from ..decoder._see import How
 from ..text._text_stream import TextStream, stop_strings
 from ..text._tokenizer import Tokenizer, special_ids
 from ._drafters import AbstractDrafter
-from ._loop import Decoding, begin, run
-from ._options import SamplingOptions, sampling_of, warn
+from ._loop import Decoding, begin, check_rows, run, serve
 from ._prompts import Prompts, check_padding, encoded, prompts
-from ._queue import check_rows, serve
+from ._sampling import SamplingOptions, sampling_of, warn
 from ._stream import Receivers, check_untraced, listening
 
 _MOST = 2**31 - 1  # positions and tokens, of 32 bits

@@ -16,16 +16,13 @@ from energy_attn.kernels.internal import (
 )
 
 from ..checkpoint._config import naming, read_json
-from ..decoder._config import AbstractDecoderConfig
-from ..decoder._stored import Stored
-from ..families._experts import ExpertsConfig
-from ..families._latent import LatentConfig
+from ..decoder._config import AbstractDecoderConfig, Stored
+from ..families._mixtures import VARIANTS
+from ..families._parts import ExpertsConfig, LatentConfig, check_latent, check_layers
 from ..families._variant import FULL, SLIDING
-from ..families._variants import VARIANTS
-from ._checks import check_latent, check_layers
 from ._json import read_fields, write_fields
-from ._scaling import AbstractRope, LinearRope, check_positive
-from ._scaling_by_length import DynamicRope
+from ._rope import AbstractRope
+from ._scaling import DynamicRope, LinearRope, check_positive
 
 _SIZES = (
     "vocab_size",

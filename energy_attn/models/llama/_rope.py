@@ -1,4 +1,6 @@
-"""Rotary embedding."""
+"""Rotary embedding, and what scales its frequencies."""
+
+import abc
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +8,48 @@ from jaxtyping import Array, Float, Int
 
 from energy_attn.kernels.internal import lse_dtype
 
-from ._scaling import AbstractRope, periods
+
+class AbstractRope(abc.ABC):
+    """How the frequencies of a rotary embedding are lowered; a frozen dataclass, as it is static in a decoder.
+
+    Examples:
+        >>> import dataclasses
+        >>> from energy_attn.models import AbstractRope
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Halved(AbstractRope):
+        ...     def scaled(self, frequencies, theta, length):
+        ...         return frequencies / 2
+        >>> Halved().attention_factor
+        1.0
+    """
+
+    @abc.abstractmethod
+    def scaled(
+        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
+    ) -> Float[np.ndarray, " half"]:
+        """The lowered frequencies, in the same dtype.
+
+        Args:
+            frequencies: of the pairs.
+            theta: their base.
+            length: the number of tokens that the text may have: of a call without a cache, its tokens; else the
+                slots that the cache was made with.
+        """
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of turned queries and keys."""
+        return 1.0
+
+
+def periods(width: int, theta: float, dtype: np.dtype) -> Float[np.ndarray, " half"]:
+    r"""$\theta^{2i/H}$ for $i < H/2$: the tokens in which a pair turns by a radian.
+
+    Each step is rounded as PyTorch rounds it in float32, as at positions of 10^5 a last bit here is a
+    hundredth of a radian. The power is computed in float64, as NumPy's in float32 is less accurate.
+    """
+    exponent = np.arange(0, width, 2, dtype=dtype) / np.asarray(width, dtype)
+    return np.power(float(theta), exponent.astype(np.float64)).astype(dtype)
 
 
 def frequencies(
