@@ -30,8 +30,7 @@ from ..models import (
 )
 from ..models.generation._prompts import tokens_of
 from ..models.text._tokenizer import special_ids
-from ._arguments import integer, numbers
-from ._devices import enough_devices, simulate_devices
+from ._arguments import enough_devices, integer, numbers, simulate_devices
 
 _EXAMPLE = '--prompt "if __name__ == " --stop ":"'  # which the model in this package answers
 

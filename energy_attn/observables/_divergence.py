@@ -24,9 +24,8 @@ from energy_attn.kernels.internal import (
 )
 
 from ..functional._free_energy import Calls, Parts, StaticCall, row_shape, state_at
-from ._at_source import HashablePartial
+from ._at_source import HashablePartial, sinks_as_keys
 from ._entropy import is_linear, queries_of
-from ._sinks import sinks_as_keys
 
 
 class CrossScores(NamedTuple):

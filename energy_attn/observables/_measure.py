@@ -13,10 +13,10 @@ from ._entropy import (
     attention_statistics,
     entropy_of,
     mean_score,
+    renyi,
     score_statistics,
 )
 from ._of_keys import AbstractWeights
-from ._renyi import renyi
 
 
 class AbstractMeasure(AbstractWeights):

@@ -1,4 +1,4 @@
-"""The weights of given rows and keys, and their sums over rows."""
+"""The weights of given rows and keys, their sums over rows, and draws of keys."""
 
 import functools
 from collections.abc import Sequence
@@ -9,11 +9,20 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from energy_attn.distributed.internal import Reduction, fold_sums, whole_along
+from energy_attn.distributed.internal import (
+    Axes,
+    Reduction,
+    ShardingPlan,
+    as_invariant,
+    fold_sums,
+    whole_along,
+)
 from energy_attn.kernels.internal import (
+    Draw,
     Operands,
+    Settings,
     check_flag,
     check_floating,
     check_shape,
@@ -21,14 +30,15 @@ from energy_attn.kernels.internal import (
     holds_keys,
     is_static,
     lse_dtype,
+    merge_draws,
     received,
+    sample,
     take_rows,
     weights_of_keys,
 )
 
 from ..functional._free_energy import Calls, Parts, StaticCall, energy_at, row_shape, state_at
-from ._at_source import HashablePartial, run_reduction, sum_over_keys
-from ._sinks import sinks_as_keys
+from ._at_source import HashablePartial, run_reduction, sinks_as_keys, sum_over_keys
 
 MOST_WEIGHTS = 64_000_000
 
@@ -153,3 +163,40 @@ def importance(
     found = jnp.concatenate(jax.grad(total)(zeros), 1)
     found = found.sum(-1) if grouped else found.reshape(*found.shape[:2], heads)
     return found if calls[0].batched else found[0]
+
+
+def sample_keys(
+    calls: Calls, parts: Parts, key: PRNGKeyArray, count: int
+) -> Int[Array, "*B T N count"]:
+    """Draws keys of each row; see `AbstractMeasure.sample`."""
+    parts = lax.stop_gradient(parts)
+    seeds = jax.random.bits(key, row_shape(calls[0], parts[0], 2), jnp.uint32)
+    drawn, first = [], 0
+    for call, operands in zip(calls, parts, strict=True):
+        drawn.append(_sample_part(call, operands, seeds, count, first))
+        first += operands.key.shape[1]
+    return functools.reduce(merge_draws, drawn).indices
+
+
+def _sample_part(
+    call: StaticCall, operands: Operands, seeds: Array, count: int, first: int
+) -> Draw:
+    axes = () if call.plan is None else call.plan.sequence
+    reduction = Reduction(HashablePartial(_drawn, (count, first, axes)), _fold_draws)
+    return run_reduction(call, reduction, None, operands, seeds)
+
+
+def _drawn(
+    count: int, first: int, axes: Axes, settings: Settings, operands: Operands, seeds: Array
+) -> Draw:
+    start = jnp.asarray(first, jnp.int32)
+    if axes:  # devices hold equal numbers of keys, in order
+        start = start + lax.axis_index(axes).astype(jnp.int32) * operands.key.shape[1]
+    return sample(count, settings, operands, seeds, start)
+
+
+def _fold_draws(mine: Draw, axes: Axes, plan: ShardingPlan) -> Draw:
+    del plan
+    parts: Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), mine)
+    each = (Draw(*(x[i] for x in parts)) for i in range(lax.axis_size(axes)))
+    return as_invariant(functools.reduce(merge_draws, each), axes)

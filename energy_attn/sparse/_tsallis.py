@@ -22,8 +22,13 @@ from energy_attn.kernels.internal import (
 from ..functional._citation import cite
 from ..functional._directions import directional, unmoved
 from ..functional._free_energy import Calls, Parts, Source
-from ..observables._at_source import HashablePartial, promoted, score_maximum_at, sum_over_keys
-from ..observables._sinks import sinks_as_keys
+from ..observables._at_source import (
+    HashablePartial,
+    promoted,
+    score_maximum_at,
+    sinks_as_keys,
+    sum_over_keys,
+)
 
 _MOST_STEPS = 200
 

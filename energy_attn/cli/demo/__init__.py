@@ -18,14 +18,11 @@ from energy_attn.distributed import SequenceParallel, make_mesh
 
 from ... import attention
 from ...models import Llama, LlamaConfig, shard
-from .._arguments import integer
+from .._arguments import enough_devices, integer
 from .._byte_llama import byte_llama, held_out_text
-from .._devices import enough_devices
-from ._checks import errors, expected
+from ._checks import WINDOW, errors, expected, parameters, score
 from ._decode import Decoded, Sent, compile_loop, decode, gathered, one_device, sent
-from ._picture import draw
-from ._report import Line, readable, table
-from ._score import WINDOW, parameters, score
+from ._report import Line, draw, readable, table
 from ._times import Parts, Run, medians, parts
 
 _MESH = (2, 4)

@@ -1,24 +1,51 @@
 """Decoding in one program, a loop over bytes, compiled ahead of time so that its communication can be counted."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from energy_attn.distributed import SequenceParallel, collectives
+from energy_attn.kernels.internal import Attention, explain, platform_here
 
 from ... import attention
 from ...models import DecoderCache, Llama
 from ...models.decoder._cache import Trace
 from ...models.decoder._read import read_on
 from ...models.decoder._see import How
-from ._kernels import kernels
+from ...record._lift import programs
+
+
+def kernels(traced: jax.stages.Traced) -> str:
+    """The names of the kernels that a program runs on this machine, each once, in order, joined by commas.
+
+    Neither `reference`, which leaves only its operations in a program, nor any under `jax.vmap`.
+    """
+    return ", ".join(dict.fromkeys(_names(traced.jaxpr.jaxpr)))
+
+
+def _names(program: Jaxpr) -> Iterator[str]:
+    for equation in program.eqns:
+        call: Any = equation.params.get("call")
+        if isinstance(getattr(call, "function", None), Attention):
+            yield _name(call, [x.aval for x in equation.invars])
+        else:
+            for inner in programs(equation.params):
+                yield from _names(inner)
+
+
+def _name(call: Any, avals: list[Any]) -> str:
+    names = [kernel.name for kernel in call.function.kernels]
+    operands = call.args.unflatten(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
+    return explain(names, call.function.settings, operands, platform_here(), jax.devices()[0]).name
+
 
 _CHUNK = 512  # bytes of the prompt read at a time
 _TEMPERATURE, _SEED = 0.5, 0  # of the draws: greedy text soon repeats itself

@@ -1,6 +1,7 @@
-"""The output of the demo: a table, and bytes as text."""
+"""The output of the demo: a table, bytes as text, and a picture of the free energy of each head."""
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,3 +42,70 @@ def table(lines: list[Line]) -> str:
 def readable(text: np.ndarray | bytes) -> str:
     """Bytes as text; invalid UTF-8 as `\\xNN`."""
     return bytes(text).decode("utf-8", "backslashreplace")
+
+
+_SHOWN = {"\n": "↵", "\t": "⇥", " ": "·"}
+# A grey that reads on white and on black, and no background: pages are either.
+_INK = "#7f7e7d"
+_SETTINGS: dict[Any, Any] = {
+    "axes.labelcolor": _INK,
+    "savefig.transparent": True,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+
+
+def character(byte: int) -> str:
+    """A byte as one visible character."""
+    text = chr(byte) if byte < 127 else "�"
+    return _SHOWN.get(text, text if text.isprintable() else "�")
+
+
+def draw(path: Path, energies: np.ndarray, text: np.ndarray, context: int) -> str | None:
+    """Draws the energies below the decoded text.
+
+    Args:
+        path: where the PNG goes.
+        energies: `[layers, T, N]`, in nats.
+        text: `[T]`, the bytes.
+        context: the number of bytes before it.
+
+    Returns:
+        None, or a message where matplotlib, an extra, is missing.
+
+    Raises `OSError` if the file cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import Normalize
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture: matplotlib is not installed (pip install matplotlib)"
+
+    with rc_context(_SETTINGS):
+        layers, count, heads = energies.shape
+        width, height = 1.6 + 0.135 * count, 1.2 + layers * (0.12 + 0.24 * heads)
+        figure = Figure(figsize=(max(8.0, width), height), layout="constrained")
+        panels = figure.subplots(layers, 1, sharex=True, squeeze=False)
+        low, high = np.percentile(energies, [0.5, 99.5])
+        colours = ScalarMappable(Normalize(low, high), "magma")
+        for layer, panel in enumerate(panels[:, 0]):
+            panel.imshow(colours.to_rgba(energies[layer].T), aspect="auto", interpolation="nearest")
+            panel.set_yticks(range(heads), [f"{head}" for head in range(heads)], fontsize=8)
+            panel.set_ylabel(f"layer {layer}\nhead", fontsize=9)
+            panel.tick_params(length=0)
+            panel.spines[:].set_visible(False)
+        bottom = panels[-1, 0]
+        bottom.set_xticks(range(count), [character(byte) for byte in bytes(text)])
+        for label in bottom.get_xticklabels():
+            label.set(family="monospace", fontsize=9)
+        bottom.set_xlabel(f"decoded bytes, after {context:,} bytes of context", fontsize=9)
+        figure.suptitle("Free energy of each head as it reads the text that it wrote", fontsize=12)
+        bar = figure.colorbar(colours, ax=panels[:, 0], pad=0.01, aspect=40)
+        bar.set_label("F = log Σ exp(scores), nats", fontsize=9)
+        bar.ax.tick_params(labelsize=8)
+        bar.outline.set_visible(False)
+        figure.savefig(path, dpi=150)
+    return None

@@ -25,7 +25,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ...prefix_tree import PrefixTree
-from ...prefix_tree._sampling import check_positive, check_sampling, process_logits
+from ...prefix_tree._accept import check_positive, check_sampling, process_logits
 from ...prefix_tree._tree import gather_slots
 
 
