@@ -11,7 +11,6 @@ MOST = 2**31 - 1  # of 32 bits, as JAX counts
 
 
 def integer(text: str) -> int:
-    """An integer of 32 bits; raises `ArgumentTypeError`."""
     return numbers(text, None, "an integer")[0]
 
 
@@ -30,7 +29,6 @@ def numbers(text: str, separator: str | None, expected: str) -> tuple[int, ...]:
 
 
 def shown(text: str) -> str:
-    """A text as errors show it, cut where it is long."""
     return repr(text if len(text) < 60 else text[:57] + "...")
 
 
@@ -66,10 +64,7 @@ def simulate_devices(count: int = 8) -> None:
 
 
 def enough_devices(count: int) -> list[Any]:
-    """`count` of the default devices, or of simulated ones where there are fewer.
-
-    Raises `ValueError` if there are too few of both.
-    """
+    """`count` of the default devices, or of simulated ones where there are fewer."""
     for devices in (jax.devices(), jax.devices("cpu")):
         if len(devices) >= count:
             return devices[:count]

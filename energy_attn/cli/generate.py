@@ -36,7 +36,7 @@ _EXAMPLE = '--prompt "if __name__ == " --stop ":"'  # which the model in this pa
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `generate`."""
+    """Adds the options of `generate`."""
     parser.usage = f"{parser.prog} --model DIR (--prompt TEXT | --prompt-file FILE) [options]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"example:\n  {parser.prog} --model demo {_EXAMPLE}"
@@ -100,10 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the text to standard output, that of one prompt as it comes, and a summary to standard error.
-
-    Returns 0, or 2 for an error. Raises `BrokenPipeError` where nobody reads the text any more.
-    """
+    """Writes the text to standard output and a summary to standard error; returns 0, or 2 for an error."""
     count = math.prod(args.mesh) * args.tensor
     if count > 1:
         simulate_devices(count)
@@ -199,7 +196,6 @@ def _run(args: argparse.Namespace, count: int) -> int:
 
 
 def _text(file: Path, option: str) -> str:
-    """The text in a file, or in standard input; `option` names it."""
     is_stdin = str(file) == "-"
     try:
         data = sys.stdin.buffer.read() if is_stdin else file.read_bytes()
@@ -216,7 +212,6 @@ def _text(file: Path, option: str) -> str:
 
 
 def _tokens_of(args: argparse.Namespace, prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a prompt, or of the chat that it begins."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     chat = [*system, {"role": "user", "content": prompt}]
     tokens = tokens_of(chat if args.chat else prompt, tokenizer)
@@ -257,7 +252,6 @@ def _write_json(
     streams: Sequence[TextStream],
     ends: Sequence[int],
 ) -> None:
-    """A line for each prompt."""
     rows = zip(
         *(prompts, generation.texts or (), generation.tokens.tolist()),
         *(generation.lengths.tolist(), np.asarray(generation.logprobs).tolist(), streams),

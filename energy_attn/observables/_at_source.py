@@ -58,10 +58,7 @@ def promoted(parts: Parts) -> Parts:
 
 
 def check_row_vectors(name: str, x: object, calls: Calls, parts: Parts) -> Array:
-    """Returns an array with one vector of the values' width per row, in the dtype of the arrays.
-
-    Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
-    """
+    """Returns an array with one vector of the values' width per row, in the dtype of the arrays."""
     first, array = parts[0], check_floating(name, x)
     check_shape(name, array, row_shape(calls[0], first, first.value.shape[-1]))
     return jnp.asarray(array, first.query.dtype)
@@ -176,7 +173,7 @@ def _over_parts(
     parts: Parts,
     *rows: Array,
 ) -> Any:
-    """The reductions of all calls, each folded over its mesh, joined."""
+    """Joins the reductions of all calls, each folded over its mesh."""
     found = (
         run_reduction(call, Reduction(find(call), fold), source, operands, *rows)
         for call, operands in zip(calls, parts, strict=True)
@@ -187,13 +184,7 @@ def _over_parts(
 def run_reduction(
     call: StaticCall, reduction: Reduction, source: Source, operands: Operands, *rows: Array
 ) -> Any:
-    """Runs a reduction at a source; that, the rows and the result have a batch axis if the user's arrays had one.
-
-    Raises as the reduction does.
-    """
-    if not call.batched:
-        source, rows = jax.tree.map(lambda x: x[None], (source, rows))
-    source = None if source is None else jnp.asarray(source)
+    """Runs a reduction at a source; source, rows and result have a batch axis if the user's arrays had one."""
     at = with_source(call.settings, operands, source)
     found = sharded_reduction(call.plan, reduction, *at, *rows)
     return found if call.batched else jax.tree.map(lambda x: x[0], found)

@@ -29,7 +29,7 @@ from ._entropy import is_linear, queries_of
 
 
 class CrossScores(NamedTuple):
-    """What two measures say of each other, for each row; all `[*B, T, N]`.
+    """The scores and energies of two measures under the weights of the first, for each row; all `[*B, T, N]`.
 
     Attributes:
         own: the mean of the first's scores under its weights.
@@ -47,7 +47,6 @@ class CrossScores(NamedTuple):
 
 
 def kl_divergence(found: CrossScores) -> Array:
-    """See `AbstractWeights.kl`."""
     difference = _cross_entropy(found) - (_finite(found.lse) - found.own)
     # Rounding makes it negative, at most; the derivative is that of the difference.
     least = lax.stop_gradient(jnp.maximum(difference, 0.0) - difference)
@@ -55,7 +54,6 @@ def kl_divergence(found: CrossScores) -> Array:
 
 
 def cross_entropy(found: CrossScores) -> Array:
-    """See `AbstractWeights.cross_entropy`."""
     return _of_seen(found, _cross_entropy(found))
 
 
@@ -73,10 +71,7 @@ def _finite(lse: Array) -> Array:
 
 
 def cross_scores(mine: tuple[Calls, Parts], theirs: tuple[Calls, Parts]) -> CrossScores:
-    """The scores of both under the weights of the first, from their prepared keys.
-
-    Raises `ValueError` for measures over other keys, and `TypeError` for another precision.
-    """
+    """The scores of both under the weights of the first, from their prepared keys."""
     _check(mine, theirs)
     calls, parts = sinks_as_keys(*mine)
     other_calls, others = sinks_as_keys(*theirs)

@@ -77,8 +77,6 @@ class AttentionStatistics(NamedTuple):
 
 
 class RowObservables(NamedTuple):
-    """The quantities of an energy report, for each row."""
-
     energy: Float[Array, "*B T N"]
     entropy: Float[Array, "*B T N"]
     heat_capacity: Float[Array, "*B T N"]
@@ -87,10 +85,7 @@ class RowObservables(NamedTuple):
 
 
 def row_observables(calls: Calls, parts: Parts) -> RowObservables:
-    """Energy, entropy, heat capacity and trace of the covariance of each row, and attention.
-
-    About three flash passes. Raises as the kernels do.
-    """
+    """Energy, entropy, heat capacity and trace of the covariance of each row, and attention."""
     found = score_statistics(calls, parts)
     trace = mean_over_keys(calls, None, parts, _squared_distance_term, 1, found.out).out[..., 0]
     return RowObservables(
@@ -110,7 +105,6 @@ def entropy_of(mean: Array, lse: Array) -> Array:
 
 
 def mean_score(calls: Calls, parts: Parts) -> tuple[Array, Array]:
-    """The means of the scores, and the energies, both `[*B, T, N]`. Raises as the kernels do."""
     found = map(_mean_score, calls, parts)
     mean, lse = _merged([AttentionState(mean[..., None], lse) for mean, lse in found])
     return mean[..., 0], lse
@@ -132,7 +126,6 @@ def _merged(parts: list[AttentionState]) -> AttentionState:
 
 
 def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
-    """See `AbstractMeasure.statistics`."""
     found = _merged([*map(_attention_and_score, calls, parts)])
     out, lse = both_computed(*found)
     mean = out[..., -1]
@@ -241,7 +234,6 @@ def _squared_distance_term(block: ScoreBlock, mean: Array) -> Array:
 
 
 def renyi(calls: Calls, parts: Parts, order: float) -> Array:
-    """See `AbstractMeasure.renyi`."""
     order = _checked(order)
     if order == 1:
         return entropy_of(*mean_score(calls, parts))

@@ -21,7 +21,7 @@ class AbstractWeights(eqx.Module):
 
     @abc.abstractmethod
     def _prepared_keys(self) -> tuple[Calls, Parts]:
-        """The same of the keys alone, which have their sinks beside them."""
+        """The prepared calls of the keys alone, with their sinks apart."""
 
     def weights(
         self, *, rows: Selection | None = None, keys: Selection | None = None

@@ -49,7 +49,6 @@ Selection = int | slice | Sequence[int] | Array | np.ndarray
 def weights(
     calls: Calls, parts: Parts, rows: Selection | None, keys: Selection | None
 ) -> Float[Array, "*B R N J"]:
-    """See `AbstractWeights.weights`."""
     batch, time, heads = parts[0].query.shape[:3]
     total = sum(map(_key_count, calls, parts))
     chosen, index = _indices("rows", rows, time), _indices("keys", keys, total)
@@ -139,7 +138,6 @@ def _indices(name: str, given: object, size: int) -> Any:
 def importance(
     calls: Calls, parts: Parts, rows: object, grouped: bool
 ) -> Float[Array, "*B S heads"]:
-    """See `AbstractWeights.importance`."""
     check_flag("grouped", grouped)
     first, shape = parts[0], row_shape(calls[0], parts[0])
     dtype = lse_dtype(first.query.dtype)
@@ -168,7 +166,6 @@ def importance(
 def sample_keys(
     calls: Calls, parts: Parts, key: PRNGKeyArray, count: int
 ) -> Int[Array, "*B T N count"]:
-    """Draws keys of each row; see `AbstractMeasure.sample`."""
     parts = lax.stop_gradient(parts)
     seeds = jax.random.bits(key, row_shape(calls[0], parts[0], 2), jnp.uint32)
     drawn, first = [], 0

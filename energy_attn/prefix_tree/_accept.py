@@ -79,10 +79,7 @@ def sample_tokens(
     top_k: int | None,
     top_p: float | Array | None,
 ) -> Array:
-    """Draws an int32 token from each row of `logits` `[..., V]`, after `process_logits`.
-
-    The draws are independent. A row of minus infinities gives token 0.
-    """
+    """Draws an int32 token from each row of `logits` `[..., V]`, after `process_logits`."""
     processed = process_logits(logits, temperature, top_k, top_p)
     return jax.random.categorical(key, processed, axis=-1).astype(jnp.int32)
 
@@ -90,11 +87,7 @@ def sample_tokens(
 def check_sampling(
     temperature: object, top_k: object, top_p: object
 ) -> tuple[Any, int | None, Any]:
-    """Returns the settings of `process_logits`: Python numbers, scalar arrays, or None for all tokens.
-
-    Raises `TypeError` for another type, and `ValueError` for a concrete value that is out of range:
-    a temperature that is not above 0, `top_k` below 1, `top_p` outside (0, 1].
-    """
+    """Returns the settings of `process_logits`: Python numbers, scalar arrays, or None for all tokens."""
     temperature = check_positive("temperature", temperature, None)
     top_k = None if top_k is None else check_integer("top_k", top_k, least=1)
     top_p = None if top_p is None else check_positive("top_p", top_p, 1)
@@ -103,10 +96,7 @@ def check_sampling(
 
 
 def check_positive(name: str, x: object, most: int | None) -> Any:
-    """Returns a number or a floating scalar above 0 and at most `most`; traced ones are not read.
-
-    Raises `TypeError` for another type, and `ValueError` for another value or shape.
-    """
+    """Returns a number or a floating scalar above 0 and at most `most`; traced ones are not read."""
     number = x
     if isinstance(x, (jax.Array, np.ndarray)):
         check_floating(name, x)

@@ -181,7 +181,6 @@ def _sums(
     args: tuple[Parts, Array | None],
     threshold: _Threshold,
 ) -> Array:
-    """The sums of a block term over all keys, `[*B, T, N, width]`."""
     parts, source = args
     rows = (x[..., None] for x in threshold)
     return sum_over_keys(calls, source, parts, term, width, *rows)

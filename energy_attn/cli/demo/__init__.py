@@ -30,7 +30,7 @@ DEVICES = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `demo`."""
+    """Adds the options of `demo`."""
     parser.add_argument(
         "--context", type=integer, default=8192, help="bytes of prompt (%(default)s)"
     )

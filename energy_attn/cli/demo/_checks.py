@@ -17,8 +17,6 @@ _EPS = float(np.finfo(np.float32).eps)
 
 
 class Errors(NamedTuple):
-    """The largest errors of energies and outputs, and the errors that float32 rounding allows."""
-
     energy: float
     energy_allowed: float
     out: float
@@ -52,14 +50,7 @@ def float64_attention(
 
 
 def errors(trace: Trace, cache_content: CacheContent, first: int) -> Errors:
-    """Compares the attention of every layer and step with float64, from the same q, k and v.
-
-    Args:
-        trace: of the steps, `[layers, 1, steps, ...]`.
-        cache_content: the content of the cache after the last step; slots are written once, so it is that of
-            all steps.
-        first: the position of the first step.
-    """
+    """Compares the attention of every layer and step with float64, from the same q, k and v."""
     query, outs, energies = (np.asarray(x)[:, 0] for x in trace)
     steps = first + np.arange(query.shape[1])
     seen = (cache_content.positions >= 0) & (cache_content.positions <= steps[:, None])
@@ -89,7 +80,6 @@ WINDOW = 512  # bytes of the pieces that the library's model has read for most o
 
 
 def parameters(model: PyTree) -> int:
-    """The number of weights."""
     return sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
 
 
@@ -108,10 +98,7 @@ class Score(NamedTuple):
 
 
 def score(model: Llama, text: np.ndarray) -> Score:
-    """The losses of a model on the end of a text.
-
-    `text` has at least twice `WINDOW` bytes.
-    """
+    """The losses of a model on the end of a text."""
     half = WINDOW // 2
     pieces = np.stack([text[-WINDOW - half - 1 : -half], text[-WINDOW - 1 :]])
     losses = jax.jit(surprise)

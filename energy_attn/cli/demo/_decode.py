@@ -84,7 +84,6 @@ class Decoded(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """The number of slots of the cache."""
         return self.start[2].capacity
 
 
@@ -143,8 +142,6 @@ def absent(query: Array, key: Array, value: Array, **_: object) -> tuple[Array, 
 
 
 def _loop(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Decodes `count` bytes, the first of which is given; also traces, and the cache with the bytes."""
-
     def loop(model: Llama, first: Array, cache: DecoderCache) -> tuple[Array, Trace, DecoderCache]:
         one = jnp.ones(1, jnp.int32)
 
@@ -160,7 +157,6 @@ def _loop(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 
 def _drawn(logits: Array, cache: DecoderCache) -> Array:
-    """Draws the next byte after those of the cache; the noise depends on its position alone."""
     key = jax.random.fold_in(jax.random.key(_SEED), cache.lengths[0])
     return jax.random.categorical(key, logits / _TEMPERATURE).astype(jnp.int32)
 
@@ -185,7 +181,6 @@ def compile_loop(
     parallel: SequenceParallel | None,
     attend: Callable[..., Any],
 ) -> jax.stages.Compiled:
-    """The loop, compiled."""
     return trace_loop(model, slots, count, parallel, attend).lower().compile()
 
 
@@ -196,10 +191,7 @@ def decode(
     parallel: SequenceParallel | None = None,
     attend: Callable[..., Any] = attention,
 ) -> Decoded:
-    """Reads `prompt` and decodes `count` bytes; with `parallel`, over the mesh in force.
-
-    The model is on the devices of the cache.
-    """
+    """Reads `prompt` and decodes `count` bytes; with `parallel`, over the mesh in force."""
 
     def prefill(model: Llama, tokens: Array, cache: DecoderCache) -> tuple[Array, DecoderCache]:
         out = model.prefill(tokens, cache, chunk_size=_CHUNK, attend=attend)
@@ -239,7 +231,6 @@ def decode(
 
 @jax.jit
 def copied(cache: DecoderCache) -> DecoderCache:
-    """A copy, for a loop to consume."""
     return jax.tree.map(jnp.copy, cache)
 
 

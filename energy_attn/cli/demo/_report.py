@@ -25,7 +25,6 @@ class Line(NamedTuple):
 
 
 def table(lines: list[Line]) -> str:
-    """The lines as text, with aligned columns."""
     lines = [Line("", "measured", "wanted, or to compare", kernel="kernel"), *lines]
     what = max(len(line.what) for line in lines)
     measured = max(len(line.measured) for line in lines)
@@ -57,7 +56,6 @@ _SETTINGS: dict[Any, Any] = {
 
 
 def character(byte: int) -> str:
-    """A byte as one visible character."""
     text = chr(byte) if byte < 127 else "�"
     return _SHOWN.get(text, text if text.isprintable() else "�")
 

@@ -44,7 +44,6 @@ class Parts(NamedTuple):
 
 
 def parts(tree: Decoded, alone: Decoded, mesh: jax.sharding.Mesh, over: SequenceParallel) -> Parts:
-    """Times the parts of a step of `tree`, which decodes over the mesh, beside those on one device."""
     count = len(tree.tokens)
 
     def made(attend: Callable[..., Any], calls: int = 1) -> tuple[Run, Run]:
@@ -79,7 +78,6 @@ def _made(
 
 
 def medians(runs: dict[str, Run]) -> dict[str, float]:
-    """Seconds for a byte of each."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(_ROUNDS):
         first = turn % len(runs)  # none is always the first

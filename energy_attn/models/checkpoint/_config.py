@@ -59,16 +59,12 @@ def family_of(entries: Mapping[str, Any], families: Mapping[str, Kind]) -> Kind:
 
 
 def end_tokens(entries: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a text: one, a list, or none."""
     tokens = entries.get("eos_token_id")
     return tuple(tokens) if isinstance(tokens, list) else () if tokens is None else (tokens,)
 
 
 def with_end_tokens(config: AbstractModelConfig, folder: Path) -> AbstractModelConfig:
-    """The configuration with the end tokens of a folder's generation_config.json, if it has any.
-
-    transformers stops at these tokens, whatever config.json says. Raises `TypeError` or `ValueError`.
-    """
+    """The configuration with the end tokens of a folder's generation_config.json, if it has any."""
     path = folder / "generation_config.json"
     if not isinstance(config, AbstractDecoderConfig) or not path.is_file():
         return config
@@ -156,7 +152,7 @@ _SAME = {
 
 
 def check_activation(name: str, entries: Mapping[str, Any], wanted: str) -> None:
-    """Raises `ValueError` for a field that names another activation than this one."""
+    """Raises `ValueError` for a field that names another activation than `wanted`."""
     given = entries.get(name, wanted)
     if not isinstance(given, str) or _SAME.get(given, given) != wanted:
         raise ValueError(f"{name}: wanted {wanted!r}, got {received(given)}")

@@ -113,7 +113,6 @@ def named(model: AbstractModel) -> tuple[list[str], list[Any]]:
 
 
 def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
-    """The tensors in the files of a folder, by name, and their save; raises `ValueError`."""
     if os.path.lexists(single := _folder.inside(folder, WHOLE)):
         header = safetensors.header(single)
         return header.tensors, _folder.identity_of(header.metadata)
@@ -169,7 +168,6 @@ def _with_own_head(
 
 
 def _check_layers(folder: Path, config: AbstractModelConfig, stored: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` for more layers than the files have, before the model is built."""
     layers = {match[1] for name in stored if (match := _LAYER.search(name))}
     if not layers:
         raise ValueError(
@@ -217,7 +215,7 @@ def _matching(
     config: AbstractModelConfig,
     dtype: np.dtype | None,
 ) -> np.dtype:
-    """The dtype of the tensors, all of which are checked; raises `ValueError`, which names a wrong one."""
+    """Checks all tensors and returns their dtype; raises `ValueError` with the name of a wrong one."""
     shapes = {
         name: place.shape(leaf.shape)
         for place, leaf in zip(places, leaves, strict=True)

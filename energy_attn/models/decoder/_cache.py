@@ -191,12 +191,10 @@ class DecoderCache(eqx.Module):
 
 
 def growing(stored: KVCache | ForkedCache) -> AbstractTokens:
-    """The part of a layer's cache that tokens are appended to."""
     return stored.own if isinstance(stored, ForkedCache) else stored
 
 
 def _check_layers(name: str, wanted: int, given: int) -> None:
-    """Raises `ValueError` for another number of layers."""
     if given != wanted:
         raise ValueError(f"{name}: wanted the {wanted} layers of the cache, got {given}")
 
@@ -250,7 +248,6 @@ class Trace(NamedTuple):
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
-    """The traces of single layers, stacked."""
     return jax.tree.map(lambda *each: jnp.stack(each), *traces)
 
 

@@ -50,7 +50,6 @@ class Stored:
     def read(
         self, tensors: Mapping[str, Tensor], parts: Iterable[Part], dtype: np.dtype
     ) -> dict[Part, np.ndarray]:
-        """Parts of the weight."""
         return {part: self._read(tensors, part, dtype) for part in parts}
 
     def _read(self, tensors: Mapping[str, Tensor], part: Part, dtype: np.dtype) -> np.ndarray:
@@ -116,8 +115,7 @@ class AbstractModelConfig(abc.ABC):
         """Whether a tensor of a checkpoint with these `names` has no weight of the model, and may be there."""
 
     @abc.abstractmethod
-    def to_json(self) -> dict[str, Any]:
-        """The `config.json` of a checkpoint."""
+    def to_json(self) -> dict[str, Any]: ...
 
 
 class AbstractDecoderConfig(AbstractModelConfig):
@@ -137,13 +135,10 @@ class AbstractDecoderConfig(AbstractModelConfig):
 
     @property
     @abc.abstractmethod
-    def value_dim(self) -> int:
-        """The width of a value."""
-
+    def value_dim(self) -> int: ...
     @property
     @abc.abstractmethod
-    def context_length(self) -> int:
-        """The number of positions that the model is meant for."""
+    def context_length(self) -> int: ...
 
 
 class AbstractExperts(eqx.Module):

@@ -29,13 +29,12 @@ class How:
 
     @property
     def attend(self) -> Callable[..., Any]:
-        """The function of attention, with the option."""
         if not self.reproducible:
             return self.function
         return functools.partial(self.function, implementation=reproducible_kernels())
 
     def attend_to(self, cache: AbstractTokens) -> Callable[..., Any]:
-        """The same, for the keys and values of a cache."""
+        """The function of attention to the keys and values of a cache."""
         if not self.reproducible:
             return self.function
         return functools.partial(self.function, implementation=canonical_of(cache))
@@ -72,5 +71,4 @@ class See:
     rows: Callable[..., Any] = together
 
     def __call__(self, query: Array, key: Array, value: Array, **options: Any) -> tuple[Array, Any]:
-        """Returns the output of attention and an extra result."""
         return self.attend(query, key, value, **options)

@@ -125,10 +125,6 @@ class EncoderConfig(AbstractModelConfig):
 
 
 def read_config(entries: Mapping[str, Any]) -> EncoderConfig:
-    """The configuration that the fields of a `config.json` describe.
-
-    Raises `TypeError` or `ValueError` for what an encoder does not compute.
-    """
     check_activation("hidden_act", entries, _ACTIVATION)
     check_only(entries, _ONLY)
     names = {field.name for field in dataclasses.fields(EncoderConfig)}

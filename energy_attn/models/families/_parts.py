@@ -172,7 +172,6 @@ def check_latent(config: Any) -> None:
 
 
 def check_layers(config: Any, name: str, kinds: tuple[Any, ...]) -> None:
-    """Raises `TypeError` or `ValueError` for a field that is neither None nor one of `kinds` for each layer."""
     given, count = getattr(config, name), config.num_hidden_layers
     if given is None:
         return

@@ -36,7 +36,6 @@ class ExpertFields(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names in a file."""
         return (*(name for name, _ in self.fields.values()), *self.newer.values(), *_TRAINING)
 
     def read(self, values: Mapping[str, Any]) -> ExpertsConfig:
@@ -48,7 +47,6 @@ class ExpertFields(NamedTuple):
             return ExpertsConfig(**found)
 
     def write(self, experts: ExpertsConfig) -> dict[str, Any]:
-        """The inverse of `read`."""
         return {theirs: getattr(experts, name) for name, (theirs, _) in self.fields.items()}
 
 
@@ -146,7 +144,6 @@ def read_windows(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_windows(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `read_windows`."""
     size, layers = values["sliding_window"], values["num_hidden_layers"]
     types = list(values["layer_types"] or [FULL if size is None else SLIDING] * layers)
     # transformers takes the layers from this number on where there are no types
@@ -169,12 +166,10 @@ def read_types(values: Mapping[str, Any], pattern: int) -> dict[str, Any]:
 
 
 def write_types(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `read_types`."""
     return {"layer_types": list(values["layer_types"] or [SLIDING] * values["num_hidden_layers"])}
 
 
 def as_tuple(name: str, x: object) -> tuple[Any, ...]:
-    """A list of a file, hashable; raises `TypeError` for anything else."""
     if not isinstance(x, list):
         raise TypeError(f"{name}: wanted a list, got {received(x)}")
     return tuple(x)

@@ -256,7 +256,6 @@ def _check_rows_of(parallel: SequenceParallel | None) -> None:
 
 
 def _check_text(tokenizer: object, stop: Any) -> tuple[str, ...]:
-    """The stop strings; raises `TypeError` or `ValueError`, also for text inside `jax.jit`."""
     stops = stop_strings(stop)
     if tokenizer is None:
         if stops:
@@ -271,13 +270,11 @@ def _check_text(tokenizer: object, stop: Any) -> tuple[str, ...]:
 def _text_streams(
     tokenizer: Tokenizer, tokens: Array, lengths: Array, stops: Sequence[str]
 ) -> list[TextStream]:
-    """The text that follows each prompt, nothing yet."""
     rows = zip(*fetch((tokens, lengths)), strict=True)
     return [tokenizer.stream(row[:length].tolist(), stop=stops) for row, length in rows]
 
 
 def _warn_beyond(config: AbstractDecoderConfig, lengths: int | Array, more: int) -> None:
-    """Warns where a row is known to end beyond the context that the model is meant for."""
     context = config.context_length
     if is_concrete(lengths) and (last := int(np.asarray(lengths).max()) + more) > context:
         warn(

@@ -28,7 +28,7 @@ from ._stream import raise_error, tell_read, tell_wrote
 
 
 class Decoding(eqx.Module):
-    """What every pass takes, beside the state of the loop.
+    """The inputs of every pass, besides the state of the loop.
 
     Attributes:
         model: that is read.
@@ -135,7 +135,6 @@ def _read_or_verify(by: Decoding, loop: Loop) -> Loop:
 
 
 def _read(by: Decoding, loop: Loop) -> Loop:
-    """Adds one token to each row that is not complete."""
     number = jnp.minimum(loop.left, 1)
     x, cache, _ = read_on(by.model, last_of(loop.text, loop.lengths), loop.cache, number, by.how)
     logits = by.how.rows(by.model.logits, x)
@@ -216,10 +215,7 @@ def _extended(
 
 
 def check_rows(rows: int, given: Any, parallel: SequenceParallel | None) -> None:
-    """Raises `ValueError` where `rows` cannot serve a queue: inside `jax.jit`, or split over devices.
-
-    `given` is what the programs take, and an array made here, which is traced inside `jax.jit`.
-    """
+    """Raises `ValueError` where `rows` cannot serve a queue: inside `jax.jit`, or split over devices."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
         raise ValueError(
             "batch_size: wanted None or the number of prompts inside jax.jit, as the host refills "
@@ -241,17 +237,14 @@ def serve(
     most: int,
     chunk_size: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """`text`, `start`, `lengths`, `counts` and `logprobs` of a `Loop` of all prompts, `rows` at a time.
-
-    There are more prompts than rows. Raises the error of a listener.
-    """
+    """`text`, `start`, `lengths`, `counts` and `logprobs` of a `Loop` of all prompts, `rows` at a time."""
     prompts, starts = fetch((tokens, lengths))
     text = np.pad(prompts, ((0, 0), (0, most)))
     ends, counts = np.zeros_like(starts), np.zeros((3, len(prompts)), np.int32)
     logprobs = np.zeros(text.shape, np.float32) if by.sampling.is_scored else None
 
     def store(loop: Loop) -> np.ndarray:
-        """Stores what is known so far; returns the rows that are complete."""
+        """Stores the rows known so far; returns those that are complete."""
         known = fetch(loop._replace(cache=(), state=(), seen=()))
         raise_error(by.watch)
         text[known.numbers], ends[known.numbers] = known.text, known.lengths
@@ -290,10 +283,7 @@ def _begin(
 
 @functools.partial(jax.jit, static_argnums=1)
 def _complete(one: Loop, rows: int) -> Loop:
-    """A loop of `rows` complete rows, as large as those of `one`, which has a row.
-
-    Raises `ValueError` if an array of the drafter's state has no axis of rows in front.
-    """
+    """A loop of `rows` complete rows, as large as those of `one`, which has a row."""
     for x in jax.tree.leaves(one.state):
         if x.shape[:1] != (1,):
             raise ValueError(

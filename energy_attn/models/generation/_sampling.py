@@ -64,10 +64,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class Sampling(eqx.Module):
-    """How tokens are chosen; without a key, the likeliest one. Of what is None nothing is computed.
-
-    `is_scored`: whether the log-probabilities of chosen tokens are kept.
-    """
+    """Options of how tokens are chosen, scored or not: the likeliest without a key. A field that is None is skipped."""
 
     key: Any = None
     temperature: Any = None
@@ -116,7 +113,6 @@ def sampling_of(vocab: int, options: SamplingOptions, is_scored: bool) -> Sampli
 
 
 def _penalties(vocab: int, options: SamplingOptions) -> dict[str, Any]:
-    """What changes logits before a token is chosen, without what changes nothing."""
     repetition, presence = options.get("repetition_penalty"), options.get("presence_penalty")
     if repetition is not None:
         repetition = check_positive("repetition_penalty", repetition, None)
@@ -136,7 +132,6 @@ def _is(x: object, number: float) -> bool:
 
 
 def _bias(vocab: int, bias: Any) -> Array | None:
-    """`[vocab]`, or None; raises `TypeError` or `ValueError`."""
     name = "logit_bias"
     if bias is None:
         return None

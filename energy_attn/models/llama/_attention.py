@@ -114,7 +114,6 @@ class LatentAttention(eqx.Module):
         Float[Array, "batch time heads qk"],
         Float[Array, "batch time heads v"],
     ]:
-        """Queries, keys and values of all heads."""
         c = self.config
         q = self._queries(x).reshape(*x.shape[:2], self.heads, c.head_dim)
         joint = self.kv_a_proj_with_mqa(x)

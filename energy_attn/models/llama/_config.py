@@ -354,7 +354,7 @@ class LlamaConfig(AbstractDecoderConfig):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _computed(self) -> dict[str, Any]:
-        """What the decoder computes by, of which some may be said in several ways."""
+        """The values that the decoder computes by, some of which can be said in several ways."""
         values, layers = self._values(), range(self.num_hidden_layers)
         del values["layer_types"]
         return values | {
@@ -382,5 +382,4 @@ class LlamaConfig(AbstractDecoderConfig):
 
 
 def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
-    """The configuration that the fields of a `config.json` describe; raises as `from_json`."""
     return LlamaConfig(**read_fields(entries))

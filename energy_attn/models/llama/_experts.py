@@ -33,10 +33,7 @@ _ANY = 32  # where the number of rows is a symbol
 def grouped_dot(
     x: Float[Array, "rows in"], weight: Float[Array, "groups out in"], sizes: Int[Array, " groups"]
 ) -> Float[Array, "rows out"]:
-    """Each row times the transpose of its group's matrix, in float32 or wider; zeros for rows behind all groups.
-
-    The first `sizes[0]` rows are the first group's.
-    """
+    """Each row times the transpose of its group's matrix, in float32 or wider; zeros for rows behind all groups."""
     # inside a `shard_map` the derivative of what is on all devices is a sum over them
     return _grouped_dot(*vary_together((x, weight, sizes)))
 
@@ -60,7 +57,6 @@ def _ragged(x: Array, weight: Array, sizes: Array) -> Array:
 
 
 def _tiles(x: Array, weight: Array, sizes: Array) -> Array:
-    """A product for each tile of rows of one group."""
     kind, rows = lse_dtype(x.dtype), x.shape[0]
 
     def dot(part: Array, matrix: Array) -> Array:
@@ -123,8 +119,6 @@ class Router(eqx.Module):
 
 
 class Experts(AbstractExperts):
-    """The weights of all experts, stacked."""
-
     gate_proj: Float[Array, "experts inner width"]
     up_proj: Float[Array, "experts inner width"]
     down_proj: Float[Array, "experts width inner"]
@@ -160,7 +154,6 @@ def _linear(x: Array, weight: Array, bias: Array | None, expert: Array, sizes: A
 
 
 def new_experts(config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray) -> Experts:
-    """Experts of initial weights."""
     experts = config.experts
     assert experts is not None
     count, inner, width = experts.num_experts, experts.intermediate_size, config.hidden_size

@@ -59,7 +59,6 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_quantization(given: Any, known: str | None) -> None:
-    """Raises `ValueError` for weights that are quantized in another way than this one."""
     if given is None:
         return
     method = given.get("quant_method", given) if isinstance(given, Mapping) else given
@@ -127,7 +126,7 @@ _OLDER = ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)
 
 
 def rope_entries(scaling: AbstractRope) -> dict[str, Any]:
-    """The object of a `config.json`, without what is None."""
+    """The object of a `config.json`."""
     kind = next((name for name, x in _KINDS.items() if type(scaling) is x), None)
     if kind is None:
         raise ValueError(
@@ -142,10 +141,7 @@ def rope_entries(scaling: AbstractRope) -> dict[str, Any]:
 
 
 def read_rope(entries: Mapping[str, Any], variant: Variant) -> tuple[dict[str, Any], Any]:
-    """The fields of a file's rotary embedding, and the base in layers with a window.
-
-    A file may have them in three places. Raises `TypeError` or `ValueError`, also where two disagree.
-    """
+    """The fields of a file's rotary embedding, and the base in layers with a window."""
     found: dict[str, Any] = {}
     local: dict[str, Any] = {}
     for name in _OBJECTS:
@@ -188,7 +184,6 @@ def _object(name: str, given: object) -> Mapping[str, Any]:
 
 
 def _add(found: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Adds fields; raises `ValueError` for one that is there with another value."""
     for name, value in more.items():
         if found.setdefault(name, value) != value:
             raise ValueError(
@@ -200,11 +195,7 @@ def _add(found: dict[str, Any], more: Mapping[str, Any]) -> None:
 def read_scaling(
     rope: Mapping[str, Any], context: int, original: int | None = None
 ) -> AbstractRope | None:
-    """The scaling of a rotary embedding, for a model of that context, and of an original one beside it.
-
-    Raises `ValueError` for one that is unknown or lacks a number, or a field that its kind does not have, and as its
-    class.
-    """
+    """The scaling of a rotary embedding, for a model of that context, and of an original one beside it."""
     kind = rope.get("rope_type", "default")
     if kind != "default" and kind not in _KINDS:
         names = ", ".join(map(repr, ("default", *_KINDS)))

@@ -92,7 +92,6 @@ class LlamaLayer(eqx.Module):
         return self.self_attn.project(_of(self.input_layernorm, x), rope)
 
     def _after(self, x: Array, out: Array, parallel: SequenceParallel | None) -> Array:
-        """The stream after attention with this output, and after the MLP."""
         out = self.self_attn.o_proj(lax.collapse(out, 2))
         before, after = self.post_attention_layernorm, self.post_feedforward_layernorm
         if after is not None:

@@ -66,10 +66,7 @@ def frequencies(
 def rotary(
     positions: Int[Array, "batch time"], frequencies: Float[np.ndarray, " half"], factor: float
 ) -> tuple[Float[Array, "batch time 1 half"], Float[Array, "batch time 1 half"]]:
-    r"""Cosine and sine of position times frequency, times a factor, in the dtype of the frequencies.
-
-    Source: Su et al. (arXiv 2104.09864), equation 15.
-    """
+    r"""Cosine and sine of position times frequency, times a factor, in the dtype of the frequencies."""
     angle = positions.astype(frequencies.dtype)[:, :, None, None] * frequencies[None, None, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)

@@ -188,5 +188,4 @@ def special_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
 
 
 def _entries(file: Path) -> Mapping[str, Any]:
-    """The object in a JSON file; empty without the file."""
     return read_json(file, file.name) if file.is_file() else {}

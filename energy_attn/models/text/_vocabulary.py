@@ -38,10 +38,7 @@ class Special(NamedTuple):
 
 
 def special_tokens(folder: Path, config: Mapping[str, Any]) -> Special:
-    """The special tokens that the files of a folder name; `config` is its tokenizer_config.json.
-
-    The map is read where the configuration lists no tokens, as by transformers. Raises `ValueError`.
-    """
+    """The special tokens in a folder; its map is read where `config`, its tokenizer_config.json, lists none."""
     files = {folder / "tokenizer_config.json": config}
     file = folder / "special_tokens_map.json"
     if file.is_file() and "added_tokens_decoder" not in config:
@@ -64,7 +61,6 @@ def special_tokens(folder: Path, config: Mapping[str, Any]) -> Special:
 
 
 def _listed(name: str, tokens: object) -> list[str]:
-    """The texts of a list of tokens, or of an object whose values they are."""
     if not isinstance(tokens, (list, tuple, Mapping)):
         raise ValueError(f"{name}: wanted a list of tokens, got {received(tokens)}")
     values = tokens.values() if isinstance(tokens, Mapping) else tokens
@@ -91,7 +87,6 @@ def _added(tokens: object) -> tuple[dict[str, Any], ...]:
 
 
 def _content(name: str, token: object) -> str:
-    """The text of a token: a string, or an object whose `content` it is."""
     text = token.get("content") if isinstance(token, Mapping) else token
     # half of a surrogate pair is no text
     if not isinstance(text, str) or not text or re.search("[\ud800-\udfff]", text):
@@ -103,10 +98,7 @@ Tokens = Sequence[int] | Int[Array | np.ndarray, " tokens"]
 
 
 def ids(name: str, tokens: Tokens) -> list[int]:
-    """Tokens as a list, without negative numbers; errors call the argument `name`.
-
-    Raises `TypeError` for other types, and `ValueError` for numbers past 32 bits or another number of axes.
-    """
+    """Tokens as a list, without negative numbers; errors call the argument `name`."""
     array = np.asarray(tokens) if len(tokens) else np.zeros(0, np.int32)
     if array.dtype == object and all(isinstance(x, int) for x in array.flat):  # past 64 bits
         raise ValueError(f"{name}: wanted numbers of 32 bits, got {received(tokens)}")
@@ -115,12 +107,8 @@ def ids(name: str, tokens: Tokens) -> list[int]:
 
 
 class AbstractVocabulary(abc.ABC):
-    """The tokens of a text and the text of tokens, without a chat template."""
-
     @abc.abstractmethod
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text."""
-
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     @abc.abstractmethod
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of tokens; U+FFFD in place of bytes that are no UTF-8."""
@@ -130,19 +118,16 @@ class AbstractVocabulary(abc.ABC):
         """Whether later tokens cannot change the text up to this token, except a U+FFFD at the end."""
 
     @abc.abstractmethod
-    def number(self, token: str) -> int | None:
-        """The number of a token, or None."""
+    def number(self, token: str) -> int | None: ...
 
 
 class Bytes(AbstractVocabulary):
     """A token for each byte of UTF-8, and no special ones."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The bytes."""
         return list(text.encode("utf-8"))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of bytes; raises `ValueError` for a token above 255."""
         if tokens and max(tokens) > 255:
             raise ValueError(f"tokens: wanted bytes, from 0 to 255, got {max(tokens)}")
         return bytes(tokens).decode("utf-8", "replace")
@@ -152,16 +137,12 @@ class Bytes(AbstractVocabulary):
         return True
 
     def number(self, token: str) -> int | None:
-        """The byte of a character that is one."""
         data = token.encode("utf-8")
         return data[0] if len(data) == 1 else None
 
 
 class FromFile(AbstractVocabulary):
-    """A `tokenizer.json`, without the padding and truncation that it may ask for.
-
-    The library's errors become `ValueError` with the path.
-    """
+    """A `tokenizer.json` without its padding and truncation, whose errors are `ValueError`s with the path."""
 
     def __init__(self, path: Path, special: Special) -> None:
         from tokenizers import Tokenizer
@@ -176,12 +157,10 @@ class FromFile(AbstractVocabulary):
             self._add(special)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The tokens, with those that the file puts around a text."""
         with _explained(self._path):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text, by the file's decoder."""
         with _explained(self._path):
             return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
@@ -190,7 +169,6 @@ class FromFile(AbstractVocabulary):
         return token not in self._unsettled and self._tokenizer.id_to_token(token) is not None
 
     def number(self, token: str) -> int | None:
-        """The number of a token of the vocabulary, or of one that was added."""
         return self._tokenizer.token_to_id(token)
 
     def _add(self, special: Special) -> None:
@@ -230,10 +208,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def vocabulary(folder: Path, special: Special, config: Mapping[str, Any]) -> AbstractVocabulary:
-    """The vocabulary of a checkpoint: bytes where there is no file and `config` has 256 tokens.
-
-    Raises `ImportError` without `tokenizers`, and `ValueError` if the file is missing or cannot be read.
-    """
+    """The vocabulary of a checkpoint: bytes where there is no file and `config` has 256 tokens."""
     path, size = folder / "tokenizer.json", config.get("vocab_size")
     if not path.is_file():
         if size == 256:
