@@ -4,12 +4,14 @@ import abc
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, get_args
 
 import equinox as eqx
 import numpy as np
 
 from energy_attn.distributed.internal import Part, Tensor, safetensors
+from energy_attn.kernels.internal import check_finite_number, check_flag, check_integer
 
 Shape = tuple[int, ...]
 
@@ -148,3 +150,31 @@ class AbstractExperts(eqx.Module):
     """
 
     axis: eqx.AbstractVar[str | None]
+
+
+def check_numbers(
+    config: Any, positive: Collection[str] = (), least: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """Checks the numbers and flags of a dataclass by the types of its fields; None may be where it is the default.
+
+    Integers are at least 1, or `least`; numbers in `positive` are above 0. Raises `TypeError` or `ValueError`.
+    """
+    for field in dataclasses.fields(config):
+        name, x = field.name, getattr(config, field.name)
+        kinds = (field.type, *get_args(field.type))
+        if x is None and field.default is None:
+            continue
+        if bool in kinds:
+            check_flag(name, x)
+        elif int in kinds:
+            check_integer(name, x, least.get(name, 1))
+        elif float in kinds:
+            (check_positive if name in positive else check_finite_number)(name, x)
+
+
+def check_positive(name: str, x: float) -> float:
+    """Returns `x`, a number above 0; raises `TypeError` or `ValueError` for anything else."""
+    number = check_finite_number(name, x)
+    if number <= 0:
+        raise ValueError(f"{name}: wanted more than 0, got {x}")
+    return number

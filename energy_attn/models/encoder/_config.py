@@ -6,15 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from energy_attn.kernels.internal import check_finite_number, check_integer
-
 from ..checkpoint._config import check_activation, check_fields, check_only
-from ..decoder._config import AbstractModelConfig, Stored
+from ..decoder._config import AbstractModelConfig, Stored, check_numbers
 
-_SIZES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "max_position_embeddings", "type_vocab_size"),
-)
 # Names of weights here, and in a checkpoint.
 _RENAMED = (
     (r"^model\.", ""),
@@ -80,14 +74,13 @@ class EncoderConfig(AbstractModelConfig):
     layer_norm_eps: float = 1e-12
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            check_integer(name, getattr(self, name), 1)
+        check_numbers(self)
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size: wanted a multiple of the {self.num_attention_heads} heads, "
                 f"got {self.hidden_size}"
             )
-        if check_finite_number("layer_norm_eps", self.layer_norm_eps) < 0:
+        if self.layer_norm_eps < 0:
             raise ValueError(f"layer_norm_eps: wanted at least 0, got {self.layer_norm_eps}")
 
     @property

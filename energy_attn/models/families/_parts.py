@@ -3,13 +3,9 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_finite_number,
-    check_flag,
-    check_integer,
-    received,
-)
+from energy_attn.kernels.internal import check_choice, received
+
+from ..decoder._config import check_numbers
 
 
 @dataclass(frozen=True)
@@ -67,18 +63,8 @@ class ExpertsConfig:
     swiglu_alpha: float = 1.702
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_experts_per_tok", "intermediate_size", "n_group"):
-            check_integer(name, getattr(self, name), 1)
-        for name in ("n_shared_experts", "first_k_dense_replace"):
-            check_integer(name, getattr(self, name), 0)
-        check_integer("topk_group", self.topk_group, 1)
+        check_numbers(self, least={"n_shared_experts": 0, "first_k_dense_replace": 0})
         check_choice("scoring", self.scoring, ("softmax", "sigmoid"))
-        for name in ("norm_topk_prob", "bias"):
-            check_flag(name, getattr(self, name))
-        for name in ("routed_scaling_factor", "swiglu_alpha"):
-            check_finite_number(name, getattr(self, name))
-        if self.swiglu_limit is not None:
-            check_finite_number("swiglu_limit", self.swiglu_limit)
         if self.num_experts % self.n_group:
             raise ValueError(
                 f"n_group: wanted a divisor of the {self.num_experts} experts, got {self.n_group}"
@@ -135,15 +121,11 @@ class LatentConfig:
     rope_interleave: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
-            check_integer(name, getattr(self, name), 1)
-        if check_integer("qk_rope_head_dim", self.qk_rope_head_dim, 2) % 2:
+        check_numbers(self, least={"qk_rope_head_dim": 2})
+        if self.qk_rope_head_dim % 2:
             raise ValueError(
                 f"qk_rope_head_dim: wanted an even number, got {self.qk_rope_head_dim}"
             )
-        if self.q_lora_rank is not None:
-            check_integer("q_lora_rank", self.q_lora_rank, 1)
-        check_flag("rope_interleave", self.rope_interleave)
 
     @property
     def head_dim(self) -> int:

@@ -7,43 +7,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_finite_number,
-    check_flag,
-    check_integer,
-    received,
-)
+from energy_attn.kernels.internal import check_choice, check_integer, received
 
 from ..checkpoint._config import naming, read_json
-from ..decoder._config import AbstractDecoderConfig, Stored
+from ..decoder._config import AbstractDecoderConfig, Stored, check_numbers
 from ..families._mixtures import VARIANTS
 from ..families._parts import ExpertsConfig, LatentConfig, check_latent, check_layers
 from ..families._variant import FULL, SLIDING
 from ._json import read_fields, write_fields
 from ._rope import AbstractRope
-from ._scaling import DynamicRope, LinearRope, check_positive
+from ._scaling import DynamicRope, LinearRope
 
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
-_FLAGS = (
-    *("tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm"),
-    *(
-        "qk_norm_over_heads",
-        "unit_offset",
-        "wide_norms",
-        "pre_norms",
-        "post_norms",
-        "scaled_embeddings",
-    ),
-    "attention_sinks",
-)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # Numbers above zero, or None.
@@ -161,8 +135,7 @@ class LlamaConfig(AbstractDecoderConfig):
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         check_integer("num_attention_heads", heads, 1)
         self._fill("num_key_value_heads", heads if kv_heads is None else kv_heads)
-        for name in _SIZES:
-            check_integer(name, getattr(self, name), 1)
+        check_numbers(self, _POSITIVE, {"head_dim": 2})
         if heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_key_value_heads: wanted a divisor of the {heads} heads, "
@@ -181,16 +154,14 @@ class LlamaConfig(AbstractDecoderConfig):
         if check_integer("head_dim", self.head_dim, 2) % 2:
             raise ValueError(f"head_dim: wanted an even number, got {self.head_dim}")
         for name, least in (("rms_norm_eps", 0.0), ("rope_theta", 1.0)):
-            if check_finite_number(name, getattr(self, name)) < least:
+            if getattr(self, name) < least:
                 raise ValueError(f"{name}: wanted at least {least}, got {getattr(self, name)}")
-        for name in _FLAGS:
-            check_flag(name, getattr(self, name))
         scaling = self.rope_scaling
         if not isinstance(scaling, AbstractRope | None):
             raise TypeError(
                 f"rope_scaling: wanted an AbstractRope or None, got {received(scaling)}"
             )
-        part = check_finite_number("partial_rotary_factor", self.partial_rotary_factor)
+        part = self.partial_rotary_factor
         if not 0 < part <= 1 or (self.latent is not None and part != 1):
             wanted = "1 beside latent attention" if self.latent else "more than 0 and at most 1"
             raise ValueError(f"partial_rotary_factor: wanted {wanted}, got {part}")
@@ -210,13 +181,6 @@ class LlamaConfig(AbstractDecoderConfig):
         check_choice("hidden_act", self.hidden_act, _ACTIVATIONS)
         if not (self.pre_norms or self.post_norms):
             raise ValueError("post_norms: wanted True where pre_norms is False, got False")
-        for name in _POSITIVE:
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
-        if self.output_bias is not None:
-            check_flag("output_bias", self.output_bias)
-        if self.sliding_window is not None:
-            check_integer("sliding_window", self.sliding_window, 1)
         check_layers(self, "layer_types", (FULL, SLIDING))
         check_layers(self, "no_rope_layers", (0, 1))
         if self.sliding_window is None and SLIDING in (self.layer_types or ()):

@@ -8,6 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from energy_attn.kernels.internal import lse_dtype
 
+Frequencies = Float[np.ndarray, " half"]
+
 
 class AbstractRope(abc.ABC):
     """How the frequencies of a rotary embedding are lowered; a frozen dataclass, as it is static in a decoder.
@@ -24,9 +26,7 @@ class AbstractRope(abc.ABC):
     """
 
     @abc.abstractmethod
-    def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
-    ) -> Float[np.ndarray, " half"]:
+    def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The lowered frequencies, in the same dtype.
 
         Args:
@@ -42,7 +42,7 @@ class AbstractRope(abc.ABC):
         return 1.0
 
 
-def periods(width: int, theta: float, dtype: np.dtype) -> Float[np.ndarray, " half"]:
+def periods(width: int, theta: float, dtype: np.dtype) -> Frequencies:
     r"""$\theta^{2i/H}$ for $i < H/2$: the tokens in which a pair turns by a radian.
 
     Each step is rounded as PyTorch rounds it in float32, as at positions of 10^5 a last bit here is a
@@ -54,7 +54,7 @@ def periods(width: int, theta: float, dtype: np.dtype) -> Float[np.ndarray, " ha
 
 def frequencies(
     width: int, theta: float, scaling: AbstractRope | None, dtype: np.dtype, length: int
-) -> Float[np.ndarray, " half"]:
+) -> Frequencies:
     r"""$\theta^{-2i/H}$ for $i < H/2$, scaled: the radians that a pair turns per token of a text of `length` tokens.
 
     Source: Su et al. (arXiv 2104.09864), equation 15.
@@ -64,7 +64,7 @@ def frequencies(
 
 
 def rotary(
-    positions: Int[Array, "batch time"], frequencies: Float[np.ndarray, " half"], factor: float
+    positions: Int[Array, "batch time"], frequencies: Frequencies, factor: float
 ) -> tuple[Float[Array, "batch time 1 half"], Float[Array, "batch time 1 half"]]:
     r"""Cosine and sine of position times frequency, times a factor, in the dtype of the frequencies."""
     angle = positions.astype(frequencies.dtype)[:, :, None, None] * frequencies[None, None, None]

@@ -4,16 +4,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
 
-from energy_attn.kernels.internal import (
-    check_finite_number,
-    check_flag,
-    check_integer,
-    received,
-)
+from energy_attn.kernels.internal import received
 
-from ._rope import AbstractRope, periods
+from ..decoder._config import check_numbers, check_positive
+from ._rope import AbstractRope, Frequencies, periods
 
 
 @dataclass(frozen=True)
@@ -38,11 +33,9 @@ class LinearRope(AbstractRope):
     factor: float
 
     def __post_init__(self) -> None:
-        check_positive("factor", self.factor)
+        check_numbers(self, positive=("factor",))
 
-    def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
-    ) -> Float[np.ndarray, " half"]:
+    def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The lowered frequencies, in the same dtype."""
         del theta, length
         return frequencies / self.factor
@@ -82,19 +75,14 @@ class Llama3Rope(AbstractRope):
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        check_positive("factor", self.factor)
-        low = check_positive("low_freq_factor", self.low_freq_factor)
-        high = check_finite_number("high_freq_factor", self.high_freq_factor)
+        check_numbers(self, positive=("factor", "low_freq_factor"))
+        low, high = self.low_freq_factor, self.high_freq_factor
         if high <= low:
             raise ValueError(
                 f"high_freq_factor: wanted more than low_freq_factor {low}, got {high}"
             )
-        context = self.original_max_position_embeddings
-        check_integer("original_max_position_embeddings", context, 1)
 
-    def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
-    ) -> Float[np.ndarray, " half"]:
+    def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The lowered frequencies, in the same dtype."""
         del theta, length
         turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)
@@ -147,18 +135,9 @@ class YarnRope(AbstractRope):
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        context = self.original_max_position_embeddings
-        check_integer("original_max_position_embeddings", context, 1)
-        for name in ("factor", "beta_fast", "beta_slow"):
-            check_positive(name, getattr(self, name))
-        for name in ("mscale", "mscale_all_dim", "scale"):
-            if getattr(self, name) is not None:
-                check_finite_number(name, getattr(self, name))
-        check_flag("truncate", self.truncate)
+        check_numbers(self, positive=("factor", "beta_fast", "beta_slow"))
 
-    def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
-    ) -> Float[np.ndarray, " half"]:
+    def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The lowered frequencies, in the same dtype."""
         del length
         half = len(frequencies)
@@ -224,13 +203,11 @@ class DynamicRope(AbstractRope):
     max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        if check_finite_number("factor", self.factor) < 1:
+        check_numbers(self)
+        if self.factor < 1:
             raise ValueError(f"factor: wanted at least 1, got {self.factor}")
-        check_integer("max_position_embeddings", self.max_position_embeddings, 1)
 
-    def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
-    ) -> Float[np.ndarray, " half"]:
+    def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The frequencies of the grown base, in the same dtype."""
         width = 2 * len(frequencies)
         context = self.max_position_embeddings
@@ -277,8 +254,7 @@ class LongRope(AbstractRope):
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        check_integer("original_max_position_embeddings", self.original_max_position_embeddings, 2)
-        check_positive("factor", self.factor)
+        check_numbers(self, ("factor",), {"original_max_position_embeddings": 2})
         for name in ("short_factor", "long_factor"):
             values = getattr(self, name)
             if not isinstance(values, tuple):  # hashable, as the scaling is static
@@ -290,12 +266,8 @@ class LongRope(AbstractRope):
                 f"long_factor: wanted {len(self.short_factor)} numbers as in short_factor, "
                 f"got {len(self.long_factor)}"
             )
-        if self.scale is not None:
-            check_finite_number("scale", self.scale)
 
-    def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
-    ) -> Float[np.ndarray, " half"]:
+    def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The divided frequencies, in the same dtype; raises `ValueError` for another number of pairs."""
         is_long = length > self.original_max_position_embeddings
         factors = np.array(self.long_factor if is_long else self.short_factor, frequencies.dtype)
@@ -314,10 +286,3 @@ class LongRope(AbstractRope):
             return 1.0
         context = self.original_max_position_embeddings
         return math.sqrt(1 + math.log(self.factor) / math.log(context))
-
-
-def check_positive(name: str, x: float) -> float:
-    number = check_finite_number(name, x)
-    if number <= 0:
-        raise ValueError(f"{name}: wanted more than 0, got {x}")
-    return number
