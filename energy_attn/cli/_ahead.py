@@ -27,16 +27,11 @@ ALONE = {
 
 
 class Compiled(NamedTuple):
-    """Communication and memory of a program.
+    """Communication and memory of a program."""
 
-    Attributes:
-        sent: bytes that a device sends.
-        memory: bytes of a device's arguments, results and temporaries.
-        exposed: how many collectives of each kind have no products beside them; a loop's count once.
-    """
-
-    sent: float
-    memory: int
+    sent: float  # bytes that a device sends
+    memory: int  # bytes of a device's arguments, results and temporaries
+    # how many collectives of each kind have no products beside them; a loop's count once
     exposed: dict[str, int]
 
 

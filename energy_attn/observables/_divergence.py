@@ -29,21 +29,13 @@ from ._entropy import is_linear, queries_of
 
 
 class CrossScores(NamedTuple):
-    """The scores and energies of two measures under the weights of the first, for each row; all `[*B, T, N]`.
+    """The scores and energies of two measures under the weights of the first, for each row; all `[*B, T, N]`."""
 
-    Attributes:
-        own: the mean of the first's scores under its weights.
-        other: that of the second's scores, of the keys that both see.
-        hidden: whether the second does not see a key that the first sees.
-        lse: the energies of the first.
-        other_lse: those of the second.
-    """
-
-    own: Array
-    other: Array
-    hidden: Array
-    lse: Array
-    other_lse: Array
+    own: Array  # the mean of the first's scores under its weights
+    other: Array  # that of the second's scores, of the keys that both see
+    hidden: Array  # whether the second does not see a key that the first sees
+    lse: Array  # the energies of the first
+    other_lse: Array  # those of the second
 
 
 def kl_divergence(found: CrossScores) -> Array:

@@ -117,14 +117,11 @@ class _Threshold(NamedTuple):
     r"""$\tau = (\alpha - 1) \max_a s_a + t$, in two numbers for each row.
 
     For a large score their sum is rounded by more than the weights are.
-
-    Attributes:
-        largest: $\max_a s_a$, held constant in derivatives; minus infinity in a fully masked row.
-        below: $t$, from -1 to 0, with the derivatives of $\tau$.
     """
 
+    # $\max_a s_a$, held constant in derivatives; minus infinity in a fully masked row
     largest: Array
-    below: Array
+    below: Array  # $t$, from -1 to 0, with the derivatives of $\tau$
 
 
 @dataclasses.dataclass(frozen=True)

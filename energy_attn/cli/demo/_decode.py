@@ -60,27 +60,17 @@ class CacheContent(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """The results of decoding.
+    """The results of decoding."""
 
-    Attributes:
-        tokens: int `[count]`, the decoded bytes.
-        prefill_seconds: the time for the prompt, without compilation.
-        prefill_kernels: the kernels that read the prompt; empty without any of this library's.
-        kernels: those of a step.
-        traces: query, output and energy of each layer and step, on the host.
-        cache_content: the content of the cache after the last step, on the host.
-        start: the model, the first byte and the cache of the prompt, from which the loop decodes.
-        loop: the compiled loop, which consumes the cache that it is given.
-    """
-
-    tokens: np.ndarray
-    prefill_seconds: float
-    prefill_kernels: str
-    kernels: str
-    traces: Trace
-    cache_content: CacheContent
+    tokens: np.ndarray  # int `[count]`, the decoded bytes
+    prefill_seconds: float  # the time for the prompt, without compilation
+    prefill_kernels: str  # the kernels that read the prompt; empty without any of this library's
+    kernels: str  # those of a step
+    traces: Trace  # query, output and energy of each layer and step, on the host
+    cache_content: CacheContent  # the content of the cache after the last step, on the host
+    # the model, the first byte and the cache of the prompt, from which the loop decodes
     start: tuple[Llama, Array, DecoderCache]
-    loop: jax.stages.Compiled
+    loop: jax.stages.Compiled  # the compiled loop, which consumes the cache that it is given
 
     @property
     def slots(self) -> int:

@@ -7,21 +7,13 @@ import numpy as np
 
 
 class Line(NamedTuple):
-    """A line of the table.
+    """A line of the table."""
 
-    Attributes:
-        what: the quantity.
-        measured: its value.
-        beside: the value wanted, or one to compare with.
-        holds: whether the value is right; None where no value is wanted.
-        kernel: the kernels that ran; empty where the value is the same with any.
-    """
-
-    what: str
-    measured: str
-    beside: str = ""
-    holds: bool | None = None
-    kernel: str = ""
+    what: str  # the quantity
+    measured: str  # its value
+    beside: str = ""  # the value wanted, or one to compare with
+    holds: bool | None = None  # whether the value is right; None where no value is wanted
+    kernel: str = ""  # the kernels that ran; empty where the value is the same with any
 
 
 def table(lines: list[Line]) -> str:

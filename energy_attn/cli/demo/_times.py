@@ -24,23 +24,16 @@ class Run(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of the time of a byte over a mesh, in seconds.
+    """The parts of the time of a byte over a mesh, in seconds."""
 
-    Attributes:
-        merging: how much longer a step takes than one in which each device attends to its own keys, and
-            nothing is merged.
-        attending: the time of attention without merges, less that of attention on one device.
-        repeating: the time of a step without attention, which every device computes, less that on one device.
-            The three sum up to the difference from one device.
-        calling: how much longer a byte takes where each is a call of a program.
-        calling_one: the same on one device.
-    """
-
+    # how much longer a step takes than one in which each device attends to its own keys, and nothing is merged
     merging: float
-    attending: float
+    attending: float  # the time of attention without merges, less that of attention on one device
+    # the time of a step without attention, which every device computes, less that on one device. The three sum up to
+    # the difference from one device.
     repeating: float
-    calling: float
-    calling_one: float
+    calling: float  # how much longer a byte takes where each is a call of a program
+    calling_one: float  # the same on one device
 
 
 def parts(tree: Decoded, alone: Decoded, mesh: jax.sharding.Mesh, over: SequenceParallel) -> Parts:

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, UnionType
 from typing import Any, get_args
 
 import equinox as eqx
@@ -18,26 +18,17 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors that hold a weight.
+    """The tensors that hold a weight."""
 
-    Attributes:
-        names: of the tensors: one, or one for each index of the weight's first axis.
-        is_split: whether there is one for each index.
-        swapped: whether the last two axes have changed places in the file.
-        axis: of the weight, along which a tensor has more than it; None: there is none.
-        start: the first index along that axis.
-        step: the distance of two indices along it.
-        total: the size of the tensor along it.
-        dtype: in which the weight is kept whatever that of the others; None: that of the others.
-    """
-
-    names: tuple[str, ...]
-    is_split: bool = False
-    swapped: bool = False
+    names: tuple[str, ...]  # one, or one for each index of the weight's first axis
+    is_split: bool = False  # whether there is one for each index
+    swapped: bool = False  # whether the last two axes have changed places in the file
+    # the axis of the weight along which a tensor has more than it, or None
     axis: int | None = None
-    start: int = 0
-    step: int = 1
-    total: int = 0
+    start: int = 0  # the first index along that axis
+    step: int = 1  # the distance of two indices along it
+    total: int = 0  # the size of the tensor along it
+    # in which the weight is kept; None: that of the others
     dtype: np.dtype | None = None
 
     def shape(self, weight: Shape) -> Shape:
@@ -95,18 +86,12 @@ class AbstractModelConfig(abc.ABC):
     """The sizes of a model that its checkpoints need, and its sharding, under Hugging Face's names.
 
     A configuration is hashable, as it is a static field of its model: a frozen dataclass.
-
-    Attributes:
-        vocab_size: number of tokens.
-        intermediate_size: width inside the MLP.
-        num_hidden_layers: number of layers.
-        num_attention_heads: number of query heads.
     """
 
-    vocab_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
+    vocab_size: int  # number of tokens
+    intermediate_size: int  # width inside the MLP
+    num_hidden_layers: int  # number of layers
+    num_attention_heads: int  # number of query heads
 
     @abc.abstractmethod
     def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
@@ -121,19 +106,12 @@ class AbstractModelConfig(abc.ABC):
 
 
 class AbstractDecoderConfig(AbstractModelConfig):
-    """The sizes of a decoder that generation and caches need beside those.
+    """The sizes of a decoder that generation and caches need beside those."""
 
-    Attributes:
-        num_key_value_heads: number of key/value heads, a divisor of the query heads.
-        head_dim: width of queries and keys.
-        tie_word_embeddings: whether the output projection is the embedding.
-        eos_token_id: the tokens that end a text.
-    """
-
-    num_key_value_heads: int
-    head_dim: int
-    tie_word_embeddings: bool
-    eos_token_id: tuple[int, ...]
+    num_key_value_heads: int  # number of key/value heads, a divisor of the query heads
+    head_dim: int  # width of queries and keys
+    tie_word_embeddings: bool  # whether the output projection is the embedding
+    eos_token_id: tuple[int, ...]  # the tokens that end a text
 
     @property
     @abc.abstractmethod
@@ -161,7 +139,7 @@ def check_numbers(
     """
     for field in dataclasses.fields(config):
         name, x = field.name, getattr(config, field.name)
-        kinds = (field.type, *get_args(field.type))
+        kinds = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
         if x is None and field.default is None:
             continue
         if bool in kinds:

@@ -317,13 +317,10 @@ class AbstractDecoder(AbstractModel):
 
 
 class Family(NamedTuple):
-    """The functions that read the checkpoints of one `model_type`.
+    """The functions that read the checkpoints of one `model_type`."""
 
-    Attributes:
-        read: returns the configuration that the fields of a `config.json` describe; raises
-            `TypeError` or `ValueError` for what the family does not compute.
-        build: returns the model of a configuration, called as `build(config, key=key)`.
-    """
-
+    # returns the configuration that the fields of a `config.json` describe; raises `TypeError` or `ValueError` for
+    # what the family does not compute
     read: Callable[[Mapping[str, Any]], AbstractModelConfig]
+    # returns the model of a configuration, called as `build(config, key=key)`
     build: Callable[..., AbstractModel]

@@ -22,17 +22,12 @@ _EXPERT = re.compile(r"(.*)\.experts\.(gate_proj|up_proj|down_proj)")
 
 
 class ExpertFields(NamedTuple):
-    """The fields of a file that describe experts.
+    """The fields of a file that describe experts."""
 
-    Attributes:
-        fields: by the name in an `ExpertsConfig`: the name in the file, and its default there.
-        fixed: what the experts of all the family have.
-        newer: other names of some fields, in files of transformers 5.
-    """
-
+    # by the name in an `ExpertsConfig`: the name in the file, and its default there
     fields: Mapping[str, tuple[str, Any]]
-    fixed: Mapping[str, Any] = {}
-    newer: Mapping[str, str] = {}
+    fixed: Mapping[str, Any] = {}  # what the experts of all the family have
+    newer: Mapping[str, str] = {}  # other names of some fields, in files of transformers 5
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,44 +56,32 @@ def _as_named(config: Any, name: str, shape: tuple[int, ...]) -> Stored:
 
 
 class Variant(NamedTuple):
-    """A family whose decoder is a Llama under flags; static.
+    """A family whose decoder is a Llama under flags; static."""
 
-    Attributes:
-        architecture: the name of transformers' class.
-        activation: inside the MLP.
-        local_theta: the base of the rotary embedding of layers with a window, where a file has none; None: that of all.
-        defaults: what transformers has in the place of a missing field.
-        fixed: attributes of a `LlamaConfig` that all of the family have.
-        own: attributes that a file has under the same name, and their defaults.
-        only: fields of a file with the only value that is computed.
-        experts: those of a file; None: plain MLPs.
-        fields: names in a `config.json` that it has beside these and those of all families.
-        read: further attributes, from the fields and from the sizes, which have their values or defaults.
-        write: the fields that `read` reads, from the attributes.
-        rope: the rotary embedding of a file that has none.
-        rope_types: its types under older names.
-        original: the field with the original context, if it has one beside the rotary embedding.
-        quantized: how its files may be quantized.
-        has_drafting_layers: whether its files may have more layers than the decoder, which draft tokens.
-        stored: where a checkpoint has a weight, by the `LlamaConfig` and the weight's name and shape.
-    """
-
-    architecture: str
-    activation: str = "silu"
+    architecture: str  # the name of transformers' class
+    activation: str = "silu"  # inside the MLP
+    # the base of the rotary embedding of layers with a window, where a file has none; None: that of all
     local_theta: float | None = None
-    defaults: Mapping[str, Any] = {}
-    fixed: Mapping[str, Any] = {}
+    defaults: Mapping[str, Any] = {}  # what transformers has in the place of a missing field
+    fixed: Mapping[str, Any] = {}  # attributes of a `LlamaConfig` that all of the family have
+    # attributes that a file has under the same name, and their defaults
     own: Mapping[str, Any] = {}
-    only: Mapping[str, Any] = {}
-    experts: ExpertFields | None = None
+    only: Mapping[str, Any] = {}  # fields of a file with the only value that is computed
+    experts: ExpertFields | None = None  # those of a file; None: plain MLPs
+    # names in a `config.json` that it has beside these and those of all families
     fields: tuple[str, ...] = ()
+    # further attributes, from the fields and from the sizes, which have their values or defaults
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    # the fields that `read` reads, from the attributes
     write: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
-    rope: Mapping[str, Any] = {}
-    rope_types: Mapping[str, str] = {}
+    rope: Mapping[str, Any] = {}  # the rotary embedding of a file that has none
+    rope_types: Mapping[str, str] = {}  # its types under older names
+    # the field with the original context, if it has one beside the rotary embedding
     original: str | None = None
-    quantized: str | None = None
+    quantized: str | None = None  # how its files may be quantized
+    # whether its files may have more layers than the decoder, which draft tokens
     has_drafting_layers: bool = False
+    # where a checkpoint has a weight, by the `LlamaConfig` and the weight's name and shape
     stored: Callable[[Any, str, tuple[int, ...]], Stored] = _as_named
 
     @property

@@ -28,51 +28,30 @@ from ._stream import raise_error, tell_read, tell_wrote
 
 
 class Decoding(eqx.Module):
-    """The inputs of every pass, besides the state of the loop.
-
-    Attributes:
-        model: that is read.
-        drafter: of the trees that a pass verifies; None: a pass reads one token.
-        sampling: of tokens.
-        stop: `[number]`, the tokens that end a row.
-        watch: the number of a listener, or None.
-        how: the model computes.
-    """
+    """The inputs of every pass, besides the state of the loop."""
 
     model: AbstractDecoder
+    # makes the trees that a pass verifies; None: a pass reads one token
     drafter: AbstractDrafter | None
     sampling: Sampling
-    stop: Array
-    watch: Array | None
+    stop: Array  # `[number]`, the tokens that end a row
+    watch: Array | None  # the number of a listener, or None
     how: How = eqx.field(static=True, default=PLAIN)
 
 
 class Loop(NamedTuple):
-    """The state of the loop. The last known token is not in the cache: the next pass reads it.
+    """The state of the loop. The last known token is not in the cache: the next pass reads it."""
 
-    Attributes:
-        text: `[B, slots]`, prompt and generated tokens.
-        start: `[B]`, the length of the prompt.
-        lengths: `[B]`, the number of known tokens.
-        left: `[B]`, the number of tokens still to generate; 0 after a stop.
-        cache: of the model, with all known tokens but the last.
-        state: of the drafter.
-        counts: `[3, B]`: passes, drafted nodes, accepted nodes.
-        numbers: `[B]`, the number of the prompt in each row; None: 0, 1, ...
-        seen: the tokens that penalties count.
-        logprobs: `[B, slots]` float32, of the generated tokens, or None.
-    """
-
-    text: Array
-    start: Array
-    lengths: Array
-    left: Array
-    cache: DecoderCache
-    state: Any
-    counts: Array
-    numbers: Array | None = None
-    seen: Seen = Seen(None, None)
-    logprobs: Array | None = None
+    text: Array  # `[B, slots]`, prompt and generated tokens
+    start: Array  # `[B]`, the length of the prompt
+    lengths: Array  # `[B]`, the number of known tokens
+    left: Array  # `[B]`, the number of tokens still to generate; 0 after a stop
+    cache: DecoderCache  # of the model, with all known tokens but the last
+    state: Any  # of the drafter
+    counts: Array  # `[3, B]`: passes, drafted nodes, accepted nodes
+    numbers: Array | None = None  # `[B]`, the number of the prompt in each row; None: 0, 1, ...
+    seen: Seen = Seen(None, None)  # the tokens that penalties count
+    logprobs: Array | None = None  # `[B, slots]` float32, of the generated tokens, or None
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=3)

@@ -158,15 +158,10 @@ def warn(message: str) -> None:
 
 
 class Seen(NamedTuple):
-    """Which tokens each text has, `[B, V]`; None if nobody asks.
+    """Which tokens each text has, `[B, V]`; None if nobody asks."""
 
-    Attributes:
-        text: in the prompt or generated.
-        generated: in what was generated.
-    """
-
-    text: Array | None
-    generated: Array | None
+    text: Array | None  # in the prompt or generated
+    generated: Array | None  # in what was generated
 
 
 def seen_in(sampling: Sampling, tokens: Array, exists: Array, vocab: int) -> Seen:

@@ -24,16 +24,12 @@ _NUMBERS = itertools.count()
 
 
 class Receivers(NamedTuple):
-    """The receivers of messages from a running loop.
+    """The receivers of messages from a running loop."""
 
-    Attributes:
-        stream: gets the next tokens, or the text that they add where there are `texts`; or None.
-        progress: of the prompts.
-        texts: of each prompt; one that is stopped ends its row. None: tokens are no text.
-    """
-
+    # gets the next tokens, or the text that they add where there are `texts`; or None
     stream: Callable[[Any], Any] | None
-    progress: bool | Progress | None
+    progress: bool | Progress | None  # of the prompts
+    # of each prompt; one that is stopped ends its row. None: tokens are no text.
     texts: Sequence[TextStream] | None
 
 

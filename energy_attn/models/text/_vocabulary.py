@@ -24,16 +24,11 @@ _LISTS = "additional_special_tokens", "extra_special_tokens"
 
 
 class Special(NamedTuple):
-    """Special tokens.
+    """Special tokens."""
 
-    Attributes:
-        named: by name, `bos_token`, `eos_token`, `pad_token` and others.
-        contents: all of them, those without a name too.
-        added: tokens that the vocabulary may lack, special or not, with their flags.
-    """
-
-    named: Mapping[str, str]
-    contents: tuple[str, ...]
+    named: Mapping[str, str]  # by name, `bos_token`, `eos_token`, `pad_token` and others
+    contents: tuple[str, ...]  # all of them, those without a name too
+    # tokens that the vocabulary may lack, special or not, with their flags
     added: tuple[Mapping[str, Any], ...]
 
 
