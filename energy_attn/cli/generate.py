@@ -33,6 +33,7 @@ from ..models.text._tokenizer import special_ids
 from ._arguments import enough_devices, integer, numbers, simulate_devices
 
 _EXAMPLE = '--prompt "if __name__ == " --stop ":"'  # which the model in this package answers
+_SAMPLING = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -165,12 +166,7 @@ def _run(args: argparse.Namespace, count: int) -> int:
             args.max_new_tokens,
             tokenizer=tokenizer,
             parallel=parallel,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            repetition_penalty=args.repetition_penalty,
-            presence_penalty=args.presence_penalty,
+            **{name: getattr(args, name) for name in _SAMPLING},
             eos_token_id=args.eos,
             stop=args.stop,
             key=jax.random.key(args.seed),

@@ -150,7 +150,7 @@ def check_numbers(
             (check_positive if name in positive else check_finite_number)(name, x)
 
 
-def check_positive(name: str, x: float) -> float:
+def check_positive(name: str, x: object) -> float:
     """Returns `x`, a number above 0; raises `TypeError` or `ValueError` for anything else."""
     number = check_finite_number(name, x)
     if number <= 0:

@@ -155,20 +155,10 @@ class AbstractDecoder(AbstractModel):
         returns for the same text, and so have their gradients whatever the mesh: the ratio of a policy to the one that
         was sampled is exactly 1 before the first update.
 
-        Args:
-            tokens: as in a call, as all arguments.
-            positions: likewise.
-            parallel: likewise.
-            reproducible: likewise.
-            attend: likewise.
+        Arguments and errors are those of a call.
 
         Returns:
             `[batch, time - 1]`, in float32, or float64 where the weights are.
-
-        Raises:
-            TypeError: as a call does.
-            ValueError: as a call does.
-            NotImplementedError: as a call does.
 
         Examples:
             >>> import jax, jax.numpy as jnp

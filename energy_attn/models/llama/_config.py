@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,7 +275,7 @@ class LlamaConfig(AbstractDecoderConfig):
             raise TypeError(f"path: wanted the path of a config.json, got {received(path)}")
         entries = read_json(path, "config.json")
         with naming(path):
-            return read_config(entries)
+            return cls(**read_fields(entries))
 
     def to_json(self) -> dict[str, Any]:
         """The fields of a `config.json` that both transformers 4 and 5 read.
@@ -289,7 +289,7 @@ class LlamaConfig(AbstractDecoderConfig):
             {'rope_type': 'default', 'rope_theta': 500000.0}
         """
         entries = write_fields(self._values())
-        own, read = self._computed(), read_config(entries)._computed()
+        own, read = self._computed(), LlamaConfig(**read_fields(entries))._computed()
         if lost := [name for name, x in own.items() if read[name] != x]:
             raise ValueError(
                 f"{lost[0]}: wanted what a checkpoint of {self.model_type!r} can say, got {own[lost[0]]}"
@@ -343,7 +343,3 @@ class LlamaConfig(AbstractDecoderConfig):
 
     def _fill(self, name: str, value: int) -> None:
         object.__setattr__(self, name, value)
-
-
-def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
-    return LlamaConfig(**read_fields(entries))

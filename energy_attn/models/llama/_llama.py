@@ -27,8 +27,9 @@ from ..checkpoint._save import save
 from ..decoder._decoder import AbstractDecoder, Family
 from ..decoder._see import See
 from ._attention import LatentAttention, LlamaAttention, attention_scale
-from ._config import LlamaConfig, read_config
+from ._config import LlamaConfig
 from ._experts import RoutedMLP
+from ._json import read_fields
 from ._layers import Embedding, Linear, LlamaMLP, RMSNorm, dot, norm_of
 from ._rope import frequencies, rotary
 
@@ -263,4 +264,4 @@ class Llama(AbstractDecoder):
         return found if cap is None else cap * jnp.tanh(found / cap)
 
 
-LLAMA = Family(read_config, Llama)
+LLAMA = Family(lambda entries: LlamaConfig(**read_fields(entries)), Llama)
