@@ -133,7 +133,6 @@ def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
 
 
 def _attention_and_score(call: StaticCall, operands: Operands) -> AttentionState:
-    """The state with the mean of the scores behind attention."""
     if not is_linear(call, operands):
         return attention_and_mean_over_keys(call, operands, _score_term, 1)
     width = operands.value.shape[-1]
@@ -155,7 +154,6 @@ def queries_of(call: StaticCall, operands: Operands, lse: Array) -> Array:
 
 
 def is_linear(call: StaticCall, operands: Operands) -> bool:
-    """Whether the scores are linear in the keys: scaled products, and nothing else."""
     return operands.bias is None and call.settings.score is None
 
 

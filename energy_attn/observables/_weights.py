@@ -94,7 +94,6 @@ def _key_count(call: StaticCall, operands: Operands) -> int:
 
 
 def _with_rows(chosen: Array, call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]:
-    """A part with the queries of the chosen rows, which all devices have."""
     whole = {
         name: None if x is None else whole_along(x, axis)
         for name, axis in (("query", 1), ("bias", 2), ("mask", 2))

@@ -119,8 +119,7 @@ class _Threshold(NamedTuple):
     For a large score their sum is rounded by more than the weights are.
     """
 
-    # $\max_a s_a$, held constant in derivatives; minus infinity in a fully masked row
-    largest: Array
+    largest: Array  # $\max_a s_a$, held constant in derivatives; -inf in a fully masked row
     below: Array  # $t$, from -1 to 0, with the derivatives of $\tau$
 
 

@@ -50,7 +50,6 @@ def float64_attention(
 
 
 def errors(trace: Trace, cache_content: CacheContent, first: int) -> Errors:
-    """Compares the attention of every layer and step with float64, from the same q, k and v."""
     query, outs, energies = (np.asarray(x)[:, 0] for x in trace)
     steps = first + np.arange(query.shape[1])
     seen = (cache_content.positions >= 0) & (cache_content.positions <= steps[:, None])
@@ -98,7 +97,6 @@ class Score(NamedTuple):
 
 
 def score(model: Llama, text: np.ndarray) -> Score:
-    """The losses of a model on the end of a text."""
     half = WINDOW // 2
     pieces = np.stack([text[-WINDOW - half - 1 : -half], text[-WINDOW - 1 :]])
     losses = jax.jit(surprise)

@@ -225,7 +225,6 @@ def copied(cache: DecoderCache) -> DecoderCache:
 
 
 def sent(loop: jax.stages.Compiled, count: int) -> Sent:
-    """Counts the collectives of a step of a compiled loop of `count` bytes, their bytes, and the peak memory."""
     operations = collectives(loop)
     memory: Any = loop.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes

@@ -53,19 +53,7 @@ def character(byte: int) -> str:
 
 
 def draw(path: Path, energies: np.ndarray, text: np.ndarray, context: int) -> str | None:
-    """Draws the energies below the decoded text.
-
-    Args:
-        path: where the PNG goes.
-        energies: `[layers, T, N]`, in nats.
-        text: `[T]`, the bytes.
-        context: the number of bytes before it.
-
-    Returns:
-        None, or a message where matplotlib, an extra, is missing.
-
-    Raises `OSError` if the file cannot be written.
-    """
+    """Draws the energies below the decoded text."""
     try:
         from matplotlib import rc_context
         from matplotlib.cm import ScalarMappable

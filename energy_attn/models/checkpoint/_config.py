@@ -151,7 +151,6 @@ def check_activation(name: str, entries: Mapping[str, Any], wanted: str) -> None
 
 
 def check_only(entries: Mapping[str, Any], only: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a field with another value than the only one that is computed."""
     for name, x in only.items():
         if entries.get(name, x) != x:
             raise ValueError(f"{name}: wanted {x!r}, got {received(entries[name])}")

@@ -146,7 +146,6 @@ def _replace_weights(folder: Path, weights: str, identity: str) -> None:
 
 
 def _whole(tensor: _Written) -> np.ndarray:
-    """A tensor on the host, of all the weights in it."""
     place, leaf, index = tensor.weights[0]
     if place.axis is None and not place.swapped:
         return _host(leaf if index is None else leaf[index])

@@ -200,7 +200,6 @@ def _check_layers(name: str, wanted: int, given: int) -> None:
 
 
 def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> None:
-    """Raises `TypeError` for another type, `ValueError` for the cache of another model or batch."""
     if not isinstance(cache, DecoderCache):
         raise TypeError(f"cache: wanted a DecoderCache, got {received(cache)}")
     if len(cache.layers) != config.num_hidden_layers:

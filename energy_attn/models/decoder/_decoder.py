@@ -287,23 +287,15 @@ class AbstractDecoder(AbstractModel):
             block_size = min(128, share)
             if reproducible and devices > 1:
                 block_size = LEAF << ((share - 1) // (_MOST_BLOCKS * LEAF)).bit_length()
-
-        def make() -> KVCache:
-            return KVCache.empty(
-                batch,
-                slots,
-                self.config.num_key_value_heads,
-                self.config.head_dim,
-                self.config.value_dim,
-                dtype=self.embed_tokens.weight.dtype,
-                quantize=quantize,
-                window=window,
-                parallel=parallel,
-                block_size=block_size,
-            )
-
+        config, dtype = self.config, self.embed_tokens.weight.dtype
+        sizes = config.num_key_value_heads, config.head_dim, config.value_dim
+        options: Any = {"quantize": quantize, "window": window, "parallel": parallel}
         # separate arrays for each layer, so that the cache can be donated
-        return DecoderCache(tuple(make() for _ in range(self.config.num_hidden_layers)), slots)
+        layers = (
+            KVCache.empty(batch, slots, *sizes, dtype=dtype, block_size=block_size, **options)
+            for _ in range(config.num_hidden_layers)
+        )
+        return DecoderCache(tuple(layers), slots)
 
 
 class Family(NamedTuple):

@@ -117,7 +117,6 @@ class EncoderLayer(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch time width"], see: Callable[..., tuple[Array, Any]]
     ) -> tuple[Float[Array, "batch time width"], Any]:
-        """The stream after the layer, and the second result of `see(query, key, value)`."""
         q, k, v = (
             proj(x).reshape(*x.shape[:2], self.heads, -1)
             for proj in (self.q_proj, self.k_proj, self.v_proj)

@@ -159,7 +159,6 @@ def as_tuple(name: str, x: object) -> tuple[Any, ...]:
 
 
 def read_list(values: Mapping[str, Any], name: str) -> tuple[Any, ...] | None:
-    """A list of one entry for each layer as a tuple; None: there is none."""
     x = values.get(name)
     return None if x is None else as_tuple(name, x)
 

@@ -203,7 +203,6 @@ class ModelDrafter(AbstractDrafter):
 
 
 def last_of(text: Array, lengths: Array) -> Array:
-    """The last of the first `lengths` tokens of each row, `[B, 1]`."""
     return _gather_tokens(text, lengths[:, None] - 1)
 
 
