@@ -7,18 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.kernels.internal import (
     as_int32,
-    check_finite_number,
     check_floating,
     check_integer,
     check_key,
+    check_positive,
     check_shape,
     lse_dtype,
-    received,
 )
 
 from ._tree import PrefixTree, check_logits
@@ -88,28 +86,11 @@ def check_sampling(
     temperature: object, top_k: object, top_p: object
 ) -> tuple[Any, int | None, Any]:
     """Returns the settings of `process_logits`: Python numbers, scalar arrays, or None for all tokens."""
-    temperature = check_positive("temperature", temperature, None)
+    temperature = check_positive("temperature", temperature)
     top_k = None if top_k is None else check_integer("top_k", top_k, least=1)
     top_p = None if top_p is None else check_positive("top_p", top_p, 1)
     is_all = isinstance(top_p, float) and top_p == 1  # avoids a sort
     return temperature, top_k, None if is_all else top_p
-
-
-def check_positive(name: str, x: object, most: int | None) -> Any:
-    """Returns a number or a floating scalar above 0 and at most `most`; traced ones are not read."""
-    number = x
-    if isinstance(x, (jax.Array, np.ndarray)):
-        check_floating(name, x)
-        if x.ndim:
-            raise ValueError(f"{name}: wanted a number or a floating scalar, got {received(x)}")
-        if isinstance(x, Tracer):
-            return x
-        number = float(x)
-    number = check_finite_number(name, number)
-    if number <= 0 or (most is not None and number > most):
-        bounds = "above 0" if most is None else f"above 0 and at most {most}"
-        raise ValueError(f"{name}: wanted a number {bounds}, got {number}")
-    return x if isinstance(x, jax.Array) else number
 
 
 class Accepted(NamedTuple):

@@ -18,6 +18,7 @@ from energy_attn.kernels.internal import (
     check_integer,
     check_key,
     check_options,
+    check_positive,
     check_shape,
     is_concrete,
     lse_dtype,
@@ -25,7 +26,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ...prefix_tree import PrefixTree
-from ...prefix_tree._accept import check_positive, check_sampling, process_logits
+from ...prefix_tree._accept import check_sampling, process_logits
 from ...prefix_tree._tree import gather_slots
 
 
@@ -115,7 +116,7 @@ def sampling_of(vocab: int, options: SamplingOptions, is_scored: bool) -> Sampli
 def _penalties(vocab: int, options: SamplingOptions) -> dict[str, Any]:
     repetition, presence = options.get("repetition_penalty"), options.get("presence_penalty")
     if repetition is not None:
-        repetition = check_positive("repetition_penalty", repetition, None)
+        repetition = check_positive("repetition_penalty", repetition)
     if isinstance(presence, (jax.Array, np.ndarray)):
         check_shape("presence_penalty", check_floating("presence_penalty", presence), ())
     elif presence is not None:
