@@ -1,4 +1,4 @@
-"""`python -m energy_attn reproducible`: whether a row has the same bits however it is computed here, and the cost."""
+"""`python -m energy_attn reproducible`: whether rows have the same bits in all computations, and the cost."""
 
 import argparse
 import hashlib

@@ -194,7 +194,7 @@ def run_reduction(
 
 
 def sinks_as_keys(calls: Calls, parts: Parts) -> tuple[Calls, Parts]:
-    """The same measure without sinks: each is a part of one key, after all other parts, in their order.
+    """Returns the measure without sinks: each becomes a part of one key, after all other parts, in order.
 
     A sink of plus infinity has the largest score that there is: all the weight, and differences of scores
     that are numbers.

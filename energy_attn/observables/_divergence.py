@@ -150,7 +150,7 @@ def _of_part(mine: Part, theirs: Part) -> tuple[AttentionState, Array | None]:
 
 
 def _with_heads(number: int, call: StaticCall, operands: Operands) -> Part:
-    """The same part with as many heads of keys, each of them repeated, and no wide values."""
+    """Repeats the heads of a part's keys up to a number, and drops wide values."""
     operands = operands._replace(value=operands.value[..., :1])
     times = number // operands.key.shape[2]
     if times == 1:
@@ -173,7 +173,7 @@ def _same_mask(mine: Part, theirs: Part) -> bool:
 
 
 def _linear(mine: Part, theirs: Part) -> AttentionState:
-    """Attention over the keys of both as values, by which linear scores have their means."""
+    """Computes means of linear scores by attention with the keys of both as values."""
     (call, operands), (other_call, other) = mine, theirs
     joined = operands._replace(value=jnp.concatenate([operands.key, other.key], -1))
     out, lse = state_at((call,), None, (joined,))

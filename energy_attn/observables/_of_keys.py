@@ -1,4 +1,4 @@
-"""What a measure says of its keys: their weights, sums of these, draws, and the distance of another measure."""
+"""Weights of keys, their sums, draws of keys, and the divergence of another measure."""
 
 import abc
 

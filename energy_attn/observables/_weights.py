@@ -88,7 +88,7 @@ def _weight_sum(scores: Array, value: Array, lse: Array) -> Array:
 
 
 def _key_count(call: StaticCall, operands: Operands) -> int:
-    """The number of keys of a part: inside a `jax.shard_map`, of those on all devices."""
+    """Counts the keys of a part on all devices, also inside a `jax.shard_map`."""
     devices = 1 if call.plan is None or not call.plan.local else call.plan.devices
     return operands.key.shape[1] * devices
 

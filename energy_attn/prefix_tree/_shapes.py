@@ -137,7 +137,7 @@ def token_tree(
 
 @functools.partial(jax.jit, static_argnums=0)
 def tree_from_checked_parents(depth: int, tokens: Array, parent: Array, size: Array) -> PrefixTree:
-    """As `tree_from_parents`, for checked JAX arrays."""
+    """Computes `tree_from_parents` of checked JAX arrays."""
     slots = tokens.shape[1]
     slot_index = jnp.arange(slots, dtype=jnp.int32)[None]
     used = slot_index < size[:, None]

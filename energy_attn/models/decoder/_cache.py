@@ -79,7 +79,7 @@ class DecoderCache(eqx.Module):
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that each row has room for; of forks, besides the prompt."""
+        """The number of tokens in each row's room; forks count it without the prompt."""
         return self.layers[0].capacity
 
     @property

@@ -95,7 +95,7 @@ class AbstractModelConfig(abc.ABC):
 
     @abc.abstractmethod
     def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
-        """Where a checkpoint has the weight of this name and shape."""
+        """Returns the place in a checkpoint of the weight of this name and shape."""
 
     @abc.abstractmethod
     def ignores(self, name: str, names: Collection[str]) -> bool:
@@ -106,7 +106,7 @@ class AbstractModelConfig(abc.ABC):
 
 
 class AbstractDecoderConfig(AbstractModelConfig):
-    """The sizes of a decoder that generation and caches need beside those."""
+    """Further sizes of a decoder, for generation and caches."""
 
     num_key_value_heads: int  # number of key/value heads, a divisor of the query heads
     head_dim: int  # width of queries and keys

@@ -90,7 +90,7 @@ class EncoderConfig(AbstractModelConfig):
 
     @property
     def num_key_value_heads(self) -> int:
-        """The number of key/value heads: each head has its own."""
+        """Returns `num_attention_heads`, as heads share no keys."""
         return self.num_attention_heads
 
     def to_json(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class EncoderConfig(AbstractModelConfig):
         }
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
-        """Where a checkpoint has the weight of this name and shape."""
+        """Returns the place in a checkpoint of the weight of this name and shape."""
         del shape
         for ours, theirs in _RENAMED:
             name = re.sub(ours, theirs, name)

@@ -180,7 +180,7 @@ class Encoder(AbstractModel):
         return_energies: bool = False,
         attend: Callable[..., Any] = attention,
     ) -> EncoderOutput:
-        """Final hidden states; those of padding are undefined, and its energies minus infinity.
+        """Final hidden states; padding has undefined states and energies of minus infinity.
 
         Args:
             tokens: of any integer dtype, at most `max_position_embeddings` of them.

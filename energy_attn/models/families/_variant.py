@@ -1,4 +1,4 @@
-"""What a family of decoders has beside a Llama, as its `config.json` and its tensors say it."""
+"""How a family of decoders differs from a Llama in its `config.json` and its tensors."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -86,7 +86,7 @@ class Variant(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names in a file that the family has beside those of all."""
+        """The family's own names in a file."""
         experts = () if self.experts is None else self.experts.names
         return (*self.own, *self.only, *experts, *self.fields)
 

@@ -113,7 +113,7 @@ class PromptLookup(AbstractDrafter):
     def start(
         self, tokens: _Tokens, lengths: _Lengths, slots: int, parallel: SequenceParallel | None
     ) -> None:
-        """None, as drafts depend on the text alone."""
+        """Returns None, as drafts depend on the text alone."""
 
     def draft(self, text: _Tokens, lengths: _Lengths, state: PyTree) -> tuple[PrefixTree, PyTree]:
         """The tokens that follow earlier occurrences of the last ones."""

@@ -28,7 +28,7 @@ from ._stream import raise_error, tell_read, tell_wrote
 
 
 class Decoding(eqx.Module):
-    """The inputs of every pass, besides the state of the loop."""
+    """The inputs of every pass that do not change."""
 
     model: AbstractDecoder
     # makes the trees that a pass verifies; None: a pass reads one token
@@ -262,7 +262,7 @@ def _begin(
 
 @functools.partial(jax.jit, static_argnums=1)
 def _complete(one: Loop, rows: int) -> Loop:
-    """A loop of `rows` complete rows, as large as those of `one`, which has a row."""
+    """A loop of `rows` complete rows, each as large as the row of `one`."""
     for x in jax.tree.leaves(one.state):
         if x.shape[:1] != (1,):
             raise ValueError(

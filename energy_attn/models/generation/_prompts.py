@@ -27,7 +27,7 @@ Prompts = (
 
 
 def encoded(tokens: object, tokenizer: Tokenizer | None) -> object:
-    """Text and chats as lists of tokens; anything else as it is."""
+    """Returns text and chats as lists of tokens, and anything else unchanged."""
     if isinstance(tokens, str) or _is_chat(tokens):
         tokens = [tokens]
     if not isinstance(tokens, (list, tuple)) or not any(
@@ -86,7 +86,7 @@ def check_padding(tokens: object, lengths: object, tokenizer: Tokenizer | None) 
 def prompts(
     tokens: object, lengths: object, vocab: int, name: str = "lengths"
 ) -> tuple[Array, Array]:
-    """Prompts as `[B, T]` int32, padded at the end, and their lengths; `name` is that of the argument."""
+    """Prompts as `[B, T]` int32, padded at the end, and their lengths, the argument `name`."""
     if isinstance(tokens, (list, tuple)):
         if lengths is not None:
             raise ValueError(f"{name}: wanted None beside a list, got {received(lengths)}")

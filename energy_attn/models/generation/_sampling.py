@@ -159,7 +159,7 @@ def warn(message: str) -> None:
 
 
 class Seen(NamedTuple):
-    """Which tokens each text has, `[B, V]`; None if nobody asks."""
+    """Masks `[B, V]` of the tokens in each text, or None where no penalty reads them."""
 
     text: Array | None  # in the prompt or generated
     generated: Array | None  # in what was generated
@@ -178,7 +178,7 @@ def with_new(seen: Seen, new: Array, exists: Array) -> Seen:
 
 
 def _marked(seen: Array, tokens: Array, exists: Array) -> Array:
-    """`seen` `[B, V]`, and True at those of `tokens` `[B, n]` that exist."""
+    """Returns `seen` `[B, V]` with True at all `tokens` `[B, n]` that exist."""
     rows = jnp.arange(len(seen), dtype=jnp.int32)[:, None]
     where = jnp.where(exists, tokens, seen.shape[1])
     return seen.at[rows, where].set(True, mode="drop")
@@ -237,7 +237,7 @@ def _penalized(sampling: Sampling, logits: Array, seen: Seen, tree: PrefixTree |
 
 
 def _along(seen: Array, tree: PrefixTree | None) -> Array:
-    """The tokens `[B, L, V]` that each node sees: those of the text, its ancestors' and its own."""
+    """Masks `[B, L, V]` of the tokens that each node sees: the text, its ancestors and itself."""
     if tree is None:
         return seen[:, None]
     batch, slots = tree.tokens.shape

@@ -72,7 +72,7 @@ _EPS = 1e-6  # of the norms of latent vectors, whatever that of the others
 
 
 class LatentAttention(eqx.Module):
-    """The projections of multi-head latent attention, by which each head has keys and values of its own.
+    """The projections of multi-head latent attention, with separate keys and values for each head.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), equations 9 to 19.
     """

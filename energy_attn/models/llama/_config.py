@@ -297,7 +297,7 @@ class LlamaConfig(AbstractDecoderConfig):
         return entries
 
     def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
-        """Where a checkpoint has the weight of this name and shape."""
+        """Returns the place in a checkpoint of the weight of this name and shape."""
         return VARIANTS[self.model_type].stored(self, name, shape)
 
     def ignores(self, name: str, names: Collection[str]) -> bool:
@@ -318,7 +318,7 @@ class LlamaConfig(AbstractDecoderConfig):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _computed(self) -> dict[str, Any]:
-        """The values that the decoder computes by, some of which can be said in several ways."""
+        """The decoder's settings, in one form where a configuration has several."""
         values, layers = self._values(), range(self.num_hidden_layers)
         del values["layer_types"]
         return values | {

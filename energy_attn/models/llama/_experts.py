@@ -1,4 +1,4 @@
-"""A routed MLP: the router, and the experts, whose tokens are sorted by expert and none of which is dropped."""
+"""A routed MLP: the router, and the experts, with tokens sorted by expert and none dropped."""
 
 import math
 from functools import partial
@@ -33,7 +33,7 @@ _ANY = 32  # where the number of rows is a symbol
 def grouped_dot(
     x: Float[Array, "rows in"], weight: Float[Array, "groups out in"], sizes: Int[Array, " groups"]
 ) -> Float[Array, "rows out"]:
-    """Each row times the transpose of its group's matrix, in float32 or wider; zeros for rows behind all groups."""
+    """Multiplies each row by the transpose of its group's matrix, in float32 or wider; zeros behind all groups."""
     # inside a `shard_map` the derivative of what is on all devices is a sum over them
     return _grouped_dot(*vary_together((x, weight, sizes)))
 
@@ -106,7 +106,7 @@ class Router(eqx.Module):
         return weights * config.routed_scaling_factor, chosen
 
     def _in_groups(self, rank: Array) -> Array:
-        """The scores by which experts are chosen, -inf outside of the best groups."""
+        """The scores that decide between experts, -inf outside of the best groups."""
         config = self.config
         if config.topk_group == config.n_group:
             return rank

@@ -195,7 +195,7 @@ def _add(found: dict[str, Any], more: Mapping[str, Any]) -> None:
 def read_scaling(
     rope: Mapping[str, Any], context: int, original: int | None = None
 ) -> AbstractRope | None:
-    """The scaling of a rotary embedding, for a model of that context, and of an original one beside it."""
+    """The scaling of a rotary embedding, for a model with this context, and an original one if the file has it."""
     kind = rope.get("rope_type", "default")
     if kind != "default" and kind not in _KINDS:
         names = ", ".join(map(repr, ("default", *_KINDS)))

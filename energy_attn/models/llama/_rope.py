@@ -12,7 +12,7 @@ Frequencies = Float[np.ndarray, " half"]
 
 
 class AbstractRope(abc.ABC):
-    """How the frequencies of a rotary embedding are lowered; a frozen dataclass, as it is static in a decoder.
+    """Lowers the frequencies of a rotary embedding; a frozen dataclass, as decoders have a static one.
 
     Examples:
         >>> import dataclasses
