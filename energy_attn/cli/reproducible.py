@@ -46,7 +46,7 @@ class Call(NamedTuple):
     weight: Array
 
 
-class Line(NamedTuple):
+class EqualBits(NamedTuple):
     """How many numbers have the same bits in another computation, with the option and without."""
 
     way: str
@@ -140,7 +140,7 @@ def _gradients_of_few(call: Call, reproducible: bool) -> Any:
     return jax.grad(loss, (0, 1, 2))(*call[:3])
 
 
-def _lines(call: Call) -> list[Line]:
+def _lines(call: Call) -> list[EqualBits]:
     """Compares other computations of the prompt, or of its gradients, with one call on one device."""
     ways = {**_of_rows(call), **_over_devices(call), **_of_model()}
     found: dict[str, list[float]] = {}
@@ -151,7 +151,7 @@ def _lines(call: Call) -> list[Line]:
             got, first = way(reproducible)
             wanted = jax.tree.map(lambda x, i=first: x[:, i:], whole[of])
             found.setdefault(name, []).append(_equal(got, wanted))
-    return [Line(name, *shares) for name, shares in found.items()]
+    return [EqualBits(name, *shares) for name, shares in found.items()]
 
 
 def _equal(found: PyTree[Array], wanted: PyTree[Array]) -> float:
@@ -309,7 +309,7 @@ def _of_model() -> dict[str, Way]:
     }
 
 
-def _one_core(call: Call, dtype: str) -> Line:
+def _one_core(call: Call, dtype: str) -> EqualBits:
     command = [sys.executable, "-m", "energy_attn", "reproducible", "--digest", "--dtype", dtype]
     done = subprocess.run(
         command, env=os.environ | {"NPROC": "1"}, capture_output=True, text=True, check=True
@@ -317,7 +317,7 @@ def _one_core(call: Call, dtype: str) -> Line:
     wanted, found = (
         dict(x.split() for x in text.splitlines()) for text in (_digest(call), done.stdout)
     )
-    return Line(
+    return EqualBits(
         "another process, one thread", *(float(wanted[x] == found[x]) for x in ("with", "without"))
     )
 
@@ -333,7 +333,7 @@ def _digest(call: Call) -> str:
     return "\n".join(lines)
 
 
-def _table(lines: list[Line]) -> str:
+def _table(lines: list[EqualBits]) -> str:
     width = max(len(line.way) for line in lines)
     rows = [f"{'':<{width}}  reproducible=True  without"]
     for line in lines:

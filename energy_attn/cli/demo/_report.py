@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Line(NamedTuple):
+class TableRow(NamedTuple):
     """A line of the table."""
 
     what: str  # the quantity
@@ -16,8 +16,8 @@ class Line(NamedTuple):
     kernel: str = ""  # the kernels that ran; empty where the value is the same with any
 
 
-def table(lines: list[Line]) -> str:
-    lines = [Line("", "measured", "wanted, or to compare", kernel="kernel"), *lines]
+def table(lines: list[TableRow]) -> str:
+    lines = [TableRow("", "measured", "wanted, or to compare", kernel="kernel"), *lines]
     what = max(len(line.what) for line in lines)
     measured = max(len(line.measured) for line in lines)
     kernel = max(len(line.kernel) for line in lines)

@@ -15,7 +15,7 @@ from ._decode import Decoded, absent, compile_loop, copied, unmerged
 _ROUNDS = 5
 
 
-class Run(NamedTuple):
+class TimedLoop(NamedTuple):
     """A compiled loop over bytes, its start, and the number of calls in a row."""
 
     decoded: Decoded
@@ -39,12 +39,12 @@ class Parts(NamedTuple):
 def parts(tree: Decoded, alone: Decoded, mesh: jax.sharding.Mesh, over: SequenceParallel) -> Parts:
     count = len(tree.tokens)
 
-    def made(attend: Callable[..., Any], calls: int = 1) -> tuple[Run, Run]:
+    def made(attend: Callable[..., Any], calls: int = 1) -> tuple[TimedLoop, TimedLoop]:
         with jax.set_mesh(mesh):
             sharded = _made(tree, over, attend, calls)
         return sharded, _made(alone, None, attend, calls)
 
-    runs = {"tree": Run(tree, tree.loop), "alone": Run(alone, alone.loop)}
+    runs = {"tree": TimedLoop(tree, tree.loop), "alone": TimedLoop(alone, alone.loop)}
     runs["bare"], runs["bare alone"] = made(absent)
     runs["calls"], runs["calls alone"] = made(attention, count)
     with jax.set_mesh(mesh):
@@ -65,12 +65,12 @@ def _made(
     over: SequenceParallel | None,
     attend: Callable[..., Any],
     calls: int = 1,
-) -> Run:
+) -> TimedLoop:
     count, model = len(decoded.tokens) // calls, decoded.start[0]
-    return Run(decoded, compile_loop(model, decoded.slots, count, over, attend), calls)
+    return TimedLoop(decoded, compile_loop(model, decoded.slots, count, over, attend), calls)
 
 
-def medians(runs: dict[str, Run]) -> dict[str, float]:
+def medians(runs: dict[str, TimedLoop]) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(_ROUNDS):
         first = turn % len(runs)  # none is always the first
@@ -79,7 +79,7 @@ def medians(runs: dict[str, Run]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def _seconds(run: Run) -> float:
+def _seconds(run: TimedLoop) -> float:
     model, first, cache = run.decoded.start
     cache = jax.block_until_ready(copied(cache))
     began = time.perf_counter()

@@ -19,7 +19,7 @@ from energy_attn.distributed.internal import Part, Tensor, files, safetensors
 from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
 from ...functional._progress import Progress, progress_of
-from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig, Stored
+from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig, StoredWeight
 from ..decoder._decoder import AbstractModel, Family
 from . import _folder
 from ._config import with_end_tokens
@@ -84,7 +84,7 @@ def load(
 
 def _array(
     tensors: Mapping[str, Tensor],
-    place: Stored,
+    place: StoredWeight,
     shape: tuple[int, ...],
     sharding: NamedSharding | None,
     dtype: np.dtype,
@@ -210,7 +210,7 @@ def _check_prefix(missing: list[str], stored: Mapping[str, Tensor]) -> None:
 def _matching(
     folder: Path,
     stored: Mapping[str, Tensor],
-    places: list[Stored],
+    places: list[StoredWeight],
     leaves: list[Any],
     config: AbstractModelConfig,
     dtype: np.dtype | None,

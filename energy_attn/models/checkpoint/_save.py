@@ -18,7 +18,7 @@ from energy_attn.distributed import fetch
 from energy_attn.distributed.internal import files, safetensors
 from energy_attn.kernels.internal import check_integer, received
 
-from ..decoder._config import Stored
+from ..decoder._config import StoredWeight
 from ..decoder._decoder import AbstractModel
 from . import _folder
 from ._config import SAVE
@@ -74,7 +74,7 @@ class _Written(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    weights: list[tuple[Stored, Array, int | None]]
+    weights: list[tuple[StoredWeight, Array, int | None]]
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredWeight:
     """The tensors that hold a weight."""
 
     names: tuple[str, ...]  # one, or one for each index of the weight's first axis
@@ -94,7 +94,7 @@ class AbstractModelConfig(abc.ABC):
     num_attention_heads: int  # number of query heads
 
     @abc.abstractmethod
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         """Returns the place in a checkpoint of the weight of this name and shape."""
 
     @abc.abstractmethod

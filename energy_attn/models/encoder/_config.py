@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint._config import check_activation, check_fields, check_only
-from ..decoder._config import AbstractModelConfig, Stored, check_numbers
+from ..decoder._config import AbstractModelConfig, StoredWeight, check_numbers
 
 # Names of weights here, and in a checkpoint.
 _RENAMED = (
@@ -104,12 +104,12 @@ class EncoderConfig(AbstractModelConfig):
             **sizes,
         }
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         """Returns the place in a checkpoint of the weight of this name and shape."""
         del shape
         for ours, theirs in _RENAMED:
             name = re.sub(ours, theirs, name)
-        return Stored((name,))
+        return StoredWeight((name,))
 
     def ignores(self, name: str, names: Collection[str]) -> bool:
         """Whether a tensor of a checkpoint with these `names` has no weight of the encoder, and may be there."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from energy_attn.kernels.internal import received
 
-from ..decoder._config import Stored
+from ..decoder._config import StoredWeight
 from ._parts import LatentConfig
 from ._plain import GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
 from ._variant import ExpertFields, Variant, each_expert, read_types, read_windows, write_types
@@ -65,17 +65,17 @@ _QWEN3_MOE = QWEN3._replace(
 _EXPERT = re.compile(r"(.*\.experts)\.(gate_proj|up_proj|down_proj)(_bias)?")
 
 
-def _stored_in_turns(config: Any, name: str, shape: tuple[int, ...]) -> Stored:
+def _stored_in_turns(config: Any, name: str, shape: tuple[int, ...]) -> StoredWeight:
     """The experts' weights are `(in, out)`, with gate and up in turns."""
     del config
     name = name.replace(".mlp.gate.", ".mlp.router.")
     match = _EXPERT.fullmatch(name)
     if match is None:
-        return Stored((name,))
+        return StoredWeight((name,))
     path, part, bias = match[1], match[2], match[3] or ""
     if part == "down_proj":
-        return Stored((name,), swapped=not bias)
-    return Stored(
+        return StoredWeight((name,), swapped=not bias)
+    return StoredWeight(
         (f"{path}.gate_up_proj{bias}",),
         swapped=not bias,
         axis=1,

@@ -5,7 +5,7 @@ from typing import Any
 
 from energy_attn.kernels.internal import check_integer, received
 
-from ..decoder._config import Stored
+from ..decoder._config import StoredWeight
 from ._variant import (
     FULL,
     SLIDING,
@@ -53,7 +53,7 @@ def _write_original(values: Mapping[str, Any]) -> dict[str, Any]:
     return {_ORIGINAL: getattr(values["rope_scaling"], _ORIGINAL, limit)}
 
 
-def _stored_together(config: Any, name: str, shape: tuple[int, ...]) -> Stored:
+def _stored_together(config: Any, name: str, shape: tuple[int, ...]) -> StoredWeight:
     heads, shared = (
         count * config.head_dim
         for count in (config.num_attention_heads, config.num_key_value_heads)
@@ -68,9 +68,9 @@ def _stored_together(config: Any, name: str, shape: tuple[int, ...]) -> Stored:
     }
     *path, owner, field = ("", *name.split("."))
     if owner not in starts:
-        return Stored((name,))
+        return StoredWeight((name,))
     whole, start, total = starts[owner]
-    return Stored((".".join([*path[1:], whole, field]),), axis=0, start=start, total=total)
+    return StoredWeight((".".join([*path[1:], whole, field]),), axis=0, start=start, total=total)
 
 
 PHI3 = Variant(

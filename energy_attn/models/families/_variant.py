@@ -9,7 +9,7 @@ import numpy as np
 from energy_attn.kernels.internal import check_flag, check_integer, received
 
 from ..checkpoint._config import check_only, renaming
-from ..decoder._config import Stored
+from ..decoder._config import StoredWeight
 from ._parts import ExpertsConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -50,9 +50,9 @@ def _nothing(values: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _as_named(config: Any, name: str, shape: tuple[int, ...]) -> Stored:
+def _as_named(config: Any, name: str, shape: tuple[int, ...]) -> StoredWeight:
     del config, shape
-    return Stored((name,))
+    return StoredWeight((name,))
 
 
 class Variant(NamedTuple):
@@ -82,7 +82,7 @@ class Variant(NamedTuple):
     # whether its files may have more layers than the decoder, which draft tokens
     has_drafting_layers: bool = False
     # where a checkpoint has a weight, by the `LlamaConfig` and the weight's name and shape
-    stored: Callable[[Any, str, tuple[int, ...]], Stored] = _as_named
+    stored: Callable[[Any, str, tuple[int, ...]], StoredWeight] = _as_named
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -165,17 +165,17 @@ def read_list(values: Mapping[str, Any], name: str) -> tuple[Any, ...] | None:
 
 def each_expert(
     names: Mapping[str, str], prefix: Callable[[str], str] = str
-) -> Callable[[Any, str, tuple[int, ...]], Stored]:
+) -> Callable[[Any, str, tuple[int, ...]], StoredWeight]:
     """Stacked weights of experts from a tensor for each, where a projection has the name in `names`."""
 
-    def stored(config: Any, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(config: Any, name: str, shape: tuple[int, ...]) -> StoredWeight:
         del config
         match = _EXPERT.fullmatch(name)
         if match is None:
             kind = np.dtype(np.float32) if name.endswith(_CORRECTION) else None
-            return Stored((prefix(name),), dtype=kind)
+            return StoredWeight((prefix(name),), dtype=kind)
         path, part = prefix(match[1]), names.get(match[2], match[2])
         each = tuple(f"{path}.experts.{i}.{part}.weight" for i in range(shape[0]))
-        return Stored(each, is_split=True)
+        return StoredWeight(each, is_split=True)
 
     return stored

@@ -23,7 +23,7 @@ from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks, read_on
 from ..decoder._see import PLAIN, How
 from ._drafters import AbstractDrafter, last_of
-from ._sampling import Sampling, Seen, choose, seen_in, with_new
+from ._sampling import Sampling, SeenTokens, choose, seen_in, with_new
 from ._stream import raise_error, tell_read, tell_wrote
 
 
@@ -50,7 +50,7 @@ class Loop(NamedTuple):
     state: Any  # of the drafter
     counts: Array  # `[3, B]`: passes, drafted nodes, accepted nodes
     numbers: Array | None = None  # `[B]`, the number of the prompt in each row; None: 0, 1, ...
-    seen: Seen = Seen(None, None)  # the tokens that penalties count
+    seen: SeenTokens = SeenTokens(None, None)  # the tokens that penalties count
     logprobs: Array | None = None  # `[B, slots]` float32, of the generated tokens, or None
 
 
@@ -148,7 +148,7 @@ def _verify(by: Decoding, drafter: AbstractDrafter, loop: Loop) -> Loop:
     num_accepted = jnp.minimum(number, accepted.length - 1)
     counts = jnp.stack([jnp.ones_like(num_accepted), tree.size - 1, num_accepted])
     counts = loop.counts + jnp.where((loop.left > 0)[None], counts, 0)
-    # Stored: the root and all new tokens but the last, which is the next root.
+    # StoredWeight: the root and all new tokens but the last, which is the next root.
     cache = loop.cache.append_path(accepted.path, read, number)
     loop = loop._replace(cache=cache, state=state, counts=counts)
     logits = None if loop.logprobs is None else gather_slots(read.logits, accepted.path)

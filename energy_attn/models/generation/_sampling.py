@@ -158,23 +158,23 @@ def warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=4)
 
 
-class Seen(NamedTuple):
+class SeenTokens(NamedTuple):
     """Masks `[B, V]` of the tokens in each text, or None where no penalty reads them."""
 
     text: Array | None  # in the prompt or generated
     generated: Array | None  # in what was generated
 
 
-def seen_in(sampling: Sampling, tokens: Array, exists: Array, vocab: int) -> Seen:
+def seen_in(sampling: Sampling, tokens: Array, exists: Array, vocab: int) -> SeenTokens:
     """The tokens of prompts `[B, T]`, as far as they exist."""
     nothing = jnp.zeros((len(tokens), vocab), bool)
     text = None if sampling.repetition_penalty is None else _marked(nothing, tokens, exists)
-    return Seen(text, None if sampling.presence_penalty is None else nothing)
+    return SeenTokens(text, None if sampling.presence_penalty is None else nothing)
 
 
-def with_new(seen: Seen, new: Array, exists: Array) -> Seen:
+def with_new(seen: SeenTokens, new: Array, exists: Array) -> SeenTokens:
     """The tokens seen, and `new` ones `[B, n]`, as far as they exist."""
-    return Seen(*(None if x is None else _marked(x, new, exists) for x in seen))
+    return SeenTokens(*(None if x is None else _marked(x, new, exists) for x in seen))
 
 
 def _marked(seen: Array, tokens: Array, exists: Array) -> Array:
@@ -188,7 +188,7 @@ def choose(
     sampling: Sampling,
     rows: Callable[..., Any],
     logits: Array,
-    seen: Seen,
+    seen: SeenTokens,
     numbers: Array | None,
     first: Array,
     tree: PrefixTree | None,
@@ -221,7 +221,9 @@ def choose(
     return lax.argmax(processed + noise, 2, jnp.int32)
 
 
-def _penalized(sampling: Sampling, logits: Array, seen: Seen, tree: PrefixTree | None) -> Array:
+def _penalized(
+    sampling: Sampling, logits: Array, seen: SeenTokens, tree: PrefixTree | None
+) -> Array:
     """Logits with the bias and the penalties, in float32 or wider; the same array without any."""
     dtype = lse_dtype(logits.dtype)
     if sampling.logit_bias is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from energy_attn.kernels.internal import check_choice, check_integer, received
 
 from ..checkpoint._config import naming, read_json
-from ..decoder._config import AbstractDecoderConfig, Stored, check_numbers
+from ..decoder._config import AbstractDecoderConfig, StoredWeight, check_numbers
 from ..families._mixtures import VARIANTS
 from ..families._parts import ExpertsConfig, LatentConfig, check_latent, check_layers
 from ..families._variant import FULL, SLIDING
@@ -296,7 +296,7 @@ class LlamaConfig(AbstractDecoderConfig):
             )
         return entries
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         """Returns the place in a checkpoint of the weight of this name and shape."""
         return VARIANTS[self.model_type].stored(self, name, shape)
 

@@ -156,7 +156,7 @@ def _environment() -> Any:
             _check_length(_length(operator, left, right))
             return super().call_binop(context, operator, left, right)
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """`{% generation %}`, which marks what an assistant wrote: its body, unchanged."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -181,7 +181,7 @@ def _environment() -> Any:
         return json.dumps(x, **options, sort_keys=sort_keys)
 
     environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception

@@ -317,8 +317,8 @@ def test_held_out_text(tmp_path, monkeypatch):
 
 def test_table():
     lines = [
-        _report.Line("one", "1", "of 1", True, "blockwise"),
-        _report.Line("a longer one", "22", "x", False),
+        _report.TableRow("one", "1", "of 1", True, "blockwise"),
+        _report.TableRow("a longer one", "22", "x", False),
     ]
     assert _report.table(lines).splitlines()[2:] == [
         "one                  1  ✓  blockwise  of 1",
