@@ -235,24 +235,15 @@ def verify(
     top_p: float | Float[Array, ""] | None = None,
     context_logits: Float[Array, "B V"] | None = None,
 ) -> Accepted:
-    """`accept_greedy` at temperature 0, else `accept_sampling`.
+    """[`accept_greedy`][energy_attn.prefix_tree.accept_greedy] at temperature 0, else
+    [`accept_sampling`][energy_attn.prefix_tree.accept_sampling], with their arguments, results and errors.
 
     Args:
-        tree: the drafted candidates.
-        logits: `[B, L, V]`, floating: the model's after each node.
-        key: a `jax.random.key`; not needed at temperature 0.
+        key: a `jax.random.key`; not needed at temperature 0, where `top_k` and `top_p` are unused.
         temperature: a number; or an array, which is above 0.
-        top_k: as for `accept_sampling`; unused at temperature 0, like `top_p`.
-        top_p: as for `accept_sampling`.
-        context_logits: `[B, V]`: the model's after the context. None: roots count as sampled
-            already.
-
-    Returns:
-        Path, length and next token.
 
     Raises:
-        TypeError: as the called function, and for a missing key.
-        ValueError: as the called function.
+        TypeError: a missing key.
 
     Source: the verification of token trees in SpecInfer (arXiv 2305.09781).
 

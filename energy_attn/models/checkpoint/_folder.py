@@ -62,7 +62,7 @@ def unfinished(name: str, save: str) -> str:
 def config(
     folder: Path, families: Mapping[str, Family], save: str | None
 ) -> tuple[AbstractModelConfig, Family]:
-    """The configuration that belongs to the weights of a save, and its family; raises as `Llama.load`."""
+    """The configuration that belongs to the weights of a save, and its family; raises as `models.load`."""
     if save is not None:
         waiting = inside(folder, unfinished(CONFIG, save))
         if waiting.exists():

@@ -42,7 +42,7 @@ def load(
     tensor: str,
     progress: bool | Progress | None,
 ) -> Any:
-    """The decoder in a folder, of one of `families`. Raises as `Llama.load`, before it reads a weight."""
+    """The decoder in a folder, of one of `families`. Raises as `models.load`, before it reads a weight."""
     folder = _folder.located(directory)
     if not folder.is_dir():
         raise ValueError(

@@ -130,7 +130,7 @@ def generate(
         batch_size: how many prompts are computed at a time, in their order; None: all. The cache has
             as many rows, each with room for the longest prompt and `max_new_tokens`.
         eos_token_id: a token that ends a row, or a sequence or array of several; None: those of
-            `model.config`, which [`Llama.load`][energy_attn.models.Llama.load] reads from
+            `model.config`, which [`load`][energy_attn.models.load] reads from
             generation_config.json or config.json; `()`: none.
         stop: a string that ends a row, or several: with the token that completes it, which is kept. The
             text ends before it. It may be a special token. Needs a tokenizer; the host is asked behind every pass.
