@@ -105,8 +105,7 @@ def entropy_of(mean: Array, lse: Array) -> Array:
 
 
 def mean_score(calls: Calls, parts: Parts) -> tuple[Array, Array]:
-    found = map(_mean_score, calls, parts)
-    mean, lse = _merged([AttentionState(mean[..., None], lse) for mean, lse in found])
+    mean, lse = _merged([*map(_mean_score, calls, parts)])
     return mean[..., 0], lse
 
 
@@ -157,13 +156,12 @@ def is_linear(call: StaticCall, operands: Operands) -> bool:
     return operands.bias is None and call.settings.score is None
 
 
-def _mean_score(call: StaticCall, operands: Operands) -> tuple[Array, Array]:
+def _mean_score(call: StaticCall, operands: Operands) -> AttentionState:
     if not is_linear(call, operands):
-        mean, lse = mean_over_keys((call,), None, (operands,), _score_term, 1)
-        return mean[..., 0], lse
+        return mean_over_keys((call,), None, (operands,), _score_term, 1)
     # attention with the keys as values yields their mean
     _, lse, mean = _with_keys(call, operands, operands.key)
-    return mean, lse
+    return AttentionState(mean[..., None], lse)
 
 
 class ScoreStatistics(NamedTuple):
