@@ -12,8 +12,7 @@ from energy_attn.kernels.internal import InFlight
 
 from ..cost._halo import Halo, Span
 from ._arguments import Axes
-from ._direction import OneWay
-from ._hops import among, hop, origin, part
+from ._hops import among, hop, origin, part, placed
 from ._in_turn import AbstractTurns, Gradients, Keys, Tree, Visit, added
 from ._ring_keys import Around, as_like
 
@@ -48,9 +47,6 @@ class Near(AbstractTurns):
             return self._fetch(own, self.halo.spans[turn + 1 - self.count])
         return hop(here, self.axes)
 
-    def joined(self, here: Tree) -> Tree:
-        return here
-
     def cut(self, x: Array | None, axis: int, turn: int | Array) -> Array | None:
         span = self._span(turn)
         place = origin(turn if span is None else span.distance, self.axes)
@@ -62,15 +58,14 @@ class Near(AbstractTurns):
     def uncut(self, found: Array, like: Array, axis: int, turn: int | Array) -> Array:
         span = self._span(turn)
         if span is None:
-            return OneWay().uncut(found, like, axis, turn, self.axes)
+            return placed(found, like, axis, origin(turn, self.axes))
         if like.shape[axis] == 1:
             return found
-        return OneWay().uncut(
-            among(found, axis, span.start, self.size), like, axis, span.distance, self.axes
-        )
+        found = among(found, axis, span.start, self.size)
+        return placed(found, like, axis, origin(span.distance, self.axes))
 
     def backward(self, visit: Visit, own: Keys) -> Gradients:
-        ring = Around(self.axes, self.size, self.gradient_dtype, OneWay(), self.count)
+        ring = Around(self.axes, self.size, self.gradient_dtype, self.count)
         found = ring.backward(visit, own)
         # each span comes beside the products of the turn before, and its gradients return beside those of the next
         spans, keys, home = self.halo.spans, found.keys, Keys(None, None)

@@ -29,10 +29,9 @@ class Hybrid(AbstractMethod):
 
     Attributes:
         gradient_dtype: as for `Ring`, of the keys that go around.
-        bidirectional: likewise.
 
     Raises:
-        TypeError: `bidirectional` is not a boolean, or `gradient_dtype` no floating dtype.
+        TypeError: `gradient_dtype` is no floating dtype.
         ValueError: in a call over one mesh axis, or whose heads the devices of the last one cannot share out.
 
     Source: unified sequence parallelism, USP (arXiv 2405.07719).
@@ -50,7 +49,6 @@ class Hybrid(AbstractMethod):
     """
 
     gradient_dtype: DTypeLike | None = None
-    bidirectional: bool = False
 
     name = "hybrid"
 
@@ -75,7 +73,7 @@ class Hybrid(AbstractMethod):
         return Split(heads=axes[-1:], queries=axes[:-1], keys=(), rows=axes[:-1])
 
     def attend(self, call: LocalCall) -> AttentionState:
-        """Raises as `attend` does, and as `check_both_ways` where keys go around both ways."""
+        """Raises as `attend` does."""
         around, exchanged = call.axes[:-1], call.axes[-1:]
 
         def run(operands: Operands) -> AttentionState:
