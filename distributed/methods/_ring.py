@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
@@ -16,7 +15,6 @@ from energy_attn.kernels.internal import (
     attend,
     attend_and_merge,
     check_choice,
-    check_floating_dtype,
     empty_like,
     lse_dtype,
     vary_together,
@@ -63,12 +61,8 @@ class Ring(AbstractMethod):
     Attributes:
         rotate: `"keys"`, `"queries"`, or `"auto"`: whichever is fewer bytes where queries are
             sharded, else queries, so that all devices find the same to the last bit.
-        gradient_dtype: in which gradients of keys and values travel: bfloat16 sends half of the bytes, and rounds
-            in each of $p - 1$ hops; None: that of `lse`. For keys that rotate, by any implementation but
-            `"reference"`.
 
     Raises:
-        TypeError: `gradient_dtype` is no floating dtype.
         ValueError: `rotate` is none of these.
 
     Source: Ring Attention (arXiv 2310.01889); for queries that rotate, Context Parallelism for
@@ -80,7 +74,7 @@ class Ring(AbstractMethod):
         >>> from energy_attn.distributed import SequenceParallel, make_mesh, methods
         >>> n = jax.device_count()
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2 * n, 2, 4))
-        >>> ring = SequenceParallel("device", methods.Ring(gradient_dtype=jnp.bfloat16))
+        >>> ring = SequenceParallel("device", methods.Ring(rotate="keys"))
         >>> with jax.set_mesh(make_mesh((n,), ("device",))):
         ...     out = ea.attention(q, k, v, parallel=ring)
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
@@ -88,14 +82,12 @@ class Ring(AbstractMethod):
     """
 
     rotate: Literal["keys", "queries", "auto"] = "auto"
-    gradient_dtype: DTypeLike | None = None
 
     name = "ring"
     replicated_queries = True
 
     def __post_init__(self) -> None:
         check_choice("rotate", self.rotate, ROTATED)
-        check_ring(self)
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
         """Of what goes around, bias, mask, positions and segments are on all devices."""
@@ -109,7 +101,7 @@ class Ring(AbstractMethod):
         call = call._replace(operands=vary_together(call.operands, call.axes))
         names, settings, operands, axes, queries_sharded, _ = call
         if self._rotates_keys(operands, queries_sharded):
-            return keys_around(self, call)
+            return keys_around(call)
         if queries_sharded:
             return _queries_around(names, settings, axes, operands)
         state = fold_across("ring", axes, attend(names, with_unrounded_out(settings), operands))
@@ -128,18 +120,10 @@ class Ring(AbstractMethod):
         return key.nbytes + value.nbytes <= queries
 
 
-def check_ring(method: Any) -> None:
-    """Checks the fields of a method whose keys go around, and makes a dtype of `gradient_dtype`."""
-    if method.gradient_dtype is not None:
-        dtype = check_floating_dtype("gradient_dtype", method.gradient_dtype)
-        object.__setattr__(method, "gradient_dtype", dtype)
-
-
-def keys_around(method: Any, call: LocalCall) -> AttentionState:
-    """The state of this device's queries, as keys go around, by a `Ring` or a `Hybrid`."""
+def keys_around(call: LocalCall) -> AttentionState:
+    """Returns the state of this device's queries, as keys go around."""
     names, settings, operands, axes, *_ = call
-    size, dtype = operands.key.shape[1], method.gradient_dtype
-    return attend_in_turn(names, settings, Around(axes, size, dtype), operands)
+    return attend_in_turn(names, settings, Around(axes, operands.key.shape[1]), operands)
 
 
 def _queries_around(

@@ -19,13 +19,11 @@ class Around(AbstractTurns):
     """The keys of one device after the other, its own first; gradients travel with their keys.
 
     Attributes:
-        gradient_dtype: of what travels; None: `lse`'s.
         turns: how many devices' keys a device sees; None: those of all.
     """
 
     axes: Axes
     size: int
-    gradient_dtype: jnp.dtype | None
     turns: int | None = None
 
     @property
@@ -54,12 +52,11 @@ class Around(AbstractTurns):
             onward: bool,
             some: slice = ALL,
         ) -> tuple[Any, Gradients]:
-            sums = None if so_far is None else self._travelling(so_far.keys)
+            sums = None if so_far is None else so_far.keys
             going = InFlight(keys if onward else None, sums)
             arrived, found = visit(keys, so_far, step, hop(going, self.axes), some)
             if so_far is not None:
-                sums = as_like(arrived.sums, so_far.keys)
-                found = found._replace(keys=added(sums, found.keys))
+                found = found._replace(keys=added(arrived.sums, found.keys))
             return arrived.others, found
 
         here, half, last = self.first(own), self.size // 2, self.count - 1
@@ -71,21 +68,8 @@ class Around(AbstractTurns):
         middle = jnp.arange(1, last, dtype=jnp.int32)
         carry, _ = lax.scan(lambda x, i: (turn(*x, i, onward=True), None), carry, middle)
         _, so_far = turn(*carry, last, onward=False)
-        home = hop(self._travelling(so_far.keys), self.axes, 1 if self.turns is None else -last)
+        home = hop(so_far.keys, self.axes, 1 if self.turns is None else -last)
         # else XLA cuts the second half before the loop, and keeps it
         here, so_far = lax.optimization_barrier((here, so_far))
         arrived, found = visit(here, so_far, 0, InFlight(None, home), slice(half, self.size))
-        sums = as_like(arrived.sums, found.keys)
-        return found._replace(keys=added(sums, found.keys))
-
-    def _travelling(self, sums: Keys) -> Keys:
-        """Gradients in the dtype in which they go around; if that is wide, they are rounded once, with all added."""
-        if self.gradient_dtype is None:
-            return sums
-        return Keys(*(None if x is None else x.astype(self.gradient_dtype) for x in sums))
-
-
-def as_like(gradients: Keys, like: Keys) -> Keys:
-    """Gradients, unless they are None, in the dtypes of others."""
-    pairs = zip(gradients, like, strict=True)
-    return Keys(*(x if x is None or y is None else x.astype(y.dtype) for x, y in pairs))
+        return found._replace(keys=added(arrived.sums, found.keys))
