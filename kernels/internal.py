@@ -36,7 +36,7 @@ from .autodiff._function import function_call as function_call
 from .autodiff._function import with_zeros as with_zeros
 from .autodiff._linear import AbstractLinearMap as AbstractLinearMap
 from .autodiff._linear import linear_call as linear_call
-from .autodiff._taylor import check_taylor as check_taylor
+from .autodiff._operation import check_taylor as check_taylor
 from .call._arguments import CheckedCall as CheckedCall
 from .call._arguments import check_arrays as check_arrays
 from .call._arguments import check_call as check_call
