@@ -10,10 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from ..._varying import result_like
 from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
 from ...xla._blockwise import backward_rows, row_cotangents
-from .._common import result_like
 from .._score_program import Numbers
 from ._grid import compiler_params
 from ._layout import Layout, fold_keys, fold_rows, unfold_keys, unfold_rows

@@ -11,10 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from ..._varying import result_like
 from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
 from ...xla._as_written import as_written
-from .._common import result_like
 from .._score_program import Numbers
 from ._grid import Grid, compiler_params
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows

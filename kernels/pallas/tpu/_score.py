@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from ..._varying import result_like
 from ...call._operands import Operands
 from ...call._state import unfused
-from .._common import result_like
 from .._score import score_cotangents, score_directions, score_numbers
 from .._score_program import Numbers
 from ._layout import Layout, unfold_rows

@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from ..._varying import result_like
 from ...call._operands import Operands
 from ...call._state import AttentionState, holds_keys
-from .._common import moving_arrays, result_like
+from .._rows import moving_arrays
 from .._score_program import Numbers
 from ._grid import Grid, compiler_params
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
