@@ -154,18 +154,6 @@ def block_cotangents(operands: Operands, layout: Layout, sums: Numbers) -> tuple
     )
 
 
-def number_specs(numbers: Numbers, layout: Layout, row: Callable[..., Any]) -> Numbers:
-    """The specs of blocks of them, of sums and of directions; `row` returns the index of a block."""
-
-    def spec(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-        def index_map(b: Array, p: Array, *rest: Any) -> tuple[Any, ...]:
-            return b if x.shape[0] > 1 else 0, p, 0, row(b, *rest)
-
-        return pl.BlockSpec((None, None, x.shape[2], layout.row_block), index_map)
-
-    return jax.tree.map(spec, numbers)
-
-
 def sums_like(numbers: Numbers, batch: int, like: Array) -> Numbers:
     """The types of the sums for each row, `[B, P, 1, R]` and `[B, P, D, R]`."""
     return jax.tree.map(
