@@ -69,17 +69,3 @@ def unless_zero(tangent: Any) -> Any:
 def axes_like(tree: PyTree, axes: tuple[int | None, ...]) -> Any:
     """The mapped axes of the leaves of a tree, for `jax.vmap`."""
     return jax.tree.structure(tree).unflatten(axes)
-
-
-def check_taylor(arrays: PyTree) -> None:
-    """Raises `NotImplementedError` under `jax.experimental.jet`, which only JAX's own derivatives pass.
-
-    Sees the tracers of a call that is not inside `jax.jit`. `jet` looks through rules of kernels,
-    down to loops, of which it knows none.
-    """
-    # by name, so that jet is not imported
-    if any(type(x).__module__ == "jax.experimental.jet" for x in jax.tree.leaves(arrays)):
-        raise NotImplementedError(
-            "implementation: wanted 'reference' on one device, or nested jax.jvp, which all "
-            "implementations have; got another under jax.experimental.jet"
-        )
