@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, PyTree
 
+from ..._varying import result_like
 from ...fold._programs import Blocks, FoldProgram, Partial
-from .._common import result_like
 from ._gpu_memory import Place, Waiting
 from ._sides import OfPairs, Side, Walk
 

@@ -144,7 +144,7 @@ class PallasSchedule(AbstractTiledCall):
             found = evaluated(program.jaxpr, program.consts, given, self._platform, chip)
         return jax.tree.unflatten(jax.tree.structure(struct), found)
 
-    def _numbers(self) -> Blocks:
+    def numbers(self) -> Blocks:
         """Those of the score for each row, `[B, T, N]`."""
         program = self._scores.program
         if program is None:

@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from ..._varying import result_like
 from ...fold._programs import Blocks, FoldProgram
 from ...fold._tree import is_below
-from .._common import result_like
 from ..tpu._chip import target_chip
 from ..tpu._layout import LEAST_GRANTED
 from ._sides import OfPairs, Side, Walk
