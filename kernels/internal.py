@@ -119,9 +119,9 @@ from .dispatch._tile_program import computed as computed
 from .dispatch._tile_program import evaluated as evaluated
 from .dispatch._unless_exported import unless_exported as unless_exported
 from .fold._call import FORMAT as FORMAT
-from .fold._sums import PerHeadSums as PerHeadSums
-from .fold._sums import tree_sum as tree_sum
-from .fold._sums import unit_numbers as unit_numbers
+from .fold._kernel import PerHeadSums as PerHeadSums
+from .fold._kernel import tree_sum as tree_sum
+from .fold._kernel import unit_numbers as unit_numbers
 from .fold._tree import Fold as Fold
 from .fold._tree import folded as folded
 from .fold._tree import insert as insert

@@ -204,8 +204,8 @@ class _Across(Canonical):
         operands = self._with_keys_of_all(self._varying(operands))
         share = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         shares = lax.axis_size(self.axes) if self.axes else 1
-        given = KernelCall(operands, call.settings), *self._varying(given)
-        nodes = Canonical().array_nodes(*given, share, shares)
+        whole = KernelCall(operands, call.settings)
+        nodes = Canonical().sums(whole, *self._varying(given)).nodes_of_arrays(share, shares)
         nodes, numbers = jax.tree.map(lambda x: joined(x, self.axes, 0), nodes)
         units = PerHeadSums(jax.vmap(tree_sum, (1, 1))(numbers, nodes), unit_numbers(operands))
         return as_invariant(_of_all(units, self.others).summed(), self.axes + self.others)

@@ -33,15 +33,13 @@ class CallOnDevice:
         kernels, _ = accepting(reproducible_kernels(run), self.settings, self.operands)
         return run_when_lowered(method, like, kernels, self.settings, self.operands, *args)
 
-    def key_cotangents(
-        self, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Array, Array]:
+    def key_cotangents(self, *given: AttentionState) -> tuple[Array, Array]:
         """The gradients of keys and values, in the dtype of the scores."""
-        return self.run(_Method("key_cotangents"), _like_keys, state, cotangent)
+        return self.run(_Method("key_cotangents"), _like_keys, *given)
 
-    def sink_terms(self, state: AttentionState, cotangent: AttentionState) -> Array:
+    def sink_terms(self, *given: AttentionState) -> Array:
         """What each row adds to the gradient of a sink, `[B, T, N]`."""
-        return self.run(_Method("sink_terms"), _like_terms, state, cotangent)
+        return self.run(_Method("sink_terms"), _like_terms, *given)
 
     def sink_sums(self, terms: Array) -> Array:
         """The sums of numbers of rows, `[B, N]`."""
@@ -53,7 +51,7 @@ class FoldOfRows:
     """What is folded for each row over its keys; static.
 
     Attributes:
-        name: the method of a canonical kernel that returns the `RowsFold`.
+        name: the method of a canonical kernel that returns the `AbstractRowsFold`.
         like: arrays of the types of its results.
         widths: the features of what a node has for each row, None for a number, `(operands)`.
     """
@@ -70,15 +68,15 @@ class FoldOfRows:
         """Partial folds, one per run of whole leaves, `[nodes, B, T, N, ...]`, with their index in the tree."""
         leaves = run // LEAF
         # of a number of leaves that is no power of two, each run has several nodes
-        step = _Nodes(self, leaves & -leaves)
+        step = _Nodes(self.name, self, leaves & -leaves)
         return of.run(step, step.like, *others, run=run)
 
     def of_nodes(
         self, of: CallOnDevice, nodes: list[Array], numbers: Int[Array, "B nodes"], *others: Any
     ) -> Any:
         """The results, over the nodes of all devices."""
-        step = _OfNodes(self)
-        return of.run(step, step.like, nodes, numbers, *others, run=LEAF)
+        step = _OfNodes(self.name, self)
+        return of.run(step, step.like, (nodes, numbers), *others, run=LEAF)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,41 +93,39 @@ class _Whole(_Method):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Nodes:
+class _Nodes(_Method):
     fold: FoldOfRows
     leaves: int
 
-    def __call__(self, kernel: Any, call: KernelCall, *others: Any) -> Any:
-        return getattr(kernel, self.fold.name)(call, *others).nodes(self.leaves)
+    def __call__(self, kernel: Any, call: KernelCall, *args: Any) -> Any:
+        return super().__call__(kernel, call, *args).nodes(self.leaves)
 
     def like(self, settings: Settings, operands: Operands, *_: Any) -> Any:
-        query, count = operands.query, -(-operands.key.shape[1] // (self.leaves * LEAF))
-        rows = (count, *query.shape[:3])
-        widths = self.fold.widths(operands)
-        shapes = (rows if width is None else (*rows, width) for width in widths)
-        nodes = [lax.full_like(query, 0, lse_dtype(query.dtype), shape) for shape in shapes]
+        count = -(-operands.key.shape[1] // (self.leaves * LEAF))
+        nodes = _of_rows(operands, *self.fold.widths(operands), lead=(count,))
+        query = operands.query
         return nodes, lax.full_like(query, 0, jnp.int32, (query.shape[0], count))
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfNodes:
+class _OfNodes(_Method):
     fold: FoldOfRows
 
-    def __call__(
-        self, kernel: Any, call: KernelCall, nodes: Any, numbers: Array, *others: Any
-    ) -> Any:
-        return getattr(kernel, self.fold.name)(call, *others).of_nodes(nodes, numbers)
+    def __call__(self, kernel: Any, call: KernelCall, *args: Any) -> Any:
+        return super().__call__(kernel, call, *args[1:]).of_nodes(*args[0])
 
-    def like(
-        self, settings: Settings, operands: Operands, nodes: Any, numbers: Array, *others: Any
-    ) -> Any:
-        del nodes, numbers
+    def like(self, settings: Settings, operands: Operands, _: Any, *others: Any) -> Any:
         return self.fold.like(settings, operands, *others)
 
 
+def _of_rows(operands: Operands, *widths: int | None, lead: tuple[int, ...] = ()) -> list[Array]:
+    query, rows = operands.query, (*lead, *operands.query.shape[:3])
+    shapes = (rows if width is None else (*rows, width) for width in widths)
+    return [lax.full_like(query, 0, lse_dtype(query.dtype), shape) for shape in shapes]
+
+
 def _like_terms(settings: Settings, operands: Operands, *_: object) -> Array:
-    query = operands.query
-    return lax.full_like(query, 0, lse_dtype(query.dtype), query.shape[:3])
+    return _of_rows(operands, None)[0]
 
 
 def _like_sums(settings: Settings, operands: Operands, terms: Array) -> Array:
@@ -138,8 +134,7 @@ def _like_sums(settings: Settings, operands: Operands, terms: Array) -> Array:
 
 def _like_keys(settings: Settings, operands: Operands, *_: object) -> tuple[Array, Array]:
     dtype = lse_dtype(operands.query.dtype)
-    key, value = (lax.full_like(x, 0, dtype) for x in operands[1:3])
-    return key, value
+    return lax.full_like(operands.key, 0, dtype), lax.full_like(operands.value, 0, dtype)
 
 
 def _like_state(settings: Settings, operands: Operands) -> tuple[AttentionState, Array]:
@@ -148,7 +143,7 @@ def _like_state(settings: Settings, operands: Operands) -> tuple[AttentionState,
 
 
 def _like_query(settings: Settings, operands: Operands, *_: object) -> Array:
-    return lax.full_like(operands.query, 0, lse_dtype(operands.query.dtype))
+    return _of_rows(operands, operands.query.shape[-1])[0]
 
 
 def _like_tangent(
@@ -157,12 +152,6 @@ def _like_tangent(
     return jax.tree.map(jnp.zeros_like, state)
 
 
-STATE = FoldOfRows(
-    "state_fold", _like_state, lambda operands: (None, None, operands.value.shape[-1])
-)
-QUERY_COTANGENT = FoldOfRows(
-    "query_fold", _like_query, lambda operands: (operands.query.shape[-1],)
-)
-TANGENT = FoldOfRows(
-    "tangent_fold", _like_tangent, lambda operands: (operands.value.shape[-1], None, None)
-)
+STATE = FoldOfRows("state_fold", _like_state, lambda x: (None, None, x.value.shape[-1]))
+QUERY_COTANGENT = FoldOfRows("query_fold", _like_query, lambda x: (x.query.shape[-1],))
+TANGENT = FoldOfRows("tangent_fold", _like_tangent, lambda x: (x.value.shape[-1], None, None))

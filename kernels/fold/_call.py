@@ -12,19 +12,18 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..call._leaves import LEAF
-from ..call._operands import KernelCall, Operands, Settings, bound, positioned
+from ..call._operands import KernelCall, Operands, bound, positioned
 from ..call._state import lse_dtype, unfused
-from ..masks._abstract import AbstractMask
 from ..masks._visibility import meeting
 from ..scores._structure import floating
 from ._programs import AbstractTileScores, Arithmetic, Blocks, FoldProgram
-from ._slots import AbstractSlots, InOrder, Scattered
+from ._tree import PositionSlots
 
 # The format: whoever changes one of these, `LEAF`, or a fold program, counts it up.
 FORMAT = 3
 QUERIES = 256  # queries of a tile of one head, of a fold over queries on a CPU
 
-Ids = tuple[Int[Array, "b tiles size"], Int[Array, "b tiles size"] | None]  # positions, segments
+Ids = tuple[Int[Array, "_ tiles size"], Int[Array, "_ tiles size"] | None]  # positions, segments
 
 
 @dataclasses.dataclass
@@ -67,12 +66,13 @@ class AbstractSchedule(abc.ABC):
     """A call whose keys are in leaves by position, and the loops of a platform that run fold programs over it.
 
     Attributes:
+        query_tile: queries of a tile of one head.
+        arithmetic: the platform's.
+        over_keys: its fold of rows over leaves.
         operands: with positions, and with arrays of the score that are rounded.
         counted: whether positions are indices.
         dtype: of sums.
         group: heads of queries for each of keys.
-        query_tile: queries of a tile of one head.
-        arithmetic: the platform's.
     """
 
     query_tile: int
@@ -84,7 +84,8 @@ class AbstractSchedule(abc.ABC):
         self.counted = call.operands.query_positions is None
         operands = positioned(call.operands)
         self.operands = operands._replace(score_arrays=rounded(operands.score_arrays))
-        self.settings: Settings = call.settings
+        self.settings = call.settings
+        self.mask = bound(call.settings, operands)
         self.dtype = lse_dtype(operands.query.dtype)
         self.batch, self.queries, heads = operands.query.shape[:3]
         self.key_heads = operands.key.shape[2]
@@ -101,7 +102,7 @@ class AbstractSchedule(abc.ABC):
 
     @abc.abstractmethod
     def of_rows(self, f: Callable[[Blocks], Array], rows: Blocks) -> Array:
-        """A number for each row, `[B, T, N]`, of `f` of tiles of rows."""
+        """Numbers of rows, `[B, T, N]`, by `f` of tiles of rows."""
 
     @abc.abstractmethod
     def computed(self, f: Callable[..., Any], *args: Any) -> Any:
@@ -112,40 +113,30 @@ class AbstractSchedule(abc.ABC):
         return width
 
     @functools.cached_property
-    def mask(self) -> AbstractMask:
-        return bound(self.settings, self.operands)
-
-    @functools.cached_property
-    def held(self) -> AbstractSlots:
+    def held(self) -> PositionSlots:
         """The slots of the keys."""
         positions: Any = self.operands.key_positions
-        if self.counted or self._in_order:
-            return InOrder(positions, LEAF, self.counted)
-        return Scattered(positions, LEAF)
+        return PositionSlots(positions, LEAF, self.counted, self._in_order)
+
+    @functools.cached_property
+    def asked(self) -> PositionSlots:
+        """The slots of the queries, in tiles of successive positions."""
+        positions: Any = self.operands.query_positions
+        return PositionSlots(positions, self.query_tile, self.counted, False)
 
     @functools.cached_property
     def key_ids(self) -> Ids:
-        """Positions and segments of the keys in slots."""
         return in_slots(self.held, self.operands.key_segments)
 
     @functools.cached_property
-    def asked(self) -> AbstractSlots:
-        """The slots of the queries, in tiles of successive positions."""
-        positions: Any = self.operands.query_positions
-        size = self.query_tile
-        return InOrder(positions, size, True) if self.counted else Scattered(positions, size)
-
-    @functools.cached_property
     def query_ids(self) -> Ids:
-        """Positions and segments of the queries in slots."""
         return in_slots(self.asked, self.operands.query_segments)
 
-    def met(self, rows: Ids) -> Bool[Array, "b tiles leaves"]:
+    def met(self, rows: Ids) -> Bool[Array, "_ tiles leaves"]:
         """Which tiles may see a key of which leaves."""
-        segments = (
-            None if rows[1] is None or self.key_ids[1] is None else (rows[1], self.key_ids[1])
-        )
-        found = meeting(self.mask, (rows[0], self.key_ids[0]), segments)
+        (positions, of_rows), (at, of_keys) = rows, self.key_ids
+        segments = None if of_rows is None or of_keys is None else (of_rows, of_keys)
+        found = meeting(self.mask, (positions, at), segments)
         assert found is not None
         return found
 
@@ -166,17 +157,18 @@ class AbstractSchedule(abc.ABC):
         """The sink of each row, minus infinity where a query is absent."""
         return self.of_heads(self.operands.sink, -jnp.inf)
 
+    def node_numbers(self, leaves: int) -> Int[Array, "b nodes"]:
+        """The number of some leaf of each so many leaves, -1 where there is no key."""
+        held = self.held
+        numbers = jnp.where((held.positions >= 0).any(-1), held.numbers, -1)
+        numbers = jnp.pad(numbers, ((0, 0), (0, -held.tiles % leaves)), constant_values=-1)
+        numbers = numbers.reshape(len(numbers), -1, leaves).max(-1)
+        return jnp.broadcast_to(numbers, (self.batch, numbers.shape[1]))
 
-def in_slots(held: AbstractSlots, segments: Array | None) -> Ids:
+
+def in_slots(held: PositionSlots, segments: Array | None) -> Ids:
     """Positions and segments of tokens in slots."""
     return held.positions, None if segments is None else held.spread(segments, -1)
-
-
-def node_numbers(held: AbstractSlots, leaves: int) -> Int[Array, "b nodes"]:
-    """The number of some leaf of each so many leaves, -1 where there is no key."""
-    numbers = jnp.where((held.positions >= 0).any(-1), held.numbers, -1)
-    numbers = jnp.pad(numbers, ((0, 0), (0, -numbers.shape[1] % leaves)), constant_values=-1)
-    return numbers.reshape(numbers.shape[0], -1, leaves).max(-1)
 
 
 def rounded(arrays: PyTree[Array]) -> Any:
@@ -187,14 +179,3 @@ def rounded(arrays: PyTree[Array]) -> Any:
 def given(**arrays: Array | None) -> Blocks:
     """Those that are not None, by name."""
     return {name: x for name, x in arrays.items() if x is not None}
-
-
-def check_whole(settings: Settings) -> None:
-    """Raises `NotImplementedError` for a part of the keys of a row, and for a score with a source."""
-    if settings.unrounded:
-        raise NotImplementedError(
-            "key: wanted all keys of a row in one call, got a part whose state is merged with others, in an "
-            "order of its own"
-        )
-    if settings.scored_width is not None:
-        raise NotImplementedError("source: wanted None beside a score, got an array")

@@ -8,28 +8,29 @@ beside them, change a bit.
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int, PyTree
 
 from ..call._kernel import AbstractKernel
 from ..call._leaves import LEAF
 from ..call._operands import (
     KernelCall,
     Operands,
+    Settings,
     cotangents,
     differentiated,
     map_some,
     out_dtype,
 )
-from ..call._state import AttentionState, divided, lse_dtype, of_each
+from ..call._state import AttentionState, lse_dtype
 from . import _programs as programs
-from ._call import AbstractRowsFold, AbstractSchedule, given, rounded
+from . import _tree as tree
+from ._call import AbstractRowsFold, AbstractSchedule, given
 from ._programs import Blocks, without_signs
-from ._sums import PerHeadSums, sums_of_rows, unit_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class AbstractCanonical(AbstractKernel):
 
     It knows the keys of its call alone: methods that merge the states of several devices' keys do so in an order of
     their own. It takes the sink of a call, the last partial of a row's fold. Derivatives of second order raise
-    `NotImplementedError`.
+    `NotImplementedError`. In its methods, `given` are the state and its cotangent.
 
     Attributes:
         run: of how many keys each run of the array is, whose positions follow each other from a multiple of that number
@@ -77,10 +78,6 @@ class AbstractCanonical(AbstractKernel):
         lse = lse if sink is None else sink
         return AttentionState(out, lse), jnp.zeros_like(lse)
 
-    def corrected(self, cotangent: AttentionState, rest: Array) -> AttentionState:
-        """Rounded, or XLA multiplies a constant factor of the cotangent by this one first."""
-        return divided(rounded(cotangent), of_each(jnp.exp, -rest))
-
     def state_fold(self, call: KernelCall) -> AbstractRowsFold:
         """The state of each row over leaves, and its rest."""
         of, operands = self.schedule(call, self.in_order), call.operands
@@ -115,26 +112,20 @@ class AbstractCanonical(AbstractKernel):
         found = cotangents(to_query, *to_keys, others.bias, others.score_arrays, others.sink)
         return map_some(lambda x, like: without_signs(x.astype(like.dtype)), found, operands)
 
-    def query_cotangent(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
+    def query_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
         """The gradient of queries, in the dtype of the scores."""
         if _is_empty(call.operands):
             return self.schedule(call, False).empty(*call.operands.query.shape)
-        return self.query_fold(call, state, cotangent).whole()
+        return self.query_fold(call, *given).whole()
 
-    def query_fold(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> AbstractRowsFold:
+    def query_fold(self, call: KernelCall, *given: AttentionState) -> AbstractRowsFold:
         """The gradient of each row over leaves."""
         of, width = self.schedule(call, self.in_order), call.operands.query.shape[-1]
         program = programs.to_queries(of.arithmetic, of.scores(), of.width_of(width))
-        rows = backward_rows(call.operands, state, cotangent)
-        return of.over_keys(of, program, rows, _keys(call.operands), width, lambda x: x)
+        rows, keys = backward_rows(call.operands, *given), _keys(call.operands)
+        return of.over_keys(of, program, rows, keys, width, lambda x: x)
 
-    def key_cotangents(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Array, Array]:
+    def key_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Array, Array]:
         """The gradients of keys and values, in the dtype of the scores: folded over tiles of queries."""
         # the sums of a key are over queries alone, so that keys may be read as they lie
         of, (key, value) = self.schedule(call, True), call.operands[1:3]
@@ -142,42 +133,32 @@ class AbstractCanonical(AbstractKernel):
             return of.empty(*key.shape), of.empty(*value.shape)
         widths = [of.width_of(x.shape[-1]) for x in (key, value)]
         program = programs.to_keys(of.arithmetic, of.scores(), widths)
-        rows = backward_rows(call.operands, state, cotangent)
+        rows = backward_rows(call.operands, *given)
         to_key, to_value = of.over_queries(program, rows, _keys(call.operands))
         return to_key[..., : key.shape[-1]], to_value[..., : value.shape[-1]]
 
-    def sink_cotangent(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
+    def sink_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
         """The gradient of the sink."""
-        found = self.sink_sums(call, self.sink_terms(call, state, cotangent))
-        sink: Any = call.operands.sink
-        return (
-            found if sink.ndim == 2 else PerHeadSums(found, unit_numbers(call.operands)).of_heads()
-        )
+        found = self.sink_sums(call, self.sink_terms(call, *given))
+        sums, sink = PerHeadSums(found, unit_numbers(call.operands)), call.operands.sink
+        return found if sink is not None and sink.ndim == 2 else sums.of_heads()
 
-    def sink_terms(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
-        """What each row adds to the gradient of the sink, `[B, T, N]`."""
+    def sink_terms(self, call: KernelCall, *state: AttentionState) -> Float[Array, "B T N"]:
+        """What each row adds to the gradient of the sink."""
         of = self.schedule(call, False)
-        rows = backward_rows(call.operands, state, cotangent) | given(sink=of.sink())
+        rows = backward_rows(call.operands, *state) | given(sink=of.sink())
         return of.of_rows(lambda x: programs.sink_terms(of.arithmetic, x), rows)
 
-    def sink_sums(self, call: KernelCall, terms: Array) -> Array:
-        """The sums of numbers of rows, `[B, N]`."""
+    def sink_sums(self, call: KernelCall, terms: Float[Array, "B T N"]) -> Float[Array, "B N"]:
+        """The sums of numbers of rows."""
         return sums_of_rows(self.schedule(call, False), terms)
 
-    @abc.abstractmethod
-    def bias_cotangent(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
-        """The gradient of the bias. May raise `NotImplementedError`."""
+    def bias_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
+        """The gradient of the bias, if the kernel takes one."""
+        raise NotImplementedError("bias: wanted None, got an array")
 
     @abc.abstractmethod
-    def array_cotangents(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Any, ...]:
+    def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
         """The gradients of the score's arrays. May raise `NotImplementedError`."""
 
     def tangent(
@@ -197,8 +178,9 @@ class AbstractCanonical(AbstractKernel):
         program = programs.along(of.arithmetic, scores, of.width_of(width), state.out.dtype)
         rows = {"query": call.operands.query, "out": state.out, "lse": state.lse}
         rows |= given(d_sink=of.of_heads(directions.sink, 0.0), d_query=directions.query)
+        rows |= given(sink=of.sink())
         keys = _keys(call.operands) | given(d_key=directions.key, d_value=directions.value)
-        return of.over_keys(of, program, rows | given(sink=of.sink()), keys, width, AttentionState)
+        return of.over_keys(of, program, rows, keys, width, AttentionState)
 
 
 def _is_empty(operands: Operands) -> bool:
@@ -214,3 +196,68 @@ def backward_rows(operands: Operands, state: AttentionState, cotangent: Attentio
     d_out = cotangent.out.astype(operands.value.dtype)
     rows = {"query": operands.query, "d_out": d_out, "out": state.out, "lse": state.lse}
     return rows | given(d_lse=cotangent.lse)
+
+
+def check_whole(settings: Settings) -> None:
+    """Raises `NotImplementedError` for a part of the keys of a row, and for a score with a source."""
+    if settings.unrounded:
+        raise NotImplementedError(
+            "key: wanted all keys of a row in one call, got a part whose state is merged with others, in an "
+            "order of its own"
+        )
+    if settings.scored_width is not None:
+        raise NotImplementedError("source: wanted None beside a score, got an array")
+
+
+HEADS = 1 << 12  # at most: each head of an entry of the batch has a number of its own
+
+
+class PerHeadSums(NamedTuple):
+    """Sums of each head of each entry of a batch, `[B, N, ...]`, and the numbers of these in the tree over all."""
+
+    found: PyTree[Array]
+    numbers: Int[Array, "B N"]
+
+    def summed(self) -> Any:
+        """The sum over all."""
+        found, numbers = jax.tree.map(lambda x: lax.collapse(x, 0, 2), self)
+        return tree_sum(numbers, found)
+
+    def of_heads(self) -> Any:
+        """The sum of each head over the batch, `[N, ...]`."""
+        return jax.vmap(tree_sum, (1, 1))(self.numbers, self.found)
+
+
+def tree_sum(numbers: Int[Array, " items"], items: PyTree[Array]) -> Any:
+    """The sum of items of these numbers, by the canonical tree."""
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), items)
+    return tree.folded(numbers, items, zeros, lambda x, y: jax.tree.map(jnp.add, x, y))
+
+
+def unit_numbers(operands: Operands) -> Int[Array, "B N"]:
+    """The numbers of the heads of the entries of a batch, in the tree over all. Raises as `unit_indices`."""
+    batches, heads = unit_indices(operands)
+    return batches[:, None] * HEADS + heads[None]
+
+
+def unit_indices(operands: Operands) -> tuple[Int[Array, " B"], Int[Array, " N"]]:
+    """The entries of the whole batch and the heads that a call has. Raises `NotImplementedError` for too many."""
+    batch, _, heads, _ = operands.query.shape
+    if heads > HEADS or batch > (1 << 31) // HEADS:
+        raise NotImplementedError(
+            f"query: wanted at most {(1 << 31) // HEADS} entries of the batch and {HEADS} heads for gradients of "
+            f"sinks, biases and scores beside reproducible=True, got {batch} and {heads}"
+        )
+    given = (operands.batch_indices, batch), (operands.head_indices, heads)
+    batches, heads = (jnp.arange(n, dtype=jnp.int32) if x is None else x for x, n in given)
+    return batches, heads
+
+
+def sums_of_rows(of: AbstractSchedule, terms: Float[Array, "B T N"]) -> Float[Array, "B N"]:
+    """The sums of numbers of rows, of each head of each entry of the batch; NaN for two queries of one position."""
+    there = of.asked.positions >= 0
+    terms = jnp.where(there[..., None], of.asked.spread(terms), 0.0)
+    found = of.computed(lambda x: x.sum(2), terms)
+    numbers = jnp.where(there.any(-1), of.asked.numbers, -1)
+    numbers = jnp.broadcast_to(numbers, found.shape[:2])
+    return of.asked.checked(without_signs(jax.vmap(tree_sum)(numbers, found)))

@@ -223,9 +223,9 @@ def score_changes(
         found, pullback = scores.with_pullback(raw, rows, pairs)
     else:
         found, pullback = scores.masked(raw, rows, pairs), lambda change: change
-    lse, delta = (lse, delta) if rows_own else (lse.mT, delta.mT)
-    weights = a.alone(jnp.exp(found - lse))
-    change = a.alone(weights * (products(d_out, keys["value"]) - delta))
+    weights = a.alone(jnp.exp(found - (lse if rows_own else lse.mT)))
+    to_values = products(d_out, keys["value"])
+    change = a.alone(weights * (to_values - (delta if rows_own else delta.mT)))
     return ScoreChanges(query, d_out, raw, weights, change, pullback)
 
 
@@ -316,9 +316,9 @@ def along(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeLik
 
 
 def sink_terms(a: Arithmetic, rows: Blocks) -> Array:
-    r"""What each row adds to the gradient of its sink $b$, $-e^{b - F} \delta$, `[..., rows, 1]`."""
+    r"""What each row adds to the gradient of its sink $b$, $-e^{b - F} \delta$, `[..., 1, rows]`."""
     *_, lse, delta = _backward(a, rows)
-    return unfused(a.each(jnp.exp, rows["sink"].mT - lse) * -delta)
+    return unfused(a.each(jnp.exp, rows["sink"] - lse.mT) * -delta.mT)
 
 
 def add(left: Partial, right: Partial) -> Partial:

@@ -1,12 +1,20 @@
-"""A fold over numbered items by one binary tree over their numbers, whichever of the items are there."""
+"""The canonical tree, and its leaves and tiles: tokens in slots by their positions.
+
+A fold over numbered items follows one binary tree over their numbers, whichever of the items are there. A tile of slots
+has the positions from one multiple of its size to the next, and a number in the tree.
+"""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
+
+from .._slice import slice_at
+from ..call._leaves import leaves_for
+from ..masks._interval import interval
 
 Merge = Callable[[Any, Any], Any]  # of the items of smaller numbers and those of larger ones
 
@@ -118,3 +126,154 @@ def _raised(fold: Fold, levels: Array, merge: Merge) -> tuple[Any, Array]:
         return merge(left, node), held & (held - 1)
 
     return lax.while_loop(lambda carry: (carry[1] & levels) != 0, climb, (fold.node, fold.held))
+
+
+Share = tuple[Array | int, int]  # the index of a part, and how many there are
+Arrays = TypeVar("Arrays")
+
+
+class PositionSlots:
+    """Which token of an array lies in each slot of each tile.
+
+    By default tokens may be in any order, and those of negative position have no slot; there is a tile more than they
+    would fill, as they may begin in the middle of one. In an array in the order of positions, token `i` is in slot `i`.
+
+    Attributes:
+        positions: of the tokens, -1 for an empty slot, `[#B, tiles, size]`.
+        numbers: of the tiles, in the tree over all; of tiles with a token they increase, `[#B, tiles]`.
+        tiles: how many there are.
+        depth: how many nodes a fold over them keeps.
+        tokens: the token in each slot; some token for an empty one, `[#B, tiles, size]`.
+        scattered: whether tokens may be in any order.
+    """
+
+    def __init__(self, positions: Int[Array, "b length"], size: int, counted: bool, sorted_: bool):
+        """`counted`: positions are indices, so that numbers of tiles are, too."""
+        batch, self._length = positions.shape
+        self._size, self.scattered = size, not (counted or sorted_)
+        self.tiles = leaves_for(self._length, size) if self.scattered else -(-self._length // size)
+        self.depth = depth_of(self.tiles) if counted or self.scattered else min(self.tiles, 32)
+        number, slots = jnp.arange(self.tiles, dtype=jnp.int32)[None], self.tiles * size
+        tokens = jnp.arange(self._length, dtype=jnp.int32)[None]
+        if not self.scattered:
+            self.positions, self.tokens = self.spread(positions, -1), self.spread(tokens, 0)
+            self.numbers = number if counted else lax.div(self.positions.max(-1), jnp.int32(size))
+            return
+        present = positions >= 0
+        base = lax.div(interval(positions).low, jnp.int32(size))[:, None]
+        place = positions - base * size
+        inside = present & (place < slots)
+        self._place = jnp.where(inside, place, slots)
+        tokens = jnp.broadcast_to(tokens, positions.shape)
+        entries = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], positions.shape)
+        token = jnp.full((batch, slots), -1, jnp.int32)
+        token = token.at[entries, self._place].set(tokens, mode="drop")
+        found = jnp.take_along_axis(token, jnp.minimum(self._place, slots - 1), 1)
+        self._sound = (~present | (inside & (found == tokens))).all(1)
+        token = token.reshape(batch, self.tiles, size)
+        self.tokens = jnp.maximum(token, 0)
+        self.numbers = base + number
+        offset = jnp.arange(size, dtype=jnp.int32)[None, None]
+        self.positions = jnp.where(token >= 0, self.numbers[:, :, None] * size + offset, -1)
+        self._first = _first(token, self._length)
+
+    def spread(self, x: Array, fill: int = 0) -> Array:
+        """`[B, S, ...]` as `[B, tiles, size, ...]`; what is in empty slots is `fill` or anything."""
+        if self.scattered:
+            batch = max(len(x), len(self.tokens))
+            token = jnp.broadcast_to(
+                self.tokens.reshape(len(self.tokens), -1), (batch, self._slots)
+            )
+            x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
+            x = jnp.take_along_axis(x, _like(token, x), 1)
+        elif missing := self._slots - self._length:
+            pads = (0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)
+            x = jnp.pad(x, pads, constant_values=fill)
+        return x.reshape(len(x), self.tiles, self._size, *x.shape[2:])
+
+    def read(
+        self, arrays: Arrays, batch: Array, tile: Array, dtype: jnp.dtype, part: Share = (0, 1)
+    ) -> Arrays:
+        """A tile `[K, size, W]` of each array `[B, S, K, W]`, or part of its last axis; zeros in empty slots."""
+        present, size = entry(self.positions, batch)[tile] >= 0, self._size
+        index, parts = part
+
+        def as_read(x: Array) -> Array:
+            # in the branches that slice it, where XLA fuses this with the slice
+            return jnp.where(present[:, None, None], x.astype(dtype), 0).transpose(1, 0, 2)
+
+        def sliced(first: Array, size: int) -> Callable[[], Arrays]:
+            zero = jnp.zeros_like(first)
+
+            def one(x: Array) -> Array:
+                width = x.shape[3] // parts
+                corner, sizes = (
+                    (batch, first, zero, zero + index * width),
+                    (1, size, x.shape[2], width),
+                )
+                x = slice_at(x, corner, sizes)[0]
+                pads = (0, self._size - size), (0, 0), (0, 0)
+                return as_read(jnp.pad(x, pads) if size < self._size else x)
+
+            return lambda: jax.tree.map(one, arrays)
+
+        def one_by_one() -> Arrays:
+            token = entry(self.tokens, batch)[tile]
+
+            def one(x: Array) -> Array:
+                return as_read(x.reshape(*x.shape[:3], parts, -1)[batch, token, :, index])
+
+            return jax.tree.map(one, arrays)
+
+        if self.scattered:
+            if self._length < size:
+                return one_by_one()
+            first = entry(self._first, batch)[tile]
+            return lax.cond(first >= 0, sliced(jnp.maximum(first, 0), size), one_by_one)
+        whole, tail = sliced(tile * size, size), self._length % size
+        if tail == 0:
+            return whole()
+        last = sliced(jnp.full_like(tile, self._length - tail), tail)  # filled up
+        return last() if self.tiles == 1 else lax.cond(tile == self.tiles - 1, last, whole)
+
+    def taken(self, x: Array, batch: Array) -> Array:
+        """`[tiles * size, ...]` of an entry as `[S, ...]`: zeros for absent tokens."""
+        if self.scattered:
+            place = entry(self._place, batch)
+            return jnp.where(_like(place < len(x), x), x[jnp.minimum(place, len(x) - 1)], 0.0)
+        present = entry(self.positions, batch).reshape(-1)[: self._length] >= 0
+        return jnp.where(_like(present, x), x[: self._length], 0.0)
+
+    def unlaid(self, x: Array) -> Array:
+        """`[B, tiles * size, ...]` as `[B, S, ...]`, likewise."""
+        return jax.vmap(self.taken)(x, jnp.arange(len(x), dtype=jnp.int32))
+
+    def checked(self, x: Array) -> Array:
+        """`[B, ...]`, NaN in entries where two tokens have one slot, or tokens are in too many tiles."""
+        if not self.scattered:
+            return x
+        return jnp.where(self._sound.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
+
+    @property
+    def _slots(self) -> int:
+        return self.tiles * self._size
+
+
+def entry(x: Array, batch: Array) -> Array:
+    """The entry of the batch of an array whose first axis is that, or 1."""
+    return lax.dynamic_index_in_dim(x, batch if x.shape[0] > 1 else 0, 0, keepdims=False)
+
+
+def _like(x: Array, like: Array) -> Array:
+    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
+
+
+def _first(token: Array, length: int) -> Array:
+    """The index of the first token of tiles whose tokens lie in a row, -1 for others."""
+    size = token.shape[-1]
+    if length < size:
+        return jnp.full(token.shape[:-1], -1, jnp.int32)
+    shift = token - jnp.arange(size, dtype=jnp.int32)[None, None]
+    low = jnp.where(token >= 0, shift, length).min(-1)
+    high = jnp.where(token >= 0, shift, -size).max(-1)
+    return jnp.where((low == high) & (low >= 0) & (low <= length - size), low, -1)

@@ -1,19 +1,201 @@
-"""The canonical kernel in XLA's operations, for CPUs."""
+"""The canonical kernel in XLA's operations, for CPUs, and gradients that are sums over the scores of a call.
+
+For a bias and a score's arrays the canonical tree folds what tiles of queries of one head add, at a leaf of keys; then
+leaves; then heads; then entries of the batch. An axis that an array has is kept.
+"""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 from ..call._kernel import check_dtypes
+from ..call._leaves import LEAF
 from ..call._operands import KernelCall
-from ..call._state import AttentionState
-from ..fold._call import check_whole
-from ..fold._kernel import AbstractCanonical, backward_rows
+from ..call._state import AttentionState, divided, of_each
+from ..fold import _tree as tree
+from ..fold._call import QUERIES, rounded
+from ..fold._kernel import AbstractCanonical, backward_rows, check_whole, unit_indices
+from ..fold._programs import Blocks, score_changes
+from ..fold._tree import entry
 from ..masks._abstract import AbstractMask
 from ..masks._lengths import Lengths
-from ._canonical_loops import XLASchedule
-from ._canonical_sums import ScoreSums
+from ..scores._structure import floating
+from ._canonical_schedule import XLASchedule
+from ._canonical_tiles import PairsOfTile
+from ._each import hidden
+
+Unit = Callable[[Array, Array], Any]  # (entry of the batch, head)
+Term = Callable[[Blocks, Blocks, PairsOfTile], Any]  # (rows, keys, pairs)
+
+
+class ScoreSums:
+    """Sums over the tiles of queries and leaves of keys of a call.
+
+    Two queries of one position make them NaN, as they do gradients of keys. Raises `NotImplementedError` for more heads
+    and entries of the batch than there are numbers.
+    """
+
+    def __init__(self, of: XLASchedule, rows: Blocks):
+        """`rows`: of a backward."""
+        self._of, self._rows = of, rows
+        self._batches, self._heads = unit_indices(of.operands)
+        self._keys = {"key": of.operands.key, "value": of.operands.value}
+
+    def of_arrays(self) -> tuple[Any, ...]:
+        """The gradients of the score's arrays."""
+        zeros = self._like_arrays()
+        return self._over_units(self._over_leaves(self._to_arrays, zeros), zeros, False, False)
+
+    def nodes_of_arrays(
+        self, share: Array, shares: int
+    ) -> tuple[tuple[Any, ...], Int[Array, "nodes B"]]:
+        """The same of each head in nodes over a share of the leaves, `[nodes, B, N, ...]`, and the nodes' numbers.
+
+        There are two: of leaves that begin in the middle of a node there is one node more than shares.
+        """
+        held, zeros = self._of.held, self._like_arrays()
+        size = jnp.int32(1 << (-(-held.tiles // shares) - 1).bit_length())
+        begin = jnp.broadcast_to(held.numbers[:, 0], (self._of.batch,))
+        places = share + jnp.arange(2, dtype=jnp.int32) * shares
+
+        def node(place: Array) -> Any:
+            def between(batch: Array) -> tuple[Array, Array]:
+                first = place * size - lax.rem(begin[batch], size)
+                return jnp.clip(first, 0, held.tiles), jnp.clip(first + size, 0, held.tiles)
+
+            over_leaves = self._over_leaves(self._to_arrays, zeros, between=between)
+            return self._over_units(over_leaves, zeros, True, True)
+
+        return lax.map(node, places), lax.div(begin, size)[None] + places[:, None]
+
+    def of_bias(self) -> Array:
+        """The gradient of the bias."""
+        of, asked = self._of, self._of.asked
+        bias: Any = of.operands.bias
+        with_batch, with_heads, with_queries, with_keys = (size > 1 for size in bias.shape)
+        height, width = QUERIES if with_queries else 1, LEAF if with_keys else 1
+        tiles = asked.tiles if with_queries else 1
+        leaves = of.held.tiles if with_keys else 1
+
+        def to_bias(rows: Blocks, keys: Blocks, pairs: PairsOfTile) -> Array:
+            found = score_changes(of.arithmetic, of.scores(), rows, keys, pairs, pulled=False)
+            change = found.change if with_keys else of.arithmetic.total(found.change)
+            return change[0] if with_queries else of.arithmetic.total(change.mT)[0].mT
+
+        zeros = of.empty(height, width)
+        over_leaves = self._over_leaves(to_bias, zeros, with_queries, with_keys)
+
+        def unit(batch: Array, head: Array) -> Array:
+            x = over_leaves(batch, head).reshape(leaves, tiles, height, width)
+            x = x.transpose(1, 2, 0, 3).reshape(tiles * height, leaves * width)
+            x = asked.taken(x, batch) if with_queries else x
+            return of.held.taken(x.T, batch).T if with_keys else x
+
+        found = self._over_units(unit, of.empty(*bias.shape[2:]), with_batch, with_heads)
+        return found.reshape(bias.shape)
+
+    def _like_arrays(self) -> tuple[Any, ...]:
+        arrays = self._of.operands.score_arrays
+        return tuple(self._of.empty(*x.shape) if floating(x) else None for x in arrays)
+
+    def _to_arrays(self, rows: Blocks, keys: Blocks, pairs: PairsOfTile) -> Any:
+        scores = self._of.scores()
+        found = score_changes(self._of.arithmetic, scores, rows, keys, pairs, pulled=False)
+        return scores.pulled(found.raw, found.change, pairs)
+
+    def _over_units(self, unit: Unit, zeros: Any, with_batch: bool, with_heads: bool) -> Any:
+        """`unit` of all entries of the batch and heads: summed, or on an axis each."""
+
+        def one(batch: Array) -> Any:
+            return _over(self._heads, lambda head: unit(batch, head), zeros, with_heads)
+
+        of_entry = _stacked(zeros, len(self._heads)) if with_heads else zeros
+        return _over(self._batches, one, of_entry, with_batch)
+
+    def _over_leaves(
+        self,
+        term: Term,
+        zeros: Any,
+        with_tiles: bool = False,
+        with_leaves: bool = False,
+        between: Callable[[Array], tuple[Array, Array]] | None = None,
+    ) -> Unit:
+        """`term` of all tiles that meet of a head: summed, or on axes, that of the leaves first."""
+        of, held, asked = self._of, self._of.held, self._of.asked
+        keys_by_head = {n: lax.collapse(x, 2, 4)[:, :, None] for n, x in self._keys.items()}
+        sound = asked.checked(held.checked(of.empty(of.batch, 1)))[:, 0]
+        met = of.met(of.query_ids)
+        live_tiles = tree.following(met.swapaxes(1, 2))
+        live_leaves = tree.following(met.any(1))
+        of_leaf = _stacked(zeros, asked.tiles) if with_tiles else zeros
+
+        def unit(batch: Array, head: Array) -> Any:
+            def at_leaf(leaf: Array) -> Any:
+                share = lax.div(head, jnp.int32(of.group)), of.key_heads
+                keys = held.read(keys_by_head, batch, leaf, of.dtype, share)
+                of_keys = of.tokens(held, of.key_ids, batch, leaf)
+
+                def at_tile(index: Array) -> Any:
+                    of_rows = of.tokens(asked, of.query_ids, batch, index)
+                    of_rows = of_rows._replace(heads=head[None, None])
+                    heads = of.operands.query.shape[2]
+                    rows = of.member(self._rows, batch, index, 1, (head, heads))
+                    return term(rows, keys, of.pairs(batch, of_rows, of_keys))
+
+                live = entry(live_tiles, batch)[leaf]
+                numbers = entry(asked.numbers, batch)
+                return _over(numbers, at_tile, zeros, with_tiles, live, asked.depth)
+
+            live, numbers = entry(live_leaves, batch), entry(held.numbers, batch)
+            bounds = None if between is None else between(batch)
+            found = _over(numbers, at_leaf, of_leaf, with_leaves, live, held.depth, bounds)
+            return jax.tree.map(lambda x: x + sound[batch], found)
+
+        return unit
+
+
+def _over(
+    numbers: Int[Array, " count"],
+    term: Callable[[Array], Any],
+    zeros: Any,
+    kept: bool,
+    live: Int[Array, " following"] | None = None,
+    depth: int | None = None,
+    between: tuple[Array, Array] | None = None,
+) -> Any:
+    """`term(i)`, of the form of `zeros`, for each `i` that is live: on a first axis, or summed by the canonical tree.
+
+    `live` has the first such `i` from each on, and `numbers` are those in the tree.
+    """
+    count = len(numbers)
+    live = jnp.arange(count + 1, dtype=jnp.int32) if live is None else live
+    first, stop = between or (jnp.int32(0), hidden(count))
+    if not kept:
+        depth = tree.depth_of(count) if depth is None else depth
+        return tree.fold_live(live, numbers, term, zeros, depth, _add, (first, stop))
+
+    def keep(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        i, found = carry
+        found = jax.tree.map(
+            lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, i, 0), found, term(i)
+        )
+        return live[i + 1], found
+
+    begin = live[first], _stacked(zeros, count)
+    return lax.while_loop(lambda carry: carry[0] < stop, keep, begin)[1]
+
+
+def _add(a: Any, b: Any) -> Any:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _stacked(tree: Any, count: int) -> Any:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,31 +221,18 @@ class Canonical(AbstractCanonical):
     def schedule(self, call: KernelCall, in_order: bool) -> XLASchedule:
         return XLASchedule(call, in_order)
 
-    def bias_cotangent(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
-        """The gradient of the bias."""
-        return self._sums(call, state, cotangent).of_bias()
+    def corrected(self, cotangent: AttentionState, rest: Array) -> AttentionState:
+        """Rounded, or XLA multiplies a constant factor of the cotangent by this one first."""
+        return divided(rounded(cotangent), of_each(jnp.exp, -rest))
 
-    def array_cotangents(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Any, ...]:
+    def bias_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
+        return self.sums(call, *given).of_bias()
+
+    def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
         """The gradients of the score's arrays."""
-        return self._sums(call, state, cotangent).of_arrays()
+        return self.sums(call, *given).of_arrays()
 
-    def array_nodes(
-        self,
-        call: KernelCall,
-        state: AttentionState,
-        cotangent: AttentionState,
-        share: Array,
-        shares: int,
-    ) -> tuple[tuple[Any, ...], Int[Array, "nodes B"]]:
-        """The gradients of the score's arrays over a share of the leaves, as `ScoreSums.nodes_of_arrays`."""
-        return self._sums(call, state, cotangent).nodes_of_arrays(share, shares)
-
-    def _sums(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> ScoreSums:
-        rows = backward_rows(call.operands, state, cotangent)
+    def sums(self, call: KernelCall, *given: AttentionState) -> ScoreSums:
+        """The sums over the scores of a backward."""
+        rows = backward_rows(call.operands, *given)
         return ScoreSums(self.schedule(call, self.in_order), rows)

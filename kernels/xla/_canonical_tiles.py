@@ -89,14 +89,7 @@ def _of_rows(f: Callable[[Array], Array], x: Array) -> Array:
 
 
 class TokensOfTile(NamedTuple):
-    """The tokens of a tile of queries or keys.
-
-    Attributes:
-        index: of the tokens in their arrays.
-        positions: of them, negative for absent ones.
-        segments: likewise, or None.
-        heads: of queries, `[K, #rows]`; None for keys.
-    """
+    """The tokens of a tile of queries or keys: where they are in their arrays, and heads of queries."""
 
     index: Int[Array, " tokens"]
     positions: Int[Array, " tokens"]
@@ -105,17 +98,11 @@ class TokensOfTile(NamedTuple):
 
 
 class PairsOfTile(NamedTuple):
-    """The pairs of two tiles, in arrays that broadcast to `[K, own, other]`.
+    """The pairs of two tiles, in arrays that broadcast to `[K, own, other]`."""
 
-    Attributes:
-        place: entry of the batch, heads, indices of queries and of keys.
-        seen: which are visible, but for a mask array.
-        at: what a score is told.
-    """
-
-    place: tuple[Array, ...]
-    seen: Bool[Array, "..."]
-    at: At
+    place: tuple[Array, ...]  # the entry of the batch, heads, indices of queries and of keys
+    seen: Bool[Array, "..."]  # but for a mask array
+    at: At  # what a score is told
 
     def of(self, x: Array) -> Array:
         """What an array that broadcasts to `[B, N, T, S]` has for the pairs."""
@@ -191,59 +178,40 @@ class CPUScores(AbstractTileScores):
         return unfused(pairs.of(bias).astype(self._dtype))
 
 
-class RowTiles(NamedTuple):
+class RowTiles:
     """Tiles `[K, rows, ...]` of arrays `[B, T, N, ...]`, which are cut where they lie.
 
     Rows are those of all query heads of a key head, of tokens that follow each other. Tiles have as many tokens as each
     other. Where these are more than there are, the last begins earlier, and some rows are computed twice: a row's bits
     do not depend on what is beside it.
-
-    Attributes:
-        batch: entries of the batch.
-        queries: tokens of an entry.
-        key_heads: heads of keys.
-        group: heads of queries for each.
     """
 
-    batch: int
-    queries: int
-    key_heads: int
-    group: int
-
-    @property
-    def of_entry(self) -> int:
-        """The tiles of an entry of the batch."""
-        most = min(ROWS, TOGETHER // self.key_heads) // self.group
-        return max(-(-self.queries // max(most, 1)), 1)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a tile."""
-        return -(-self.queries // self.of_entry)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile, at least 2: XLA:CPU compiles matrix-vector products differently."""
-        return max(2, self.tokens * self.group)
+    def __init__(self, batch: int, queries: int, key_heads: int, group: int):
+        """`group`: heads of queries for each of keys."""
+        self._sizes, self._heads, self._group = (batch, queries), key_heads, group
+        most = min(ROWS, TOGETHER // key_heads) // group
+        self._of_entry = max(-(-queries // max(most, 1)), 1)
+        self._tokens = -(-queries // self._of_entry)
+        # one row has another: XLA:CPU compiles matrix-vector products differently
+        self.rows = max(2, self._tokens * group)
 
     def place(self, n: Array) -> tuple[Array, Array, Array]:
         """The entry of the batch of the `n`-th tile, its index among those of that, and its first token."""
-        count = jnp.full_like(n, self.of_entry)
+        count = jnp.full_like(n, self._of_entry)
         index = lax.rem(n, count)
-        first = jnp.minimum(index * self.tokens, self.queries - self.tokens)
+        first = jnp.minimum(index * self._tokens, self._sizes[1] - self._tokens)
         return lax.div(n, count), index, first
 
     def of_rows(self, n: Array) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
         """The tokens of the rows of the `n`-th tile, and which of the query heads of a key head they are."""
-        row = np.minimum(np.arange(self.rows, dtype=np.int32), self.tokens * self.group - 1)
-        return self.place(n)[2] + row // self.group, jnp.asarray(row % self.group)
+        row = np.minimum(np.arange(self.rows, dtype=np.int32), self._tokens * self._group - 1)
+        return self.place(n)[2] + row // self._group, jnp.asarray(row % self._group)
 
     def spread(self, ids: Int[Array, "b length"]) -> Int[Array, "b tiles rows"]:
         """Positions or segments of tokens for the rows of the tiles; -1 for one that is added."""
-        first = np.arange(self.of_entry) * self.tokens
-        first = np.minimum(first, self.queries - self.tokens)
-        ids = ids[:, first[:, None] + np.arange(self.tokens)]
-        ids = jnp.repeat(ids, self.group, 2)
+        first = np.arange(self._of_entry) * self._tokens
+        first = np.minimum(first, self._sizes[1] - self._tokens)
+        ids = jnp.repeat(ids[:, first[:, None] + np.arange(self._tokens)], self._group, 2)
         missing = self.rows - ids.shape[2]
         return jnp.pad(ids, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
 
@@ -251,30 +219,30 @@ class RowTiles(NamedTuple):
         """The `n`-th tile."""
         batch, _, first = self.place(n)
         rest, zero = x.shape[3:], jnp.zeros_like(n)
-        x = x.reshape(*x.shape[:2], self.key_heads, -1)
-        x = slice_at(x, (batch, first, zero, zero), (1, self.tokens, *x.shape[2:]))[0]
-        x = x.reshape(self.tokens, self.key_heads, self.group, *rest).swapaxes(0, 1)
+        x = x.reshape(*x.shape[:2], self._heads, -1)
+        x = slice_at(x, (batch, first, zero, zero), (1, self._tokens, *x.shape[2:]))[0]
+        x = x.reshape(self._tokens, self._heads, self._group, *rest).swapaxes(0, 1)
         x = lax.collapse(x, 1, 3)
         missing = self.rows - x.shape[1]
         return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * len(rest)))
 
-    def put(self, whole: Array, x: Array, n: Array) -> Array:
-        """An array with a tile in its place."""
-        batch, _, first = self.place(n)
-        x = x[:, : self.tokens * self.group]
-        x = x.reshape(self.key_heads, self.tokens, self.group, *x.shape[2:]).swapaxes(0, 1)
-        corner = batch, first, *[jnp.zeros_like(n)] * (whole.ndim - 2)
-        return lax.dynamic_update_slice(whole, lax.collapse(x, 1, 3)[None], corner)
-
     def each(self, f: Callable[[Array], Any], like: Array) -> Any:
         """`[B, T, N, ...]` of `f(n)`, the `n`-th tile. Raises, and varies over a mesh, as `each` of one axis."""
-        struct = jax.eval_shape(f, jnp.int32(0))
-        sizes = self.batch, self.queries, self.key_heads * self.group
-        begin = jax.tree.map(
-            lambda x: lax.full_like(like, 0, x.dtype, (*sizes, *x.shape[2:])), struct
-        )
+        batch, queries = self._sizes
+        sizes = batch, queries, self._heads * self._group
+
+        def empty(x: Any) -> Array:
+            return lax.full_like(like, 0, x.dtype, (*sizes, *x.shape[2:]))
+
+        def put(whole: Array, x: Array, n: Array) -> Array:
+            entry, _, first = self.place(n)
+            x = x[:, : self._tokens * self._group]
+            x = x.reshape(self._heads, self._tokens, self._group, *x.shape[2:]).swapaxes(0, 1)
+            corner = entry, first, *[jnp.zeros_like(n)] * (whole.ndim - 2)
+            return lax.dynamic_update_slice(whole, lax.collapse(x, 1, 3)[None], corner)
 
         def turn(n: Array, found: Any) -> Any:
-            return jax.tree.map(lambda xs, x: self.put(xs, x, n), found, f(n))
+            return jax.tree.map(lambda xs, x: put(xs, x, n), found, f(n))
 
-        return lax.fori_loop(jnp.int32(0), hidden(self.batch * self.of_entry), turn, begin)
+        begin = jax.tree.map(empty, jax.eval_shape(f, jnp.int32(0)))
+        return lax.fori_loop(jnp.int32(0), hidden(batch * self._of_entry), turn, begin)

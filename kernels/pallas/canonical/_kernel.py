@@ -12,17 +12,16 @@ from ...call._leaves import LEAF
 from ...call._operands import KernelCall, Operands
 from ...call._state import AttentionState
 from ...call._target import check_capability
-from ...fold._call import AbstractRowsFold, check_whole
-from ...fold._kernel import AbstractCanonical
+from ...fold._call import AbstractRowsFold
+from ...fold._kernel import AbstractCanonical, check_whole
 from ...masks._abstract import AbstractMask
 from .._rows import pairs_of
 from .._score_program import Target
 from ..gpu._chip import named_gpu
 from ..gpu._plan import TARGET as gpu_target
 from ..tpu._layout import TARGET as tpu_target
-from ._over_keys import PallasSchedule
-from ._scores import scores_of
-from ._sides import TileSizes
+from ._schedule import PallasSchedule
+from ._sides import FormatSizes, scores_of
 
 MOST_WIDTH = 256  # whose tiles are on a chip together
 
@@ -41,7 +40,7 @@ class AbstractCanonicalPallas(AbstractCanonical):
         least_tiles: a fold over keys of fewer tiles of rows is in parts.
     """
 
-    sizes: ClassVar[dict[int, TileSizes]]
+    sizes: ClassVar[dict[int, FormatSizes]]
     dtypes: ClassVar[tuple[str, ...]]
     target: ClassVar[Target]
     least_tiles: ClassVar[int]
@@ -67,15 +66,7 @@ class AbstractCanonicalPallas(AbstractCanonical):
         del rest
         return cotangent
 
-    def bias_cotangent(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Never:
-        """Raises `NotImplementedError`, as `check` does."""
-        raise NotImplementedError("bias: wanted None, got an array")
-
-    def array_cotangents(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Never:
+    def array_cotangents(self, call: KernelCall, *given: AttentionState) -> Never:
         """Raises `NotImplementedError`."""
         raise _not_learnt(call)
 
@@ -89,23 +80,16 @@ class AbstractCanonicalPallas(AbstractCanonical):
 
     def schedule(self, call: KernelCall, in_order: bool) -> PallasSchedule:
         operands, settings, _ = call
+        scores = scores_of(operands, settings, self.target)
         leaves = max((self.run or LEAF) // LEAF, 1)
-        (platform,) = self.platforms
+        subtree = leaves & -leaves if in_order else 0  # the most leaves that are one of each run
+        sizes = self.sizes[operands.query.dtype.itemsize]
+        return PallasSchedule(self, call, scores, sizes, subtree)
 
-        def fold(*args: Any) -> list[Array]:
-            with named_gpu(call.platform):
-                return self.folds().fold(*args, interpret=call.platform not in self.platforms)
-
-        return PallasSchedule(
-            call,
-            self.sizes[operands.query.dtype.itemsize],
-            # the most leaves that are one of each run
-            leaves & -leaves if in_order else 0,
-            scores_of(operands, settings, self.target),
-            platform,
-            fold,
-            self.least_tiles,
-        )
+    def fold(self, call: KernelCall, *args: Any) -> list[Array]:
+        """`fold` of the platform's module, in a program for a platform."""
+        with named_gpu(call.platform):
+            return self.folds().fold(*args, interpret=call.platform not in self.platforms)
 
     @staticmethod
     @abc.abstractmethod
@@ -120,7 +104,7 @@ class CanonicalTPU(AbstractCanonicalPallas):
     platforms = ("tpu",)
     interpreted = ("cpu", "cuda", "rocm")
     exported = True
-    sizes: ClassVar[dict[int, TileSizes]] = {2: TileSizes(128, 128), 4: TileSizes(128, 128)}
+    sizes: ClassVar[dict[int, FormatSizes]] = {2: FormatSizes(128, 128), 4: FormatSizes(128, 128)}
     dtypes = ("bfloat16", "float32")
     target = tpu_target
     least_tiles = 1
@@ -140,7 +124,7 @@ class CanonicalGPU(AbstractCanonicalPallas):
     interpreted = ("cpu", "tpu")
     exported = False
     # products of float32 are made of single instructions, of which larger tiles have too many
-    sizes: ClassVar[dict[int, TileSizes]] = {2: TileSizes(64, 256), 4: TileSizes(16, 256)}
+    sizes: ClassVar[dict[int, FormatSizes]] = {2: FormatSizes(64, 256), 4: FormatSizes(16, 256)}
     dtypes = ("bfloat16", "float16", "float32")
     target = gpu_target
     least_tiles = 512

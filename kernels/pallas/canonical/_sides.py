@@ -1,22 +1,19 @@
-"""The operands of a call in tiles for kernels of Pallas, and which of them each tile is folded with."""
+"""What kernels of a platform are given: queries and keys in tiles, which of them each is folded with, and scores."""
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from ...call._operands import KernelCall
-from ...fold._call import AbstractSchedule
-from ...fold._programs import Blocks
-from ...fold._slots import Scattered
-from ...masks._visibility import visible
-from .._rows import block_spans, features_of, pairs_of
+from ...call._operands import Operands, Settings
+from ...fold._programs import AbstractTileScores, Blocks, Pullback
+from .._score import score_of
+from .._score_program import Numbers, ScoreProgram, Target
 
 LEVELS = 32  # of a tree, at most
-_LEAST = 16  # of a width, which is a power of two
 TokenNumbers = tuple[Array, ...]  # positions, and what else masks compare
 
 
@@ -110,7 +107,7 @@ def subtree_for(count: int, wanted: int) -> int:
     return 1 << (max(-(-count // wanted), 1) - 1).bit_length()
 
 
-class TileSizes(NamedTuple):
+class FormatSizes(NamedTuple):
     """The constants of a platform's format, powers of two.
 
     Attributes:
@@ -122,135 +119,68 @@ class TileSizes(NamedTuple):
     queries: int
 
 
-class AbstractTiledCall(AbstractSchedule):
-    """A call whose queries and keys are laid out in tiles of a platform's sizes.
+FLOATS, FIXED = "score_float", "score_fixed"  # numbers of rows: names whose order is theirs
+
+
+@dataclasses.dataclass(frozen=True)
+class ChipScores(AbstractTileScores):
+    """What scores are; static.
 
     Attributes:
-        rows: of a tile.
-        subtree: how many leaves of keys are one, where keys lie in such; 0 for keys in any order.
+        scale: of products.
+        program: what is made of these, None for nothing.
     """
 
-    def __init__(self, call: KernelCall, sizes: TileSizes, subtree: int):
-        super().__init__(call, subtree > 0)
-        self.subtree, (self.rows, self.query_tile) = subtree, sizes
-        operands = self.operands
-        self._pairs = pairs_of(operands, self.settings)
-        features = features_of(operands, self._pairs)
-        self._has_segments = operands.query_segments is not None
-        segments = (operands.query_segments, operands.key_segments)
-        self._ids = tuple(
-            (*(x for x in (segment,) if x is not None), *numbers)
-            for segment, numbers in zip(segments, features, strict=True)
+    scale: float
+    program: ScoreProgram | None
+
+    def masked(self, raw: Array, rows: Blocks, pairs: Pairs) -> Array:
+        if self.program is None:
+            return jnp.where(pairs.seen, raw, -jnp.inf)
+        scores = self.program.score(raw, *self._given(raw, rows, pairs))
+        return jnp.where(pairs.seen, scores, -jnp.inf)
+
+    def with_pullback(self, raw: Array, rows: Blocks, pairs: Pairs) -> tuple[Array, Pullback]:
+        if self.program is None:
+            return self.masked(raw, rows, pairs), lambda change: change
+        scores, pullback = self.program.vjp(raw, *self._given(raw, rows, pairs))
+
+        def to_products(change: Array) -> Array:
+            return jnp.where(pairs.seen, pullback(change)[0], 0.0)
+
+        return jnp.where(pairs.seen, scores, -jnp.inf), to_products
+
+    def along(
+        self, raw: Array, change: Array | None, rows: Blocks, pairs: Pairs
+    ) -> tuple[Array, Array | None]:
+        scores = self.masked(raw, rows, pairs)
+        if self.program is None or change is None:
+            return scores, change
+        found = self.program.jvp(raw, *self._given(raw, rows, pairs), change, None)
+        return scores, jnp.where(pairs.seen, found, 0.0)
+
+    def _given(self, raw: Array, rows: Blocks, pairs: Pairs) -> tuple[dict[str, Array], Numbers]:
+        """Positions and numbers in the shape of the products; those of rows lie as their positions do."""
+        assert self.program is not None
+        shape, are_own = raw.shape, pairs.query.shape[0] == raw.shape[0]
+        places = {}
+        if self.program.compares:
+            places = {"query": pairs.query, "key": pairs.key}
+            places = {name: jnp.broadcast_to(x, shape) for name, x in places.items()}
+
+        def numbers(kind: str) -> tuple[Array, ...]:
+            found = [rows[name] for name in sorted(rows) if name.startswith(kind)]
+            return tuple(jnp.broadcast_to(x.T if are_own else x, shape) for x in found)
+
+        return places, Numbers(numbers(FLOATS), (), numbers(FIXED))
+
+
+def scores_of(operands: Operands, settings: Settings, target: Target) -> ChipScores:
+    """Those of a call. Raises `NotImplementedError` for a score that kernels do not compute."""
+    program = score_of(operands, settings, target)
+    if program is not None and program.sizes:
+        raise NotImplementedError(
+            f"score: wanted one without tables beside reproducible=True in a program for TPUs or GPUs, "
+            f"got {program.name}"
         )
-
-    def width_of(self, width: int) -> int:
-        return max(_LEAST, 1 << (width - 1).bit_length())
-
-    def pairs(self, queries: TokenNumbers, keys: TokenNumbers) -> Pairs:
-        """Of queries and keys, by the ids of both, which broadcast."""
-        return Pairs(self._seen(queries, keys), queries[0], keys[0])
-
-    def _seen(self, queries: TokenNumbers, keys: TokenNumbers) -> Bool[Array, "..."]:
-        (query, *of_query), (key, *of_key) = queries, keys
-        first = int(self._has_segments)
-        if self._pairs is None:
-            see = visible(self.settings.mask.bind(), query, key)
-        else:
-            see = self._pairs.visible(query, key, of_query[first:], of_key[first:])
-        return see & (of_query[0] == of_key[0]) if self._has_segments else see
-
-    def row_side(self, arrays: Blocks) -> Side:
-        """Rows of all heads of a key head, `[B, T, N, ...]`, in tiles together."""
-        ids = (self._rows_of(x) for x in (self.operands.query_positions, *self._ids[0]))
-        found = {name: self.in_tiles(x).swapaxes(2, 3) for name, x in arrays.items()}
-        return self._side(found, ids)
-
-    def key_side(self, arrays: Blocks) -> Side:
-        """Keys `[B, S, K, W]` by leaves."""
-        found = {name: self.held.spread(x) for name, x in arrays.items()}
-        ids = (self.held.positions, *(self.held.spread(x, -1) for x in self._ids[1]))
-        return self._side(found, ids)
-
-    def query_side(self, arrays: Blocks) -> Side:
-        """Queries `[B, T, N, ...]` of one head by their positions."""
-        group, asked = self.group, self.asked
-
-        def by_member(x: Array) -> Array:
-            x = asked.spread(x.reshape(*x.shape[:2], self.key_heads, group, *x.shape[3:]))
-            x = jnp.moveaxis(x, 4, 2)  # [B, tiles, G, size, K, ...]
-            return lax.collapse(x, 1, 3)
-
-        found = {name: by_member(x) for name, x in arrays.items()}
-        ids = (asked.positions, *(asked.spread(x, -1) for x in self._ids[0]))
-        return self._side(found, (jnp.repeat(x, group, 1) for x in ids))
-
-    def walk_keys(self, rows: Side) -> Walk:
-        """The leaves that rows may see."""
-        numbers, held = self.held.numbers, self.held
-        is_one = held.tiles <= self.subtree  # of which leaves without keys have numbers, too
-        if is_one:
-            numbers = jnp.arange(held.tiles, dtype=jnp.int32)[None]
-        consecutive = is_one or self.counted or isinstance(held, Scattered)
-        met = self.met((rows.ids[0], rows.ids[1] if self._has_segments else None))
-        return self._walk(met, numbers, 1, consecutive)
-
-    def walk_queries(self) -> Walk:
-        """The tiles of queries, by position and head, that may see a leaf."""
-        group, met = self.group, self.met(self.query_ids).swapaxes(1, 2)
-        numbers = self.asked.numbers[:, :, None] * group
-        numbers = numbers + jnp.arange(group, dtype=jnp.int32)[None, None]
-        return self._walk(met, lax.collapse(numbers, 1, 3), group, True)
-
-    def _walk(self, met: Array, numbers: Array, group: int, consecutive: bool) -> Walk:
-        first, stop = (group * x[..., None] for x in block_spans(met))
-        numbers, first, stop = (
-            jnp.broadcast_to(x, (self.batch, *x.shape[1:])) for x in (numbers, first, stop)
-        )
-        # a leaf without keys, which may be in the middle, is of the same place as that before it
-        numbers = numbers if consecutive else lax.cummax(numbers, axis=1)
-        return Walk(numbers, first, stop, numbers.shape[1], consecutive)
-
-    def from_rows(self, x: Array) -> Array:
-        """Results of rows `[B, tiles, 1, rows, K, ...]` as `[B, T, N, ...]`; NaN where two keys are one slot's."""
-        return self.held.checked(self._from_tiles(x.squeeze(2)))
-
-    def from_parts(self, x: Array) -> Array:
-        """Results of parts of rows, `[B, tiles, parts, rows, K, ...]`, as `[parts, B, T, N, ...]`."""
-        return jax.vmap(self._from_tiles, 2)(x)
-
-    def from_keys(self, x: Array) -> Array:
-        """Results of keys `[B, leaves, 1, leaf, K, W]` as `[B, S, K, W]`, likewise."""
-        found = lax.collapse(x.squeeze(2), 1, 3)
-        return self.asked.checked(self.held.checked(self.held.unlaid(found)))
-
-    def in_tiles(self, x: Array) -> Array:
-        """`[B, T, N, ...]` as `[B, tiles, K, rows, ...]`."""
-        rest = x.shape[3:]
-        x = x.reshape(self.batch, self.queries, self.key_heads, self.group, *rest)
-        x = jnp.moveaxis(x, 2, 3).reshape(self.batch, -1, self.key_heads, *rest)
-        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.rows), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(x.reshape(self.batch, -1, self.rows, self.key_heads, *rest), 2, 3)
-
-    def _from_tiles(self, x: Array) -> Array:
-        """`[B, tiles, rows, K, ...]` as `[B, T, N, ...]`."""
-        x = x.reshape(self.batch, -1, *x.shape[3:])[:, : self.queries * self.group]
-        x = x.reshape(self.batch, self.queries, self.group, *x.shape[2:])
-        return jnp.moveaxis(x, 2, 3).reshape(self.batch, self.queries, -1, *x.shape[4:])
-
-    def _rows_of(self, x: Array | None) -> Array | None:
-        """Positions or segments `[#B, T]` of rows in tiles, as `in_tiles` of `[B, T, N]` does it."""
-        if x is None:
-            return None
-        x = jnp.repeat(x, self.group, axis=1)
-        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.rows)), constant_values=-1)
-        return x.reshape(len(x), -1, self.rows)
-
-    def _side(self, arrays: Blocks, ids: Iterable[Array | None]) -> Side:
-        every = (x for x in ids if x is not None)
-        every = tuple(jnp.broadcast_to(x, (self.batch, *x.shape[1:])) for x in every)
-        return Side({name: self.widened(x) for name, x in arrays.items()}, every)
-
-    def widened(self, x: Array) -> Array:
-        """Matrices `[..., W]` of five axes with zeros behind `W`, to a power of two."""
-        missing = self.width_of(x.shape[-1]) - x.shape[-1] if x.ndim == 5 else 0
-        return jnp.pad(x, ((0, 0),) * 4 + ((0, missing),)) if missing else x
+    return ChipScores(settings.scale, program)

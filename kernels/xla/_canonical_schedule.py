@@ -1,4 +1,4 @@
-"""The loops of XLA that run fold programs on a CPU: over leaves for tiles of rows, over queries for leaves."""
+"""The canonical kernel in XLA's operations, for CPUs: loops over leaves for tiles of rows, over queries for leaves."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from jaxtyping import Array, Int
 from ..call._leaves import LEAF
 from ..call._operands import KernelCall, Operands, bound_score
 from ..fold import _tree as tree
-from ..fold._call import QUERIES, AbstractRowsFold, AbstractSchedule, Ids, node_numbers
+from ..fold._call import QUERIES, AbstractRowsFold, AbstractSchedule, Ids
 from ..fold._programs import Blocks, FoldProgram, Partial, without_signs
-from ..fold._slots import AbstractSlots, Share, entry
+from ..fold._tree import PositionSlots, Share, entry
 from ..masks._visibility import visible
 from ..scores._abstract import At
 from ._canonical_tiles import CPUArithmetic, CPUScores, PairsOfTile, RowTiles, TokensOfTile
@@ -46,7 +46,7 @@ class FoldOverLeaves(AbstractRowsFold):
             return of.tiles.each(lambda n: numbers_apart(one(n)), of.operands.query)
 
         found = each(node, count, of.operands.query)
-        return found, jnp.broadcast_to(node_numbers(of.held, leaves), (of.batch, count))
+        return found, of.node_numbers(leaves)
 
     def of_nodes(self, nodes: Sequence[Array], numbers: Int[Array, "b nodes"]) -> Any:
         tiles, program = self.of.tiles, self.program
@@ -143,7 +143,7 @@ class XLASchedule(AbstractSchedule):
         return [of_keys(x) for x in each(one_leaf, self.batch * held.tiles, self.operands.query)]
 
     def of_rows(self, f: Callable[[Blocks], Array], rows: Blocks) -> Array:
-        return self.tiles.each(lambda n: f(self.cut(rows, n))[..., 0], self.operands.query)
+        return self.tiles.each(lambda n: f(self.cut(rows, n))[:, 0], self.operands.query)
 
     def computed(self, f: Callable[..., Any], *args: Any) -> Any:
         return computed(f, *args)
@@ -164,10 +164,10 @@ class XLASchedule(AbstractSchedule):
         found = self.asked.read(by_head, batch, tile, self.dtype, share)
         return _blocks({n: x if rows[n].ndim == 4 else x[..., 0] for n, x in found.items()})
 
-    def tokens(self, held: AbstractSlots, ids: Ids, batch: Array, tile: Array) -> TokensOfTile:
+    def tokens(self, held: PositionSlots, ids: Ids, batch: Array, tile: Array) -> TokensOfTile:
         """The tokens of a tile of slots."""
         positions, segments = (None if x is None else entry(x, batch)[tile] for x in ids)
-        return TokensOfTile(held.tokens(batch, tile), positions, segments)
+        return TokensOfTile(entry(held.tokens, batch)[tile], positions, segments)
 
     def pairs(
         self, batch: Array, rows: TokensOfTile, keys: TokensOfTile, rows_own: bool = True
