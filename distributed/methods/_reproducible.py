@@ -165,24 +165,17 @@ class _Across(Canonical):
             directions = directions._replace(key=key, value=value)
         return self._fold(TANGENT, call, state, directions)
 
-    def query_cotangent(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
-        given = vary_together((state, cotangent), self.axes)
-        return self._fold(QUERY_COTANGENT, call, *given)
+    def query_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
+        return self._fold(QUERY_COTANGENT, call, *vary_together(given, self.axes))
 
-    def key_cotangents(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Array, Array]:
-        operands, *given = self._with_all_queries(call.operands, state, cotangent)
+    def key_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Array, Array]:
+        operands, given = self._with_all_queries(call.operands, given)
         return CallOnDevice(operands, call.settings).key_cotangents(*given)
 
-    def sink_cotangent(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
+    def sink_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
         """The terms of all rows are gathered, one number each."""
-        operands, state, cotangent = self._varying((call.operands, state, cotangent))
-        terms = CallOnDevice(operands, call.settings).sink_terms(state, cotangent)
+        operands, given = self._varying((call.operands, given))
+        terms = CallOnDevice(operands, call.settings).sink_terms(*given)
         if self.queries_sharded:
             terms, positions = self._all((terms, operands.query_positions))
             of_all = lax.full_like(operands.query, 0, shape=(*terms.shape, 1))
@@ -196,11 +189,9 @@ class _Across(Canonical):
         found = units.found if sink.ndim == 2 else _of_all(units, apart).of_heads()
         return as_invariant(found, self.axes + (apart if sink.ndim == 1 else ()))
 
-    def array_cotangents(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Any, ...]:
+    def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
         """Each device folds its share of the leaves; their nodes are gathered, for each head of the batch."""
-        operands, *given = self._with_all_queries(call.operands, state, cotangent)
+        operands, given = self._with_all_queries(call.operands, given)
         operands = self._with_keys_of_all(self._varying(operands))
         share = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         shares = lax.axis_size(self.axes) if self.axes else 1
@@ -214,14 +205,14 @@ class _Across(Canonical):
         return vary_together(tree, self.axes + self.others)
 
     def _with_all_queries(
-        self, operands: Operands, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Operands, AttentionState, AttentionState]:
-        operands, state, cotangent = vary_together((operands, state, cotangent), self.axes)
+        self, operands: Operands, given: tuple[AttentionState, ...]
+    ) -> tuple[Operands, tuple[AttentionState, ...]]:
+        operands, given = vary_together((operands, given), self.axes)
         if not self.queries_sharded:
-            return operands, state, cotangent
+            return operands, given
         names = "query", "query_positions", "query_segments"
         found = {name: self._all(getattr(operands, name)) for name in names}
-        return operands._replace(**found), *self._all((state, cotangent))
+        return operands._replace(**found), self._all(given)
 
     def _fold(self, fold: FoldOfRows, call: KernelCall, *others: Any) -> Any:
         """The results for rows, whose type does not vary where all devices have the same queries."""

@@ -70,8 +70,8 @@ class FoldOverLeaves(AbstractRowsFold):
         def fold(n: Array, first: Array, stop: Array) -> Partial:
             batch, index, _ = tiles.place(n)
             row, (queries, members) = of.cut(self.rows, n), tiles.of_rows(n)
-            at = (None if x is None else entry(x, batch)[index] for x in side)
-            of_rows = TokensOfTile(queries, *at, of.first_heads + members[None])  # pyright: ignore[reportArgumentType]
+            at = [None if x is None else entry(x, batch)[index] for x in side]
+            of_rows = TokensOfTile(queries, at[0], at[1], of.first_heads + members[None])
 
             def term(leaf: Array) -> Partial:
                 blocks = held.read(self.keys, batch, leaf, of.dtype)
@@ -166,8 +166,8 @@ class XLASchedule(AbstractSchedule):
 
     def tokens(self, held: PositionSlots, ids: Ids, batch: Array, tile: Array) -> TokensOfTile:
         """The tokens of a tile of slots."""
-        positions, segments = (None if x is None else entry(x, batch)[tile] for x in ids)
-        return TokensOfTile(entry(held.tokens, batch)[tile], positions, segments)
+        found: Any = (None if x is None else entry(x, batch)[tile] for x in (held.tokens, *ids))
+        return TokensOfTile(*found)
 
     def pairs(
         self, batch: Array, rows: TokensOfTile, keys: TokensOfTile, rows_own: bool = True
@@ -181,7 +181,7 @@ class XLASchedule(AbstractSchedule):
         if rows.segments is not None and keys.segments is not None:
             seen = seen & (of_row(rows.segments) == of_key(keys.segments))
         heads = of_row(rows.heads)
-        place = batch, heads, of_row(rows.index)[None], of_key(keys.index)[None]
+        place = batch, heads, of_row(rows.place)[None], of_key(keys.place)[None]
         operands, score = self.operands, self.score
         entries, of_heads = operands.batch_indices, operands.head_indices
         batch = batch if entries is None else entries[batch]

@@ -91,7 +91,7 @@ def _of_rows(f: Callable[[Array], Array], x: Array) -> Array:
 class TokensOfTile(NamedTuple):
     """The tokens of a tile of queries or keys: where they are in their arrays, and heads of queries."""
 
-    index: Int[Array, " tokens"]
+    place: Int[Array, " tokens"]
     positions: Int[Array, " tokens"]
     segments: Int[Array, " tokens"] | None
     heads: Int[Array, "K #tokens"] | None = None
