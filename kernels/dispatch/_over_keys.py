@@ -1,4 +1,4 @@
-"""The canonical folds of a call, whole, or in nodes of the tree that travel between devices, by a platform's kernel."""
+"""Canonical folds of a call by a platform's kernel: whole, or in nodes of the tree that devices send."""
 
 import dataclasses
 from collections.abc import Callable
@@ -38,17 +38,17 @@ class CallOnDevice:
         return self.run(_Method("key_cotangents"), _like_keys, *given)
 
     def sink_terms(self, *given: AttentionState) -> Array:
-        """What each row adds to the gradient of a sink, `[B, T, N]`."""
+        """Terms of rows in the gradient of a sink, `[B, T, N]`."""
         return self.run(_Method("sink_terms"), _like_terms, *given)
 
     def sink_sums(self, terms: Array) -> Array:
-        """The sums of numbers of rows, `[B, N]`."""
+        """Sums of one number per row, `[B, N]`."""
         return self.run(_Method("sink_sums"), _like_sums, terms)
 
 
 @dataclasses.dataclass(frozen=True)
 class FoldOfRows:
-    """What is folded for each row over its keys; static.
+    """A fold of each row over its keys; static.
 
     Attributes:
         name: the method of a canonical kernel that returns the `AbstractRowsFold`.

@@ -52,9 +52,9 @@ class AbstractRowsFold(abc.ABC):
 
     @abc.abstractmethod
     def nodes(self, leaves: int) -> tuple[list[Array], Int[Array, "b nodes"]]:
-        """The folds over so many leaves at a time, `[nodes, B, T, N, ...]`, and the number of a leaf of each, or -1.
+        """Folds over runs of `leaves` leaves, `[nodes, B, T, N, ...]`, with the number of one leaf per run, or -1.
 
-        There must be a power of two of them, of which the first has a number that is a multiple of it.
+        `leaves` is a power of two, and the number of the first leaf a multiple of it.
         """
 
     @abc.abstractmethod
@@ -102,14 +102,14 @@ class AbstractSchedule(abc.ABC):
 
     @abc.abstractmethod
     def of_rows(self, f: Callable[[Blocks], Array], rows: Blocks) -> Array:
-        """Numbers of rows, `[B, T, N]`, by `f` of tiles of rows."""
+        """One number per row, `[B, T, N]`: `f` maps a tile of rows to numbers."""
 
     @abc.abstractmethod
     def computed(self, f: Callable[..., Any], *args: Any) -> Any:
         """`f(*args)` of arrays, by the rules of tile programs."""
 
     def width_of(self, width: int) -> int:
-        """The width that tiles have for one of an array."""
+        """The width of a tile of an array that is `width` wide."""
         return width
 
     @functools.cached_property
@@ -133,7 +133,7 @@ class AbstractSchedule(abc.ABC):
         return in_slots(self.asked, self.operands.query_segments)
 
     def met(self, rows: Ids) -> Bool[Array, "_ tiles leaves"]:
-        """Which tiles may see a key of which leaves."""
+        """Whether a tile of rows may see a key of a leaf."""
         (positions, of_rows), (at, of_keys) = rows, self.key_ids
         segments = None if of_rows is None or of_keys is None else (of_rows, of_keys)
         found = meeting(self.mask, (positions, at), segments)
@@ -141,7 +141,7 @@ class AbstractSchedule(abc.ABC):
         return found
 
     def empty(self, *shape: int, fill: float = 0.0) -> Array:
-        """Zeros, or other numbers, in the dtype of the scores."""
+        """An array in the dtype of the scores, filled with `fill`."""
         return lax.full_like(self.operands.query, fill, shape=shape, dtype=self.dtype)
 
     def of_heads(self, x: Array | None, absent: float) -> Float[Array, "B T N"] | None:
@@ -158,7 +158,7 @@ class AbstractSchedule(abc.ABC):
         return self.of_heads(self.operands.sink, -jnp.inf)
 
     def node_numbers(self, leaves: int) -> Int[Array, "b nodes"]:
-        """The number of some leaf of each so many leaves, -1 where there is no key."""
+        """The number of one leaf per run of `leaves` leaves; -1 for a run without keys."""
         held = self.held
         numbers = jnp.where((held.positions >= 0).any(-1), held.numbers, -1)
         numbers = jnp.pad(numbers, ((0, 0), (0, -held.tiles % leaves)), constant_values=-1)
@@ -177,5 +177,5 @@ def rounded(arrays: PyTree[Array]) -> Any:
 
 
 def given(**arrays: Array | None) -> Blocks:
-    """Those that are not None, by name."""
+    """The arrays that are not None, by name."""
     return {name: x for name, x in arrays.items() if x is not None}

@@ -1,4 +1,4 @@
-"""The kernel whose bits depend on a row and the keys that it sees alone: leaves of keys, folded by a canonical tree.
+"""The canonical kernel, whose bits depend only on a row and on the keys that it sees.
 
 A leaf holds the keys of `LEAF` successive positions. A tile of rows meets a leaf in one program, whose rows do not
 depend on how many they are, and leaves are merged by the binary tree over their numbers. A leaf of which a row sees
@@ -55,7 +55,7 @@ class AbstractCanonical(AbstractKernel):
 
     @abc.abstractmethod
     def schedule(self, call: KernelCall, in_order: bool) -> AbstractSchedule:
-        """The platform's loops over a call, of which the keys are in runs of whole leaves or not."""
+        """The platform's loops over a call. `in_order`: keys are in runs of whole leaves."""
 
     @property
     def in_order(self) -> bool:
@@ -93,9 +93,9 @@ class AbstractCanonical(AbstractKernel):
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        """Gradients of queries are folded over leaves, those of keys and values over tiles of queries.
+        """Folds dQ over leaves, dK and dV over tiles of queries.
 
-        Those of a bias, of a score's arrays and of a sink are sums over all rows, computed where they are wanted.
+        Gradients of a bias, of a score's arrays and of a sink are sums over all rows, computed only on request.
         """
         operands, settings, _ = call
         args = call, state, cotangent
@@ -144,13 +144,13 @@ class AbstractCanonical(AbstractKernel):
         return found if sink is not None and sink.ndim == 2 else sums.of_heads()
 
     def sink_terms(self, call: KernelCall, *state: AttentionState) -> Float[Array, "B T N"]:
-        """What each row adds to the gradient of the sink."""
+        """Terms of rows in the gradient of the sink."""
         of = self.schedule(call, False)
         rows = backward_rows(call.operands, *state) | given(sink=of.sink())
         return of.of_rows(lambda x: programs.sink_terms(of.arithmetic, x), rows)
 
     def sink_sums(self, call: KernelCall, terms: Float[Array, "B T N"]) -> Float[Array, "B N"]:
-        """The sums of numbers of rows."""
+        """Sums of one number per row."""
         return sums_of_rows(self.schedule(call, False), terms)
 
     def bias_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
@@ -164,7 +164,7 @@ class AbstractCanonical(AbstractKernel):
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
-        """Folded over leaves."""
+        """The tangent of the state, folded over leaves."""
         if _is_empty(call.operands):
             return AttentionState(*map(jnp.zeros_like, state))
         return self.tangent_fold(call, state, directions).whole()
@@ -172,7 +172,7 @@ class AbstractCanonical(AbstractKernel):
     def tangent_fold(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AbstractRowsFold:
-        """The tangent of each row over leaves. May raise `NotImplementedError` in a direction of a score's arrays."""
+        """The tangent of each row over leaves."""
         of, width = self.schedule(call, self.in_order), state.out.shape[-1]
         scores = of.scores(directions)
         program = programs.along(of.arithmetic, scores, of.width_of(width), state.out.dtype)
@@ -213,7 +213,7 @@ HEADS = 1 << 12  # at most: each head of an entry of the batch has a number of i
 
 
 class PerHeadSums(NamedTuple):
-    """Sums of each head of each entry of a batch, `[B, N, ...]`, and the numbers of these in the tree over all."""
+    """Sums for each head and batch entry, `[B, N, ...]`, with their numbers in the tree over heads and batch."""
 
     found: PyTree[Array]
     numbers: Int[Array, "B N"]
@@ -229,19 +229,19 @@ class PerHeadSums(NamedTuple):
 
 
 def tree_sum(numbers: Int[Array, " items"], items: PyTree[Array]) -> Any:
-    """The sum of items of these numbers, by the canonical tree."""
+    """The sum of numbered items, by the canonical tree."""
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), items)
     return tree.folded(numbers, items, zeros, lambda x, y: jax.tree.map(jnp.add, x, y))
 
 
 def unit_numbers(operands: Operands) -> Int[Array, "B N"]:
-    """The numbers of the heads of the entries of a batch, in the tree over all. Raises as `unit_indices`."""
+    """Numbers of heads and batch entries in the tree over both. Raises as `unit_indices`."""
     batches, heads = unit_indices(operands)
     return batches[:, None] * HEADS + heads[None]
 
 
 def unit_indices(operands: Operands) -> tuple[Int[Array, " B"], Int[Array, " N"]]:
-    """The entries of the whole batch and the heads that a call has. Raises `NotImplementedError` for too many."""
+    """Indices of a call's batch entries and heads. Raises `NotImplementedError` for too many."""
     batch, _, heads, _ = operands.query.shape
     if heads > HEADS or batch > (1 << 31) // HEADS:
         raise NotImplementedError(
@@ -254,7 +254,7 @@ def unit_indices(operands: Operands) -> tuple[Int[Array, " B"], Int[Array, " N"]
 
 
 def sums_of_rows(of: AbstractSchedule, terms: Float[Array, "B T N"]) -> Float[Array, "B N"]:
-    """The sums of numbers of rows, of each head of each entry of the batch; NaN for two queries of one position."""
+    """Sums of one number per row, for each head and batch entry; NaN where two queries have one position."""
     there = of.asked.positions >= 0
     terms = jnp.where(there[..., None], of.asked.spread(terms), 0.0)
     found = of.computed(lambda x: x.sum(2), terms)

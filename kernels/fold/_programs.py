@@ -24,7 +24,7 @@ Pullback = Callable[[Array], Array]
 
 
 class FoldResult(NamedTuple):
-    """A result: `[own, width]`, or a number of each if that is None."""
+    """A result: `[own, width]`, or one number per row if `width` is None."""
 
     width: int | None
     dtype: DTypeLike
@@ -63,7 +63,7 @@ class FoldProgram(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic(abc.ABC):
-    """How a platform multiplies, sums and rounds tiles. By default its compiler rounds as it is told.
+    """How a platform multiplies, sums and rounds tiles. The default leaves rounding to the compiler.
 
     Attributes:
         dtype: of sums and of numbers of rows.
@@ -75,26 +75,26 @@ class Arithmetic(abc.ABC):
 
     @abc.abstractmethod
     def dot(self, a: Array, b: Array, over: tuple[int, int]) -> Array:
-        """The products of two tiles over an axis of each: the last of both, or `(1, 0)`."""
+        """Product of two tiles that contracts the last axes, `(1, 1)`, or as matrices, `(1, 0)`."""
 
     def alone(self, x: Array) -> Array:
-        """`x`, which the compiler fuses with nothing that follows."""
+        """`x` behind a barrier to fusion."""
         return x
 
     def rounded(self, x: Array) -> Array:
-        """The same of what ends in a product, which is rounded before a sum."""
+        """`alone` for `x` that ends in a product: each number is rounded before a sum."""
         return x
 
     def each(self, f: Callable[[Array], Array], x: Array) -> Array:
-        """`f` of the numbers of rows."""
+        """`f(x)` for one number per row."""
         return f(x)
 
     def total(self, x: Array) -> Array:
-        """The sum of each row."""
+        """Sum of each row, kept as an axis of size 1."""
         return x.sum(-1, keepdims=True)
 
     def maximum(self, x: Array) -> Array:
-        """The largest number of each row."""
+        """Maximum of each row, kept as an axis of size 1."""
         return x.max(-1, keepdims=True)
 
 
@@ -109,13 +109,13 @@ class AbstractTileScores(abc.ABC):
 
     @abc.abstractmethod
     def with_pullback(self, raw: Array, rows: Blocks, pairs: Any) -> tuple[Array, Pullback]:
-        """The scores, and the function that takes cotangents of scores to those of scaled products."""
+        """Scores, and their pullback: cotangents of scores to cotangents of scaled products."""
 
     @abc.abstractmethod
     def along(
         self, raw: Array, change: Array | None, rows: Blocks, pairs: Any
     ) -> tuple[Array, Array | None]:
-        """The scores, and their tangent for that of the scaled products; None: nothing moves them."""
+        """Scores, and their tangent given the tangent `change` of the scaled products; None where nothing moves."""
 
 
 def softmax(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeLike) -> FoldProgram:
@@ -175,29 +175,20 @@ def merge_softmax(a: Arithmetic, left: Partial, right: Partial) -> Partial:
 
 
 def _decay(a: Arithmetic, old: Array, new: Array) -> Array:
-    """By what sums over a maximum are multiplied for a new one, exactly 1 where it is the same."""
+    """Factor of sums when the maximum changes from `old` to `new`; exactly 1 where both are equal."""
     at_most = jnp.where(holds_keys(old), a.each(jnp.exp, old - safe_shift(new)), 0.0)
     return jnp.where(old == new, 1.0, at_most)
 
 
 class ScoreChanges(NamedTuple):
-    r"""The cotangents of the scores of two tiles: $\dot s = P (\dot{out} \cdot v - \delta)$, $P = e^{s - F}$.
+    r"""The cotangents of the scores of two tiles: $\dot s = P (\dot{out} \cdot v - \delta)$, $P = e^{s - F}$."""
 
-    Attributes:
-        query: of rows with keys; zeros of others.
-        d_out: likewise.
-        raw: the scaled products.
-        weights: $P$.
-        change: $\dot s$.
-        pullback: takes it to the cotangents of the scaled products.
-    """
-
-    query: Array
-    d_out: Array
-    raw: Array
+    query: Array  # zeros in fully masked rows
+    d_out: Array  # likewise
+    raw: Array  # the scaled products
     weights: Array
     change: Array
-    pullback: Pullback
+    pullback: Pullback  # from `change` to cotangents of the scaled products
 
 
 def score_changes(
@@ -264,7 +255,7 @@ def to_keys(a: Arithmetic, scores: AbstractTileScores, widths: Sequence[int]) ->
 
 
 def along(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeLike) -> FoldProgram:
-    r"""The tangent of the state, in directions `d_query`, `d_key` and `d_value`, of which some may not be there.
+    r"""The tangent of the state in directions `d_query`, `d_key` and `d_value`, each optional.
 
     With weights $P$ and changes $\dot s$ of scores, $\dot F = \sum P \dot s / \sum P$ and
     $\dot{out} = \sum P (\dot s v + \dot v) / \sum P - \dot F out$.
@@ -316,7 +307,7 @@ def along(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeLik
 
 
 def sink_terms(a: Arithmetic, rows: Blocks) -> Array:
-    r"""What each row adds to the gradient of its sink $b$, $-e^{b - F} \delta$, `[..., 1, rows]`."""
+    r"""Terms $-e^{b - F} \delta$ of rows in the gradient of a sink $b$, `[..., 1, rows]`."""
     *_, lse, delta = _backward(a, rows)
     return unfused(a.each(jnp.exp, rows["sink"] - lse.mT) * -delta.mT)
 

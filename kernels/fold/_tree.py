@@ -63,7 +63,7 @@ def result(fold: Fold, merge: Merge) -> Any:
 
 
 def folded(numbers: Int[Array, " items"], items: Any, identity: Any, merge: Merge) -> Any:
-    """The fold of items in any order; those of negative number are not there."""
+    """The fold of items in any order; items of negative number are absent."""
     order = jnp.argsort(numbers)
     absent = (numbers < 0).sum(dtype=jnp.int32)
     first = numbers[order[jnp.minimum(absent, len(numbers) - 1)]]
@@ -85,7 +85,7 @@ def fold_live(
     merge: Merge,
     between: tuple[Array, Array],
 ) -> Any:
-    """The fold of `item(i)` for each `i` between two that is live; `live` has the first such `i` from each on."""
+    """The fold of `item(i)` over the live `i` between two; `live[i]` is the first live index from `i` on."""
     first, stop = between
 
     def step(carry: tuple[Array, Fold]) -> tuple[Array, Fold]:
@@ -105,12 +105,12 @@ def following(met: Bool[Array, "*b y"]) -> Int[Array, "*b z"]:
 
 
 def is_below(low: Array, high: Array) -> Array:
-    """Whether the highest bit of a number is below that of another."""
+    """Whether the highest bit of `low` is below the highest bit of `high`."""
     return (low < high) & (low < (low ^ high))
 
 
 def depth_of(count: int) -> int:
-    """The nodes that a fold over so many items in a row keeps: those below the smallest that may hold all, and one."""
+    """Number of nodes that a fold over `count` consecutive items keeps."""
     return (count - 1).bit_length() + 1
 
 
@@ -133,7 +133,7 @@ Arrays = TypeVar("Arrays")
 
 
 class PositionSlots:
-    """Which token of an array lies in each slot of each tile.
+    """The token of an array in each slot of each tile.
 
     By default tokens may be in any order, and those of negative position have no slot; there is a tile more than they
     would fill, as they may begin in the middle of one. In an array in the order of positions, token `i` is in slot `i`.
@@ -178,7 +178,7 @@ class PositionSlots:
         self._first = _first(token, self._length)
 
     def spread(self, x: Array, fill: int = 0) -> Array:
-        """`[B, S, ...]` as `[B, tiles, size, ...]`; what is in empty slots is `fill` or anything."""
+        """Lays `[B, S, ...]` out as `[B, tiles, size, ...]`; empty slots have `fill` or anything."""
         if self.scattered:
             batch = max(len(x), len(self.tokens))
             token = jnp.broadcast_to(
@@ -237,7 +237,7 @@ class PositionSlots:
         return last() if self.tiles == 1 else lax.cond(tile == self.tiles - 1, last, whole)
 
     def taken(self, x: Array, batch: Array) -> Array:
-        """`[tiles * size, ...]` of an entry as `[S, ...]`: zeros for absent tokens."""
+        """Takes `[S, ...]` out of the slots `[tiles * size, ...]` of a batch entry; zeros for absent tokens."""
         if self.scattered:
             place = entry(self._place, batch)
             return jnp.where(_like(place < len(x), x), x[jnp.minimum(place, len(x) - 1)], 0.0)
@@ -245,11 +245,11 @@ class PositionSlots:
         return jnp.where(_like(present, x), x[: self._length], 0.0)
 
     def unlaid(self, x: Array) -> Array:
-        """`[B, tiles * size, ...]` as `[B, S, ...]`, likewise."""
+        """`taken` for all batch entries: `[B, tiles * size, ...]` to `[B, S, ...]`."""
         return jax.vmap(self.taken)(x, jnp.arange(len(x), dtype=jnp.int32))
 
     def checked(self, x: Array) -> Array:
-        """`[B, ...]`, NaN in entries where two tokens have one slot, or tokens are in too many tiles."""
+        """`x` with NaN in batch entries where two tokens have one slot, or tokens are in too many tiles."""
         if not self.scattered:
             return x
         return jnp.where(self._sound.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
@@ -269,7 +269,7 @@ def _like(x: Array, like: Array) -> Array:
 
 
 def _first(token: Array, length: int) -> Array:
-    """The index of the first token of tiles whose tokens lie in a row, -1 for others."""
+    """Index of the first token of tiles whose tokens lie in a row; -1 for other tiles."""
     size = token.shape[-1]
     if length < size:
         return jnp.full(token.shape[:-1], -1, jnp.int32)

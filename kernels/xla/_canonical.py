@@ -54,7 +54,7 @@ class ScoreSums:
     def nodes_of_arrays(
         self, share: Array, shares: int
     ) -> tuple[tuple[Any, ...], Int[Array, "nodes B"]]:
-        """The same of each head in nodes over a share of the leaves, `[nodes, B, N, ...]`, and the nodes' numbers.
+        """Gradients of arrays in nodes over a share of the leaves, `[nodes, B, N, ...]`, with the nodes' numbers.
 
         There are two: of leaves that begin in the middle of a node there is one node more than shares.
         """
@@ -125,7 +125,7 @@ class ScoreSums:
         with_leaves: bool = False,
         between: Callable[[Array], tuple[Array, Array]] | None = None,
     ) -> Unit:
-        """`term` of all tiles that meet of a head: summed, or on axes, that of the leaves first."""
+        """`term` of all tiles of a head that meet: summed, or on axes, the leaves first."""
         of, held, asked = self._of, self._of.held, self._of.asked
         keys_by_head = {n: lax.collapse(x, 2, 4)[:, :, None] for n, x in self._keys.items()}
         sound = asked.checked(held.checked(of.empty(of.batch, 1)))[:, 0]
@@ -168,10 +168,7 @@ def _over(
     depth: int | None = None,
     between: tuple[Array, Array] | None = None,
 ) -> Any:
-    """`term(i)`, of the form of `zeros`, for each `i` that is live: on a first axis, or summed by the canonical tree.
-
-    `live` has the first such `i` from each on, and `numbers` are those in the tree.
-    """
+    """`term(i)` for each live `i`: stacked on a first axis, or summed by the canonical tree."""
     count = len(numbers)
     live = jnp.arange(count + 1, dtype=jnp.int32) if live is None else live
     first, stop = between or (jnp.int32(0), hidden(count))

@@ -1,4 +1,4 @@
-"""The canonical kernel in XLA's operations, for CPUs: loops over leaves for tiles of rows, over queries for leaves."""
+"""The canonical schedule of XLA: loops over leaves for tiles of rows, and over tiles of queries for leaves."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from ._tile_program import computed
 
 
 class FoldOverLeaves(AbstractRowsFold):
-    """In tiles of rows, of all query heads of a key head together: a row's sums do not depend on its place."""
+    """A loop over leaves for each row tile, which holds all query heads of a key head."""
 
     of: "XLASchedule"
 
@@ -70,7 +70,7 @@ class FoldOverLeaves(AbstractRowsFold):
         def fold(n: Array, first: Array, stop: Array) -> Partial:
             batch, index, _ = tiles.place(n)
             row, (queries, members) = of.cut(self.rows, n), tiles.of_rows(n)
-            at = [None if x is None else entry(x, batch)[index] for x in side]
+            at: list[Any] = [None if x is None else entry(x, batch)[index] for x in side]
             of_rows = TokensOfTile(queries, at[0], at[1], of.first_heads + members[None])
 
             def term(leaf: Array) -> Partial:
@@ -94,7 +94,7 @@ class FoldOverLeaves(AbstractRowsFold):
 
 
 class XLASchedule(AbstractSchedule):
-    """Tiles are read where they lie, one at a time."""
+    """XLA's loops, which read one tile at a time from the arrays of a call."""
 
     query_tile = QUERIES
     over_keys = FoldOverLeaves
@@ -149,7 +149,6 @@ class XLASchedule(AbstractSchedule):
         return computed(f, *args)
 
     def identity(self, program: FoldProgram, own: int) -> Partial:
-        """The partial of nothing, of so many rows."""
         pairs = zip(program.identity, program.sizes, strict=True)
         return tuple(self.empty(self.key_heads, own, size, fill=x) for x, size in pairs)
 
@@ -158,7 +157,7 @@ class XLASchedule(AbstractSchedule):
         return _blocks(jax.tree.map(lambda x: self.tiles.cut(x, n).astype(self.dtype), rows))
 
     def member(self, rows: Blocks, batch: Array, tile: Array, heads: int, share: Share) -> Blocks:
-        """A tile of queries of one head for each of so many, of arrays of rows; a share of all heads."""
+        """Reads a tile of queries for a share of the heads, as `heads` heads."""
         # inside the loop, as in those over keys, or XLA makes two of an array that it fuses the form into
         by_head = {name: x.reshape(*x.shape[:2], heads, -1) for name, x in rows.items()}
         found = self.asked.read(by_head, batch, tile, self.dtype, share)
@@ -172,7 +171,7 @@ class XLASchedule(AbstractSchedule):
     def pairs(
         self, batch: Array, rows: TokensOfTile, keys: TokensOfTile, rows_own: bool = True
     ) -> PairsOfTile:
-        """The pairs of a tile of rows and one of keys, one of which is the own tile."""
+        """The pairs of a row tile and a key tile. `rows_own`: rows are on the first axis."""
         own, other = (lambda x: x[..., None]), (lambda x: x[..., None, :])
         of_row, of_key = (own, other) if rows_own else (other, own)
         mask = jax.tree.map(lambda x: entry(x, batch)[None], self.mask)

@@ -33,7 +33,7 @@ TOGETHER = 4096  # rows of all key heads, whose scores of a leaf are 4 MiB
 
 @dataclasses.dataclass(frozen=True)
 class CPUArithmetic(Arithmetic):
-    """Of tiles `[K, rows, width]`, whose bits depend neither on how many rows there are nor on what is around them."""
+    """Arithmetic of tiles `[K, rows, width]` with the same bits for any number of rows and in any surroundings."""
 
     keeps_rest: bool = True
 
@@ -105,7 +105,7 @@ class PairsOfTile(NamedTuple):
     at: At  # what a score is told
 
     def of(self, x: Array) -> Array:
-        """What an array that broadcasts to `[B, N, T, S]` has for the pairs."""
+        """Entries for the pairs of an array that broadcasts to `[B, N, T, S]`."""
         pairs = zip(self.place, x.shape, strict=True)
         return x[tuple(at if size > 1 else jnp.int32(0) for at, size in pairs)]
 
@@ -158,7 +158,7 @@ class CPUScores(AbstractTileScores):
     def _moved(
         self, raw: Array, change: Any, arrays: Sequence[Any], pairs: PairsOfTile
     ) -> tuple[Array, Any]:
-        """The scores, and their tangent for those of the scaled products and of the score's arrays."""
+        """Scores, and their tangent given tangents of the scaled products and of the score's arrays."""
         if self._score is None:
             return self._hidden(raw, pairs), change
         change = None if change is None else jnp.broadcast_to(change, raw.shape).astype(raw.dtype)
@@ -179,7 +179,7 @@ class CPUScores(AbstractTileScores):
 
 
 class RowTiles:
-    """Tiles `[K, rows, ...]` of arrays `[B, T, N, ...]`, which are cut where they lie.
+    """Tiles `[K, rows, ...]` that are sliced from arrays `[B, T, N, ...]`.
 
     Rows are those of all query heads of a key head, of tokens that follow each other. Tiles have as many tokens as each
     other. Where these are more than there are, the last begins earlier, and some rows are computed twice: a row's bits
@@ -196,7 +196,7 @@ class RowTiles:
         self.rows = max(2, self._tokens * group)
 
     def place(self, n: Array) -> tuple[Array, Array, Array]:
-        """The entry of the batch of the `n`-th tile, its index among those of that, and its first token."""
+        """Batch entry of the `n`-th tile, its index in that entry, and its first token."""
         count = jnp.full_like(n, self._of_entry)
         index = lax.rem(n, count)
         first = jnp.minimum(index * self._tokens, self._sizes[1] - self._tokens)

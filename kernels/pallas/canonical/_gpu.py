@@ -26,7 +26,6 @@ class Place(NamedTuple):
     size: int
 
     def of(self, ref: Ref) -> Any:
-        """Those of an array."""
         rows, *rest = (lax.iota(jnp.int32, size) for size in (self.size, *ref.shape[2:]))
         rows += self.first
         if self.head is not None:
@@ -38,7 +37,7 @@ class Place(NamedTuple):
     def load(
         self, refs: Iterable[Ref], there: Array | None, fill: Sequence[float] | None = None
     ) -> tuple[Array, ...]:
-        """Those of arrays, and zeros or other numbers in rows where there is nothing."""
+        """Loads the rows of arrays; zeros or `fill` in absent rows."""
         if there is None:
             return tuple(triton.load(self.of(x)) for x in refs)
         refs = tuple(refs)
@@ -48,7 +47,7 @@ class Place(NamedTuple):
     def store(
         self, refs: Iterable[Ref], arrays: Iterable[Array], there: Array | None = None
     ) -> None:
-        """Writes those of arrays, but rows where there is nothing."""
+        """Stores rows of arrays, except absent ones."""
         for ref, x in zip(refs, arrays, strict=True):
             mask = None if there is None else self._mask(ref, there)
             triton.store(self.of(ref), x.astype(ref.dtype), mask=mask)
@@ -59,12 +58,11 @@ class Place(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """The nodes of a program that wait for those after them.
+    """The nodes of a program that wait for their right neighbours.
 
     Attributes:
         refs: of the arrays of all programs' nodes.
-        forks: for each node, the bits in which the numbers of the items beside it differ, of which the highest is its
-            level in the tree.
+        forks: for each node, the bits in which the numbers of its two neighbours differ; the highest is its level.
         base: the first node of this program.
         there: which rows there are.
         join: that of the program.
@@ -81,7 +79,7 @@ class Waiting(NamedTuple):
     barrier: Callable[[], None]
 
     def below(self, count: Array, fork: Array) -> Array:
-        """How many of so many nodes wait at no lower levels than that of a fork."""
+        """Number of the `count` waiting nodes whose level is not below the level of a fork."""
 
         def top(count: Array) -> Array:
             return self.forks[self.base + jnp.maximum(count - 1, 0)]
@@ -96,7 +94,7 @@ class Waiting(NamedTuple):
         return lax.while_loop(is_lower, down, (count, top(count)))[0]
 
     def joined(self, node: Partial, count: Array, left: Array) -> Partial:
-        """A node with those of so many that wait above some."""
+        """`node` merged with the waiting nodes from `count` down to `left`."""
 
         def join(index: Array, node: Partial) -> Partial:
             place = self._at(count - 1 - index)
@@ -105,7 +103,6 @@ class Waiting(NamedTuple):
         return lax.fori_loop(0, count - left, join, node)
 
     def push(self, node: Partial, count: Array, fork: Array) -> None:
-        """A node waits above so many."""
         self.barrier()
         self._at(count).store(self.refs, node, self.there)
         triton.store(self.forks.at[self.base + count], fork)
@@ -168,7 +165,7 @@ def _flat(arrays: PyTree[Array]) -> Any:
 
 
 class _Tiles(NamedTuple):
-    """The arrays and ids of a side, of which a block at a time is in registers."""
+    """Arrays and ids of a side; one block at a time is in registers."""
 
     arrays: Blocks
     ids: tuple[Ref, ...]
@@ -176,11 +173,11 @@ class _Tiles(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Of each tile."""
+        """Number of blocks in a tile."""
         return next(iter(self.arrays.values())).shape[1] // self.block
 
     def load(self, place: Place) -> tuple[Blocks, tuple[Array, ...]]:
-        """The arrays of a block, with zeros where there is nothing, and its ids, numbers as rows of two axes."""
+        """Arrays of a block, with zeros for absent tokens, and its ids; numbers as rows of matrices."""
         ids = tuple(triton.load(place._replace(head=None).of(x)) for x in self.ids)
         arrays = place.load(self.arrays.values(), ids[0] >= 0 if ids else None)
         found = zip(self.arrays, arrays, strict=True)
@@ -200,7 +197,7 @@ def _kernel(
     other: tuple[Blocks, tuple[Ref, ...]],
     refs: list[Ref],
 ) -> None:
-    """The own blocks of a program, one after the other; the tiles of the other side are folded by the tree."""
+    """Folds the other side by the tree, for one own block of the program after the other."""
     tiles, parts, heads, others, total, programs, depth, dense = (sizes[i] for i in range(8))
     results = refs[: len(program.results)]
     *waiting, forks = refs[len(results) :]
@@ -297,7 +294,7 @@ def _kernel(
 
 
 def _as_columns(item: Sequence[Array]) -> Partial:
-    """An item as its program has it, of which numbers were loaded as such."""
+    """A partial in the form of its program: numbers as columns."""
     return tuple(x if x.ndim == 2 else x[:, None] for x in item)
 
 

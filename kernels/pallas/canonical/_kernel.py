@@ -62,7 +62,7 @@ class AbstractCanonicalPallas(AbstractCanonical):
                 )
 
     def corrected(self, cotangent: AttentionState, rest: Array) -> AttentionState:
-        """As it is: what rounding took from energies is not known."""
+        """Unchanged, as the rounding error of energies is not known."""
         del rest
         return cotangent
 
@@ -87,7 +87,7 @@ class AbstractCanonicalPallas(AbstractCanonical):
         return PallasSchedule(self, call, scores, sizes, subtree)
 
     def fold(self, call: KernelCall, *args: Any) -> list[Array]:
-        """`fold` of the platform's module, in a program for a platform."""
+        """Runs `fold` of the platform's module."""
         with named_gpu(call.platform):
             return self.folds().fold(*args, interpret=call.platform not in self.platforms)
 
@@ -98,7 +98,7 @@ class AbstractCanonicalPallas(AbstractCanonical):
 
 
 class CanonicalTPU(AbstractCanonicalPallas):
-    """In tiles of 128 rows and leaves of 256 keys."""
+    """The canonical kernel for TPUs: tiles of 128 rows and leaves of 256 keys."""
 
     name = "canonical_tpu"
     platforms = ("tpu",)
@@ -117,7 +117,7 @@ class CanonicalTPU(AbstractCanonicalPallas):
 
 
 class CanonicalGPU(AbstractCanonicalPallas):
-    """In tiles of 64 rows, of which 64 keys of a leaf at a time are added; of 16 and 32 in float32."""
+    """The canonical kernel for GPUs: tiles of 64 rows by 64 keys of a leaf at a time; 16 by 32 in float32."""
 
     name = "canonical_gpu"
     platforms = ("cuda",)
@@ -130,7 +130,7 @@ class CanonicalGPU(AbstractCanonicalPallas):
     least_tiles = 512
 
     def check(self, call: KernelCall) -> None:
-        """Likewise; and for GPUs older than compute capability 8.0, and JAX without Pallas on Triton."""
+        """Raises also for GPUs older than compute capability 8.0, and for JAX without Pallas on Triton."""
         check_capability(self.name, (8, 0))
         super().check(call)
         try:

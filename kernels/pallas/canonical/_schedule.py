@@ -34,14 +34,14 @@ _LEAST = 16  # of a width, which is a power of two
 
 
 class ChipArithmetic(Arithmetic):
-    """Of tiles `[rows, width]`: products are summed in float32, and rounded where XLA:CPU interprets them."""
+    """Arithmetic of tiles `[rows, width]`, whose products are summed in float32."""
 
     def dot(self, a: Array, b: Array, over: tuple[int, int]) -> Array:
         return dot(a, b, over)
 
 
 class FoldInParts(AbstractRowsFold):
-    """By one kernel, or for few rows by two: one folds leaves to nodes of the tree, one the nodes."""
+    """One kernel folds leaves; for few rows, one folds leaves to nodes of the tree, and another folds the nodes."""
 
     of: "PallasSchedule"
 
@@ -86,7 +86,7 @@ class FoldInParts(AbstractRowsFold):
         return self.of.row_side(self.rows | self.of.numbers())
 
     def _in_parts(self, walk: Walk, wanted: int) -> tuple[Walk, Array]:
-        """The leaves that each tile may see, in about so many parts, and the numbers of parts in the tree."""
+        """The walk over leaves in about `wanted` parts, and their numbers in the tree."""
         if walk.consecutive:
             return walk.in_parts(wanted)
         # whole leaves in order, perhaps of a cache
@@ -141,7 +141,7 @@ class PallasSchedule(AbstractSchedule):
         return max(_LEAST, 1 << (width - 1).bit_length())
 
     def pairs(self, queries: TokenNumbers, keys: TokenNumbers) -> Pairs:
-        """Of queries and keys, by the ids of both, which broadcast."""
+        """The pairs of queries and keys; ids broadcast."""
         return Pairs(self._seen(queries, keys), queries[0], keys[0])
 
     def _seen(self, queries: TokenNumbers, keys: TokenNumbers) -> Bool[Array, "..."]:
@@ -205,7 +205,7 @@ class PallasSchedule(AbstractSchedule):
         return Walk(numbers, first, stop, numbers.shape[1], consecutive)
 
     def from_rows(self, x: Array) -> Array:
-        """Results of rows `[B, tiles, 1, rows, K, ...]` as `[B, T, N, ...]`; NaN where two keys are one slot's."""
+        """Results of rows `[B, tiles, 1, rows, K, ...]` as `[B, T, N, ...]`; NaN where two keys have one slot."""
         return self.held.checked(self._from_tiles(x.squeeze(2)))
 
     def from_parts(self, x: Array) -> Array:
@@ -213,7 +213,7 @@ class PallasSchedule(AbstractSchedule):
         return jax.vmap(self._from_tiles, 2)(x)
 
     def from_keys(self, x: Array) -> Array:
-        """Results of keys `[B, leaves, 1, leaf, K, W]` as `[B, S, K, W]`, likewise."""
+        """Results of keys `[B, leaves, 1, leaf, K, W]` as `[B, S, K, W]`; NaN where two tokens have one slot."""
         found = lax.collapse(x.squeeze(2), 1, 3)
         return self.asked.checked(self.held.checked(self.held.unlaid(found)))
 
@@ -232,7 +232,7 @@ class PallasSchedule(AbstractSchedule):
         return jnp.moveaxis(x, 2, 3).reshape(self.batch, self.queries, -1, *x.shape[4:])
 
     def _rows_of(self, x: Array | None) -> Array | None:
-        """Positions or segments `[#B, T]` of rows in tiles, as `in_tiles` of `[B, T, N]` does it."""
+        """Positions or segments `[#B, T]` of rows, in the tiles of `in_tiles`."""
         if x is None:
             return None
         x = jnp.repeat(x, self.group, axis=1)
@@ -277,7 +277,7 @@ class PallasSchedule(AbstractSchedule):
         return jax.tree.unflatten(jax.tree.structure(struct), found)
 
     def numbers(self) -> Blocks:
-        """Those of the score for each row, `[B, T, N]`."""
+        """Numbers of the score for each row, `[B, T, N]`."""
         program = self._scores.program
         if program is None:
             return {}
@@ -291,7 +291,7 @@ class PallasSchedule(AbstractSchedule):
 
 
 def of_part(program: FoldProgram) -> FoldProgram:
-    """A program whose results are the partials of parts of a fold, unchanged."""
+    """The program with partials, unchanged, as results."""
     results = tuple(FoldResult(width, jnp.float32) for width in program.widths)
 
     def finish(own: Blocks, partial: Partial) -> Partial:
@@ -304,7 +304,7 @@ def of_part(program: FoldProgram) -> FoldProgram:
 
 
 def of_parts(program: FoldProgram) -> FoldProgram:
-    """The same program, of what `of_part` returns in place of tiles of the other side."""
+    """The program with results of `of_part` in place of tiles of the other side."""
 
     def term(own: Blocks, other: Blocks, pairs: None) -> Partial:
         del own, pairs

@@ -1,4 +1,4 @@
-"""What kernels of a platform are given: queries and keys in tiles, which of them each is folded with, and scores."""
+"""Inputs of the canonical kernels of a platform: queries and keys in tiles, the walk over them, and scores."""
 
 import dataclasses
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Side(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The entries of the batch, the tiles of each, and the key heads."""
+        """Batch entries, tiles per entry, and key heads."""
         batch, tiles, _, heads = next(iter(self.arrays.values())).shape[:4]
         return batch, tiles, heads
 
@@ -49,7 +49,7 @@ OfPairs = Callable[[TokenNumbers, TokenNumbers], Pairs | None]
 
 
 class Walk(NamedTuple):
-    """Which tiles of the other side are folded for each own one.
+    """The tiles of the other side that are folded for each own tile.
 
     Attributes:
         numbers: of the other side's tiles in the tree, `[B, others]`, which increase.
@@ -71,7 +71,7 @@ class Walk(NamedTuple):
         return (self.most - 1).bit_length() + 1 if self.consecutive else min(self.most, LEVELS)
 
     def in_parts(self, wanted: int) -> tuple["Walk", Array]:
-        """The same, of about so many parts, each of one subtree, and the numbers of these, `[B, parts]`."""
+        """The walk in about `wanted` parts, each one subtree, and their numbers, `[B, parts]`."""
         count = self.numbers.shape[1]
         size = subtree_for(count, wanted)
         # the first subtree may be cut by the first tile
@@ -81,7 +81,7 @@ class Walk(NamedTuple):
         return self._cut((numbers * size - first)[:, None], size), numbers
 
     def in_runs(self, size: int) -> "Walk":
-        """The same, of as many parts as there are runs of so many tiles."""
+        """The walk in one part per run of `size` tiles."""
         parts = -(-self.numbers.shape[1] // size)
         return self._cut(size * jnp.arange(parts, dtype=jnp.int32)[None, None], size)
 
@@ -93,7 +93,7 @@ class Walk(NamedTuple):
     def of_parts(
         self, found: list[Array], numbers: Array, consecutive: bool
     ) -> tuple[Side, "Walk"]:
-        """The partials of parts, `[B, tiles, parts, ...]`, as the other side, and what each own tile is folded with."""
+        """Partials `[B, tiles, parts, ...]` as the other side, and the walk that folds them."""
         batch, tiles, parts = self.first.shape
         arrays = {str(i): lax.collapse(x, 1, 3) for i, x in enumerate(found)}
         first = parts * jnp.arange(tiles, dtype=jnp.int32)[None, :, None]
@@ -103,7 +103,7 @@ class Walk(NamedTuple):
 
 
 def subtree_for(count: int, wanted: int) -> int:
-    """The tiles of the smallest subtrees of which so many have no more than are wanted."""
+    """Size of the smallest subtrees that cut `count` tiles in at most about `wanted` parts."""
     return 1 << (max(-(-count // wanted), 1) - 1).bit_length()
 
 
@@ -124,12 +124,7 @@ FLOATS, FIXED = "score_float", "score_fixed"  # numbers of rows: names whose ord
 
 @dataclasses.dataclass(frozen=True)
 class ChipScores(AbstractTileScores):
-    """What scores are; static.
-
-    Attributes:
-        scale: of products.
-        program: what is made of these, None for nothing.
-    """
+    """Scores as a static program of scaled products; None for the products themselves."""
 
     scale: float
     program: ScoreProgram | None
@@ -160,7 +155,7 @@ class ChipScores(AbstractTileScores):
         return scores, jnp.where(pairs.seen, found, 0.0)
 
     def _given(self, raw: Array, rows: Blocks, pairs: Pairs) -> tuple[dict[str, Array], Numbers]:
-        """Positions and numbers in the shape of the products; those of rows lie as their positions do."""
+        """Positions and row numbers, in the shape of the products."""
         assert self.program is not None
         shape, are_own = raw.shape, pairs.query.shape[0] == raw.shape[0]
         places = {}
@@ -176,7 +171,7 @@ class ChipScores(AbstractTileScores):
 
 
 def scores_of(operands: Operands, settings: Settings, target: Target) -> ChipScores:
-    """Those of a call. Raises `NotImplementedError` for a score that kernels do not compute."""
+    """The scores of a call. Raises `NotImplementedError` for a score that kernels do not compute."""
     program = score_of(operands, settings, target)
     if program is not None and program.sizes:
         raise NotImplementedError(

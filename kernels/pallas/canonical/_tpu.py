@@ -129,7 +129,7 @@ def _kernel(
     index = first[at] + j
 
     def raise_node(fork: Array | None) -> None:
-        """Joins the node with those that wait at lower levels than that of a fork; with all."""
+        """Merges the node with nodes that wait below the level of a fork; with all where it is None."""
 
         def top(count: Array) -> Array:
             return forks[jnp.maximum(count - 1, 0)]
