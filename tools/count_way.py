@@ -36,7 +36,7 @@ class Stop(AbstractJAXKernel):
     def forward(self, call: KernelCall) -> AttentionState:
         """A state of zeros."""
         type(self).frames = type(self).frames or tuple(ours(sys._getframe(1)))
-        query, _, value = call.operands[:3]
+        query, value = call.operands.query, call.operands.value
         out = jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
         return AttentionState(out, jnp.zeros(query.shape[:-1], jnp.float32))
 

@@ -180,15 +180,14 @@ def by_halves(operands: Operands) -> Operands:
     def below(x: Array) -> Array:
         return jnp.concatenate(jnp.split(x, 2, 2))
 
-    def again(x: Array | None) -> Array | None:
-        return x if x is None or x.shape[0] == 1 else jnp.concatenate([x, x])
+    def again(x: Array) -> Array:
+        return x if x.shape[0] == 1 else jnp.concatenate([x, x])
 
     return operands._replace(
         query=below(operands.query),
         key=below(operands.key),
         value=below(operands.value),
-        query_positions=again(operands.query_positions),
-        query_segments=again(operands.query_segments),
+        tokens=operands.tokens.map_queries(again),
         mask_arrays=tuple(map(again, operands.mask_arrays)),
     )
 

@@ -18,8 +18,8 @@ def result_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Shape
 
 def moving_arrays(directions: Operands) -> dict[str, Array]:
     """The directions of query, key and value that are not None, by name."""
-    fields = zip(Operands._fields, directions[:3], strict=False)
-    return {name: x for name, x in fields if x is not None}
+    named = {"query": directions.query, "key": directions.key, "value": directions.value}
+    return {name: x for name, x in named.items() if x is not None}
 
 
 # Newer versions of JAX call the mesh axes that an array varies over `manual_axis_type`, older ones `vma`.

@@ -56,19 +56,19 @@ def visibility_of(operands: Operands, plan: Tiling) -> Visibility:
 
     Positions that are None stay None: the kernels then count from 0.
     """
-    compared = operands.query_positions, operands.query_segments, plan.pairs
+    compared = operands.tokens.query_positions, operands.tokens.query_segments, plan.pairs
     if any(x is not None for x in compared):
         operands = hide_unreachable(operands, plan.settings)
-    features = features_of(operands, plan.pairs)
+    tokens, features = operands.tokens, features_of(operands, plan.pairs)
 
     def padded(x: Array | None, tile: int, value: int) -> Any:
         return None if x is None else pad_to_blocks(x, 1, tile, value)
 
     return Visibility(
-        padded(operands.query_positions, plan.row_times, -1),
-        padded(operands.key_positions, plan.keys, -1),
-        padded(operands.query_segments, plan.row_times, 0),
-        padded(operands.key_segments, plan.keys, 0),
+        padded(tokens.query_positions, plan.row_times, -1),
+        padded(tokens.key_positions, plan.keys, -1),
+        padded(tokens.query_segments, plan.row_times, 0),
+        padded(tokens.key_segments, plan.keys, 0),
         Features(
             tuple(padded(x, plan.row_times, 0) for x in features.queries),
             tuple(padded(x, plan.keys, 0) for x in features.keys),

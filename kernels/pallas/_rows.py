@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from ..call._operands import Operands, Settings, with_default_positions
+from ..call._operands import Operands, Settings
 from ..masks._abstract import AbstractMask
 from ..masks._pairwise import Features, Pairwise, pairwise
 from ..masks._visibility import meeting
@@ -49,7 +49,7 @@ def pairs_of(operands: Operands, settings: Settings) -> Pairwise | None:
 
 def features_of(operands: Operands, pairs: Pairwise | None) -> Features:
     """The numbers of queries and of keys that the mask compares; none without positions."""
-    queries, keys = operands.query_positions, operands.key_positions
+    queries, keys = operands.tokens.query_positions, operands.tokens.key_positions
     if pairs is None or queries is None or keys is None:
         return Features()
     return pairs.features(operands.mask_arrays, queries, keys)
@@ -83,7 +83,7 @@ def visibility_of(
     Fields are None where all rows see all keys. Keys that pad the last block have position -1 if there
     are positions; a kernel also hides them by their index.
     """
-    operands = with_default_positions(operands, settings)
+    tokens = operands.positioned(settings.compares).tokens
     group = operands.query.shape[2] // operands.key.shape[2]
 
     def rows(x: Array | None, fill: int) -> Any:
@@ -93,10 +93,10 @@ def visibility_of(
         return None if x is None else pad_to_blocks(x, 1, key_block, fill)
 
     return Visibility(
-        rows(operands.query_positions, -1),
-        keys(operands.key_positions, -1),
-        rows(operands.query_segments, 0),
-        keys(operands.key_segments, 0),
+        rows(tokens.query_positions, -1),
+        keys(tokens.key_positions, -1),
+        rows(tokens.query_segments, 0),
+        keys(tokens.key_segments, 0),
         Features(
             tuple(rows(x, 0) for x in features.queries), tuple(keys(x, 0) for x in features.keys)
         ),

@@ -1,13 +1,11 @@
 """The weights of a few rows and keys, with their whole matrix in memory."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .._varying import vary_together
-from ..call._operands import Operands, Settings, with_default_positions
+from ..call._operands import Operands, Settings
 from ..call._state import holds_keys
 from ..xla._reference import dense_scores
 
@@ -43,30 +41,19 @@ def weights_of_keys(
 
 def take_rows(settings: Settings, operands: Operands, index: Int[Array, " rows"]) -> Operands:
     """The same call with the queries of given indices; those out of range are NaN."""
-    operands = with_default_positions(operands, settings)
     size = operands.query.shape[1]
-    of_scores = {name: _take(getattr(operands, name), index, 2, size) for name in _SCORES}
-    of_rows = ("query", "query_positions", "query_segments")
-    return operands._replace(
-        **of_scores, **{name: _take(getattr(operands, name), index, 1, size) for name in of_rows}
-    )
+    operands = operands.positioned(settings.compares)
+    return operands.map_queries(lambda x, axis: _take(x, index, axis, size))
 
 
 def take_keys(settings: Settings, operands: Operands, index: Int[Array, " keys"]) -> Operands:
     """The same call with the keys of given indices, which are in range."""
-    operands = with_default_positions(operands, settings)
     size = operands.key.shape[1]
-    of_scores = {name: _take(getattr(operands, name), index, 3, size) for name in _SCORES}
-    of_keys = ("key", "value", "key_positions", "key_segments")
-    return operands._replace(
-        **of_scores, **{name: _take(getattr(operands, name), index, 1, size) for name in of_keys}
-    )
+    operands = operands.positioned(settings.compares)
+    return operands.map_keys(lambda x, axis: _take(x, index, axis, size))
 
 
-_SCORES = ("bias", "mask")
-
-
-def _take(x: Array | None, index: Array, axis: int, size: int) -> Any:
-    if x is None or x.shape[axis] != size:  # absent, or broadcast
+def _take(x: Array, index: Array, axis: int, size: int) -> Array:
+    if x.shape[axis] != size:  # broadcast
         return x
     return jnp.take(x, index, axis, mode="fill")

@@ -672,9 +672,9 @@ CASES = {
 # Public names without a derivative, or modules of them; all that has none is here, with the reason.
 WITHOUT = {
     "of types, which differentiate nothing": """kernels.Operands kernels.Settings kernels.KernelCall
-    kernels.PallasGPU.reads_eight_bits kernels.PallasGPU.forward_and_rest kernels.GPUPlan kernels.GPUTiles
-    kernels.PallasGPU Result prefix_tree.PrefixTree prefix_tree.Accepted models.Generation models.LlamaConfig
-    models.ModelDrafter models.PromptLookup distributed.Collective""",
+    kernels.Needs kernels.Tokens kernels.PallasGPU.reads_eight_bits kernels.PallasGPU.forward_and_rest
+    kernels.GPUPlan kernels.GPUTiles kernels.PallasGPU Result prefix_tree.PrefixTree prefix_tree.Accepted
+    models.Generation models.LlamaConfig models.ModelDrafter models.PromptLookup distributed.Collective""",
     "of solvers, masks and costs, which have no floating arrays": """solvers. kernels.masks.
     distributed.cost. distributed.methods.""",
     "of text, pictures, files, processes and programs": """citation plot. kernels.implementations

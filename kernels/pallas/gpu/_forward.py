@@ -40,7 +40,7 @@ class _Stored(NamedTuple):
 
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
     """The state of a call."""
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     visibility = visibility_of(operands, plan)
     shape = (plan.splits, *query.shape[:-1])
     dtype = out_dtype(operands, plan.settings)
@@ -61,8 +61,8 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
     )(
         *(
             query,
-            _Stored(key, operands.key_scale),
-            _Stored(value, operands.value_scale),
+            _Stored(key, operands.scales.key),
+            _Stored(value, operands.scales.value),
             visibility,
         ),
         tile_ranges(operands, visibility, plan, of_keys=False),

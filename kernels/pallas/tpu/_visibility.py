@@ -52,8 +52,7 @@ def block_visibility(operands: Operands, layout: Layout) -> BlockVisibility:
     folded = operands._replace(
         query=jax.ShapeDtypeStruct((batch, layout.rows, 1, 1), jnp.float32),
         key=jax.ShapeDtypeStruct((batch, keys, 1, 1), jnp.float32),
-        query_positions=_repeated(operands.query_positions, layout.row_fold),
-        query_segments=_repeated(operands.query_segments, layout.row_fold),
+        tokens=operands.tokens.map_queries(lambda x: _repeated(x, layout.row_fold)),
     )
     features = features_of(operands, layout.pairs)
     features = features._replace(

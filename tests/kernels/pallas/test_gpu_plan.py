@@ -14,6 +14,7 @@ import pytest
 
 from energy_attn.kernels import GPUPlan, GPUTiles, KernelCall, PallasGPU, local_attention
 from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._operands import Scales
 from energy_attn.kernels.call._target import lowered_for, target_device
 from energy_attn.kernels.pallas.gpu._plan import make_plan
 from energy_attn.kernels.pallas.gpu._sizes import KINDS
@@ -150,7 +151,7 @@ def test_eight_bits_that_are_read(queries, keys, reads):
     stored, scale = jax.ShapeDtypeStruct(key, jnp.int8), jax.ShapeDtypeStruct(key[:3], jnp.float32)
     call = check_call(*zeros(4, 64))
     operands = call.operands._replace(
-        query=query, key=stored, value=stored, key_scale=scale, value_scale=scale
+        query=query, key=stored, value=stored, scales=Scales(scale, scale)
     )
     assert PallasGPU().reads_eight_bits(KernelCall(operands, call.settings)) == reads
     narrow = operands._replace(query=jax.ShapeDtypeStruct(query.shape, jnp.float16))
