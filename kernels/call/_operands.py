@@ -74,8 +74,8 @@ class Operands(NamedTuple):
     sink: Array | None = None
 
     @property
-    def qkv(self) -> tuple[Array, Array, Array]:
-        """Query, key and value."""
+    def qkv(self) -> tuple[Any, Any, Any]:
+        """Query, key and value: arrays, or their shapes; among cotangents and directions also None."""
         return self.query, self.key, self.value
 
     def named(self) -> dict[str, Any]:

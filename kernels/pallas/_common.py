@@ -1,6 +1,7 @@
 """Helpers shared by all Pallas kernels."""
 
 import inspect
+from typing import Any
 
 import jax
 from jax.typing import DTypeLike
@@ -16,7 +17,7 @@ def result_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Shape
     return jax.ShapeDtypeStruct(shape, dtype, **varying)
 
 
-def moving_arrays(directions: Operands) -> dict[str, Array]:
+def moving_arrays(directions: Operands) -> dict[str, Any]:
     """The directions of query, key and value that are not None, by name."""
     named = {"query": directions.query, "key": directions.key, "value": directions.value}
     return {name: x for name, x in named.items() if x is not None}
