@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
         )
         return Tokens(queries, keys, self.query_segments, self.key_segments)
 
-    def with_lengths(self, queries: Any, keys: Any) -> "Tokens":
+    def with_lengths(self, queries: Array | None, keys: Array | None) -> "Tokens":
         """Tokens that are absent from a position, the length `[B or 1]`, on; None: no token is."""
         if self.query_positions is None or self.key_positions is None:
             return self._replace(
