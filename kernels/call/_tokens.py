@@ -55,7 +55,9 @@ class Tokens(NamedTuple):
         )
         return Tokens(queries, keys, self.query_segments, self.key_segments)
 
-    def with_lengths(self, queries: Array | None, keys: Array | None) -> "Tokens":
+    def with_lengths(
+        self, queries: Array | np.ndarray | None, keys: Array | np.ndarray | None
+    ) -> "Tokens":
         """Tokens that are absent from a position, the length `[B or 1]`, on; None: no token is."""
         if self.query_positions is None or self.key_positions is None:
             return self._replace(
@@ -85,7 +87,7 @@ def shortened(positions: Array, lengths: Array | np.ndarray | None) -> Array:
     return positions if lengths is None else jnp.where(positions < lengths[:, None], positions, -1)
 
 
-def _shorter(x: Array | None, y: Array | None) -> Array | None:
+def _shorter(x: Array | None, y: Array | np.ndarray | None) -> Any:
     if x is None or y is None:
         return y if x is None else x
     return jnp.minimum(x, y)
