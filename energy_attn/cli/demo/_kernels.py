@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr
 
-from energy_attn.kernels.internal import Attention, explain, platform_here
-
-from ...record._lift import programs
+from energy_attn.kernels.internal import Attention, explain, platform_here, programs
 
 
 def kernels(traced: jax.stages.Traced) -> str:
@@ -16,16 +14,16 @@ def kernels(traced: jax.stages.Traced) -> str:
 
     Neither `reference`, which leaves only its operations in a program, nor any under `jax.vmap`.
     """
-    return ", ".join(dict.fromkeys(_names(traced.jaxpr.jaxpr)))
+    return ", ".join(dict.fromkeys(_names(traced.jaxpr)))
 
 
-def _names(program: Jaxpr) -> Iterator[str]:
+def _names(program: ClosedJaxpr) -> Iterator[str]:
     for equation in program.eqns:
         call: Any = equation.params.get("call")
         if isinstance(getattr(call, "function", None), Attention):
             yield _name(call, [x.aval for x in equation.invars])
         else:
-            for inner in programs(equation.params):
+            for inner in programs(equation):
                 yield from _names(inner)
 
 
