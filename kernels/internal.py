@@ -26,9 +26,6 @@ from ._checks import is_concrete as is_concrete
 from ._checks import received as received
 from ._lazy import lazy as lazy
 from ._private import private_names as private_names
-from ._program import bind as bind
-from ._program import reads_first as reads_first
-from ._program import without_mesh as without_mesh
 from ._varying import apply_in_float32 as apply_in_float32
 from ._varying import vary_over as vary_over
 from ._varying import vary_together as vary_together
@@ -119,6 +116,15 @@ from .masks._abstract import check_mask as check_mask
 from .masks._structure import window_structure as window_structure
 from .masks._visibility import may_meet as may_meet
 from .pallas.gpu._sizes import KernelKind as KernelKind
+from .program._operations import reads_first as reads_first
+from .program._read import REMAT as REMAT
+from .program._read import bind as bind
+from .program._read import closed as closed
+from .program._read import equations as equations
+from .program._read import evaluate_by as evaluate_by
+from .program._read import interpret as interpret
+from .program._read import programs as programs
+from .program._read import without_mesh as without_mesh
 from .reductions._covariance import centred as centred
 from .reductions._covariance import covariance as covariance
 from .reductions._cross import cross_sums as cross_sums
