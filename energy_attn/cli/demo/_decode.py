@@ -34,7 +34,7 @@ def kernels(traced: jax.stages.Traced) -> str:
 def _names(program: Jaxpr) -> Iterator[str]:
     for equation in program.eqns:
         call: Any = equation.params.get("call")
-        if isinstance(getattr(call, "function", None), Attention):
+        if isinstance(getattr(call, "owner", None), Attention):
             yield _name(call, [x.aval for x in equation.invars])
         else:
             for inner in programs(equation.params):
@@ -42,9 +42,9 @@ def _names(program: Jaxpr) -> Iterator[str]:
 
 
 def _name(call: Any, avals: list[Any]) -> str:
-    names = [kernel.name for kernel in call.function.kernels]
-    operands = call.args.unflatten(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
-    return explain(names, call.function.settings, operands, platform_here(), jax.devices()[0]).name
+    names = [kernel.name for kernel in call.owner.kernels]
+    (operands,) = call.split(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
+    return explain(names, call.owner.settings, operands, platform_here(), jax.devices()[0]).name
 
 
 _CHUNK = 512  # bytes of the prompt read at a time
