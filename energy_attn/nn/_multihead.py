@@ -256,9 +256,8 @@ class MultiheadAttention(eqx.Module):
             ValueError: shapes that do not match; a mask of scores to add, with negative numbers, where it is known.
             RuntimeError: dropout is on but no key is given.
         """
-        for name in options:
-            if name not in LayerOptions.__annotations__:
-                raise _unknown(name)
+        if unknown := options.keys() - LayerOptions.__annotations__.keys():
+            raise _unknown(min(unknown))
         inference, deterministic = options.get("inference"), options.get("deterministic")
         if deterministic is not None:
             warnings.warn("deterministic: use inference instead", DeprecationWarning, stacklevel=2)

@@ -95,14 +95,8 @@ class EncoderConfig(AbstractModelConfig):
 
     def to_json(self) -> dict[str, Any]:
         """The fields of a `config.json` that transformers reads."""
-        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {
-            "architectures": ["BertModel"],
-            "model_type": "bert",
-            "hidden_act": _ACTIVATION,
-            **_ONLY,
-            **sizes,
-        }
+        entries = {"architectures": ["BertModel"], "model_type": "bert", "hidden_act": _ACTIVATION}
+        return {**entries, **_ONLY, **vars(self)}
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         """Returns the place in a checkpoint of the weight of this name and shape."""
