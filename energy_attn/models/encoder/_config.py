@@ -27,10 +27,7 @@ _RENAMED = (
 _IGNORED = re.compile(r"pooler\.dense\.(weight|bias)|embeddings\.position_ids")
 _ACTIVATION = "gelu"
 # Fields with the only value that is computed.
-_ONLY: Mapping[str, Any] = {
-    "position_embedding_type": "absolute",
-    "is_decoder": False,
-}
+_ONLY: Mapping[str, Any] = {"position_embedding_type": "absolute", "is_decoder": False}
 # Fields of training, of the pooler, of heads, and of how others lay out their work.
 _OF_NO_EFFECT = (
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
