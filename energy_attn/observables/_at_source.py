@@ -127,12 +127,7 @@ def mean_over_keys(
 
 
 def sum_over_keys(
-    calls: Calls,
-    source: Source,
-    parts: Parts,
-    term: Callable[..., Array],
-    width: int,
-    *rows: Array,
+    calls: Calls, source: Source, parts: Parts, term: Callable[..., Array], width: int, *rows: Array
 ) -> Array:
     """The sum over all keys of `term(scores, value, *rows)`, `[*B, T, N, width]`: of any function of a score.
 

@@ -159,9 +159,7 @@ def tree_decode(
 
 
 def _partial_state(
-    plan: ShardingPlan | None,
-    names: tuple[Candidate, ...],
-    call: CheckedCall,
+    plan: ShardingPlan | None, names: tuple[Candidate, ...], call: CheckedCall
 ) -> AttentionState:
     return attend_sharded(plan, names, call.settings.needing(unrounded=True), call.operands)
 
