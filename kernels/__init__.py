@@ -15,9 +15,6 @@ from .call._state import merge as merge
 from .call._state import merge_all as merge_all
 from .dispatch._attention import local_attention as local_attention
 from .dispatch._registry import implementations as implementations
-from .pallas.gpu._kernel import PallasGPU as PallasGPU
-from .pallas.gpu._sizes import GPUPlan as GPUPlan
-from .pallas.gpu._sizes import GPUTiles as GPUTiles
 
 # The names by which a benchmark outside of this repository, written before the folders, finds the
 # GPU kernels and replaces their plans.
