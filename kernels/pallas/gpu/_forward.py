@@ -21,9 +21,9 @@ from .._rows import BlockList, Visibility, tile_ranges, visibility_of
 from .._score import score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles
+from ._default import LEAST
 from ._plan import Plan
 from ._score import TileScores
-from ._sizes import LEAST
 
 
 class _Stored(NamedTuple):

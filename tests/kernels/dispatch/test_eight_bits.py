@@ -12,10 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import GPUPlan, GPUTiles, PallasGPU
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.dispatch._eight_bits import attend_eight_bits
-from energy_attn.kernels.internal import Scales, attend, candidates, check_call, dequantized
+from energy_attn.kernels.internal import (
+    GPUTiles,
+    PallasGPU,
+    Scales,
+    attend,
+    candidates,
+    check_call,
+    dequantized,
+)
 from tests.support.arrays import array
 from tests.support.compare import close, same
 from tests.support.eight_bits import read_as_stored, read_by_kernels
@@ -29,7 +36,7 @@ WIDTH = 128  # wide heads, so that scores are small beside them
 NAMED = PROBLEMS | HEADS
 JUDGED = [x for x in NAMED.values() if x.key.size and x.query.size]
 # the least tiles, so that several programs share the keys of a few tiles, and others are full
-GPU = PallasGPU(GPUPlan((GPUTiles("forward", 16, 16, stages=3, least_steps=1),)))
+GPU = PallasGPU((GPUTiles("forward", 16, 16, stages=3, least_steps=1),))
 
 
 @pytest.fixture
