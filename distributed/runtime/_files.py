@@ -129,7 +129,6 @@ def replace(file: Path, place: Path) -> None:
 
 
 def remove(file: Path) -> None:
-    """Removes a file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(file)
 

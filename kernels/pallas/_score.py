@@ -85,7 +85,6 @@ def _indices(operands: Operands) -> tuple[Array, Array]:
 
 
 def _differentiable(operands: Operands) -> dict[int, Array]:
-    """The arrays that have derivatives, by their number."""
     return {i: x for i, x in enumerate(operands.score_arrays) if floating(x)}
 
 

@@ -55,19 +55,16 @@ class Decode(AbstractDecode):
     platforms = ()
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for more than 64 queries times heads, or a score with a source."""
         operands, settings, _ = call
         check_rows(operands, settings, MOST_ROWS)
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """One product for all scores and one for all outputs."""
         operands, settings, _ = call
         return per_head(hide_unreachable(operands, settings), settings)
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
-        """One product for each change of the scores and of the outputs."""
         operands, settings, _ = call
         return _tangent(operands, settings, state, directions)
 

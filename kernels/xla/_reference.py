@@ -41,7 +41,6 @@ class Reference(AbstractJAXKernel):
         """Takes every call."""
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """The softmax and the weighted sum, as in the equations."""
         operands, settings, _ = call
         operands = hide_unreachable(operands, settings)
         query, key, value = zero_absent(operands)[:3]

@@ -32,7 +32,6 @@ def tangent(
     *,
     interpret: bool,
 ) -> AttentionState:
-    """The derivative of the state in a direction."""
     query, _, value = operands[:3]
     width, value_width = query.shape[-1], value.shape[-1]
     visibility = block_visibility(operands, layout)

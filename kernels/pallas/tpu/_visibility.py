@@ -36,7 +36,6 @@ class BlockVisibility(NamedTuple):
 
 
 def block_visibility(operands: Operands, layout: Layout) -> BlockVisibility:
-    """The visibility of folded rows and keys."""
     operands = with_default_positions(hide_unreachable(operands, layout.settings), layout.settings)
     key_block = layout.key_block // layout.key_fold
     features = features_of(operands, layout.pairs)
