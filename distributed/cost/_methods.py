@@ -4,12 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TypedDict, Unpack
 
-from jax.typing import DTypeLike
-
 from energy_attn.kernels.internal import (
     check_choice,
     check_flag,
-    check_floating_dtype,
     check_options,
     received,
 )
@@ -39,10 +36,6 @@ class Derivatives(TypedDict, total=False):
 
     gradient: bool
     """Whether to add what the gradient in query, key and value sends."""
-
-    gradient_dtype: DTypeLike | None
-    """In which a ring sends gradients of keys and values, as the field of this name of
-    [`Ring`][energy_attn.distributed.methods.Ring]."""
 
 
 def transfers(
@@ -105,13 +98,9 @@ def transfers(
     with_tangent, gradient = (
         check_flag(name, derivatives.get(name, False)) for name in ("tangent", "gradient")
     )
-    dtype = derivatives.get("gradient_dtype")
-    size = shape.lse_bytes
-    if dtype is not None:
-        size = check_floating_dtype("gradient_dtype", dtype).itemsize
     if gradient:
         check_gradient(method, merge, with_tangent)
-    gradient_bytes = size if gradient else 0
+    gradient_bytes = shape.lse_bytes if gradient else 0
     if topology.devices == 1:
         return ()
     if method in ("ulysses", "hybrid"):

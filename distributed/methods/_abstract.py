@@ -60,7 +60,7 @@ class AbstractMethod(abc.ABC):
 
     Examples:
         >>> from energy_attn.distributed import SequenceParallel, methods
-        >>> ring = methods.Ring(rotate="keys", bidirectional=True)
+        >>> ring = methods.Ring(rotate="keys")
         >>> isinstance(ring, methods.AbstractMethod), SequenceParallel("device", method=ring).method.name
         (True, 'ring')
     """

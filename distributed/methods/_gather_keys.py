@@ -41,9 +41,6 @@ class Pieces(AbstractTurns):
         del here
         return self._fetch(own, turn + 1)
 
-    def joined(self, here: Tree) -> Tree:
-        return here
-
     def cut(self, x: Array | None, axis: int, turn: int | Array) -> Array | None:
         if x is None or x.shape[axis] == 1:
             return x

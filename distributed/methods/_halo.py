@@ -7,7 +7,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
@@ -50,11 +49,9 @@ class Neighbours(AbstractMethod):
 
     Attributes:
         halo: which keys.
-        gradient_dtype: as of a `Ring`.
     """
 
     halo: Halo
-    gradient_dtype: DTypeLike | None = None
 
     name = "ring"
 
@@ -66,12 +63,11 @@ class Neighbours(AbstractMethod):
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `attend` does."""
         operands = vary_together(call.operands, call.axes)
-        dtype: Any = self.gradient_dtype
-        turns = Near(call.axes, operands.key.shape[1], dtype, self.halo)
+        turns = Near(call.axes, operands.key.shape[1], self.halo)
         return attend_in_turn(call.names, call.settings, turns, operands)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class NeighbouringGroups(Hybrid):
     """A hybrid in which keys come from those groups of devices alone whose keys some query may see.
 
@@ -82,8 +78,7 @@ class NeighbouringGroups(Hybrid):
     halo: Halo
 
     def around(self, call: LocalCall) -> AttentionState:
-        dtype: Any = self.gradient_dtype
-        turns = Near(call.axes, call.operands.key.shape[1], dtype, self.halo)
+        turns = Near(call.axes, call.operands.key.shape[1], self.halo)
         return attend_in_turn(call.names, call.settings, turns, call.operands)
 
 
@@ -116,7 +111,7 @@ def near_plan(
         method = {"ring": Ring(), "gather": Gather()}.get(name, method)
     if not isinstance(method, (Ring, Gather, Tree, Hybrid)):
         return plan
-    groups, dtype = plan.devices, getattr(method, "gradient_dtype", None)
+    groups = plan.devices
     if isinstance(method, Hybrid):
         groups //= plan.mesh.shape[plan.sequence[-1]]
         if not has_groups(layout, shape.queries, shape.keys, plan.devices):
@@ -124,8 +119,8 @@ def near_plan(
     found = halo(layout, groups, shape.queries, shape.keys, settings.mask.window, meets)
     if found is None:
         return plan
-    near = NeighbouringGroups(dtype, halo=found) if isinstance(method, Hybrid) else None
-    return plan._replace(method=near or Neighbours(found, dtype))
+    near = NeighbouringGroups if isinstance(method, Hybrid) else Neighbours
+    return plan._replace(method=near(found))
 
 
 def _meets(

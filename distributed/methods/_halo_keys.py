@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -12,24 +11,23 @@ from energy_attn.kernels.internal import InFlight
 
 from ..cost._halo import Halo, Span
 from ._arguments import Axes
-from ._direction import OneWay
-from ._hops import among, hop, origin, part
+from ._hops import among, hop, origin, part, placed
 from ._in_turn import AbstractTurns, Gradients, Keys, Tree, Visit, added
-from ._ring_keys import Around, as_like
+from ._ring_keys import Around
 
 
 @dataclasses.dataclass(frozen=True)
 class Near(AbstractTurns):
     """First the keys that go around whole, then spans, each straight from its device; gradients return as they came.
 
+    Gradients of spans return in the dtypes of keys and values.
+
     Attributes:
-        gradient_dtype: in which gradients of keys go around; those of spans return in the dtypes of keys and values.
         halo: which keys.
     """
 
     axes: Axes
     size: int
-    gradient_dtype: jnp.dtype | None
     halo: Halo
 
     @property
@@ -48,9 +46,6 @@ class Near(AbstractTurns):
             return self._fetch(own, self.halo.spans[turn + 1 - self.count])
         return hop(here, self.axes)
 
-    def joined(self, here: Tree) -> Tree:
-        return here
-
     def cut(self, x: Array | None, axis: int, turn: int | Array) -> Array | None:
         span = self._span(turn)
         place = origin(turn if span is None else span.distance, self.axes)
@@ -62,15 +57,14 @@ class Near(AbstractTurns):
     def uncut(self, found: Array, like: Array, axis: int, turn: int | Array) -> Array:
         span = self._span(turn)
         if span is None:
-            return OneWay().uncut(found, like, axis, turn, self.axes)
+            return placed(found, like, axis, origin(turn, self.axes))
         if like.shape[axis] == 1:
             return found
-        return OneWay().uncut(
-            among(found, axis, span.start, self.size), like, axis, span.distance, self.axes
-        )
+        found = among(found, axis, span.start, self.size)
+        return placed(found, like, axis, origin(span.distance, self.axes))
 
     def backward(self, visit: Visit, own: Keys) -> Gradients:
-        ring = Around(self.axes, self.size, self.gradient_dtype, OneWay(), self.count)
+        ring = Around(self.axes, self.size, self.count)
         found = ring.backward(visit, own)
         # each span comes beside the products of the turn before, and its gradients return beside those of the next
         spans, keys, home = self.halo.spans, found.keys, Keys(None, None)
@@ -80,7 +74,7 @@ class Near(AbstractTurns):
             coming = self._fetch(own, spans[turn + 1 - self.count]) if more else None
             arrived, found = visit(here, found, turn, InFlight(coming, home))
             keys = self._with(keys, arrived.sums, spans[turn - 1 - self.count], turn > self.count)
-            home = hop(as_like(found.keys, own), self.axes, -span.distance)
+            home = hop(_as_like(found.keys, own), self.axes, -span.distance)
             here = arrived.others
         if spans:
             keys = self._with(keys, home, spans[-1], True)
@@ -103,3 +97,9 @@ class Near(AbstractTurns):
             return among(x.astype(like.dtype), 1, span.start, self.size)
 
         return added(keys, jax.tree.map(whole, more, keys))
+
+
+def _as_like(gradients: Keys, like: Keys) -> Keys:
+    """Gradients, unless they are None, in the dtypes of others."""
+    pairs = zip(gradients, like, strict=True)
+    return Keys(*(x if x is None or y is None else x.astype(y.dtype) for x, y in pairs))

@@ -2,14 +2,12 @@
 
 import dataclasses
 
-from jax.typing import DTypeLike
-
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import Operands, vary_together
 
 from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
-from ._ring import check_ring, keys_around
+from ._ring import keys_around
 from ._ulysses import exchange_heads
 
 
@@ -27,12 +25,7 @@ class Hybrid(AbstractMethod):
     heads, the queries of the last axis's devices and all keys, in the order of the devices; broadcastable to
     `[B, N/f, f T, p S]`.
 
-    Attributes:
-        gradient_dtype: as for `Ring`, of the keys that go around.
-        bidirectional: likewise.
-
     Raises:
-        TypeError: `bidirectional` is not a boolean, or `gradient_dtype` no floating dtype.
         ValueError: in a call over one mesh axis, or whose heads the devices of the last one cannot share out.
 
     Source: unified sequence parallelism, USP (arXiv 2405.07719).
@@ -49,13 +42,7 @@ class Hybrid(AbstractMethod):
         True
     """
 
-    gradient_dtype: DTypeLike | None = None
-    bidirectional: bool = False
-
     name = "hybrid"
-
-    def __post_init__(self) -> None:
-        check_ring(self)
 
     def check_axes(self, axes: Axes) -> None:
         """Raises `ValueError` for one axis."""
@@ -75,7 +62,7 @@ class Hybrid(AbstractMethod):
         return Split(heads=axes[-1:], queries=axes[:-1], keys=(), rows=axes[:-1])
 
     def attend(self, call: LocalCall) -> AttentionState:
-        """Raises as `attend` does, and as `check_both_ways` where keys go around both ways."""
+        """Raises as `attend` does."""
         around, exchanged = call.axes[:-1], call.axes[-1:]
 
         def run(operands: Operands) -> AttentionState:
@@ -86,4 +73,4 @@ class Hybrid(AbstractMethod):
 
     def around(self, call: LocalCall) -> AttentionState:
         """The attention of a device's heads over the keys of the devices along `call.axes`."""
-        return keys_around(self, call)
+        return keys_around(call)

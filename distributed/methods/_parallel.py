@@ -27,7 +27,7 @@ class SequenceParallel:
 
     Attributes:
         axes: the mesh axes that the sequence is sharded over, slow ones first.
-        method: a name, or a method with options of its own, as `methods.Ring(bidirectional=True)`:
+        method: a name, or a method with options of its own, as `methods.Ring(rotate="keys")`:
             [`"tree"`][energy_attn.distributed.methods.Tree]: local states, then one reduction.
             [`"ring"`][energy_attn.distributed.methods.Ring]: keys or queries pass all devices.
             [`"ulysses"`][energy_attn.distributed.methods.Ulysses]: heads are exchanged for sequence.

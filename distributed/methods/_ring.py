@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
@@ -16,8 +15,6 @@ from energy_attn.kernels.internal import (
     attend,
     attend_and_merge,
     check_choice,
-    check_flag,
-    check_floating_dtype,
     empty_like,
     lse_dtype,
     vary_together,
@@ -27,7 +24,6 @@ from energy_attn.kernels.internal import (
 from ..merge._packing import transfer
 from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes, rounded
-from ._direction import BothWays, OneWay, by_halves, check_both_ways, joined_halves
 from ._hops import hop, origin, part, whole
 from ._in_turn import Names, attend_in_turn
 from ._merge import fold_across
@@ -65,16 +61,8 @@ class Ring(AbstractMethod):
     Attributes:
         rotate: `"keys"`, `"queries"`, or `"auto"`: whichever is fewer bytes where queries are
             sharded, else queries, so that all devices find the same to the last bit.
-        gradient_dtype: in which gradients of keys and values travel: bfloat16 sends half of the bytes, and rounds
-            in each of $p - 1$ hops; None: that of `lse`. For keys that rotate, by any implementation but
-            `"reference"`.
-        bidirectional: whether keys and values of the first half of the heads go around in one direction, those of the
-            second half in the other, so that both links of a torus axis (TPU) carry half of the bytes; queries
-            and outputs are copied once, to lie by halves. For keys that rotate. Raises `ValueError` in a call with an
-            odd number of heads of keys, or with a score.
 
     Raises:
-        TypeError: `bidirectional` is not a boolean, or `gradient_dtype` no floating dtype.
         ValueError: `rotate` is none of these.
 
     Source: Ring Attention (arXiv 2310.01889); for queries that rotate, Context Parallelism for
@@ -86,7 +74,7 @@ class Ring(AbstractMethod):
         >>> from energy_attn.distributed import SequenceParallel, make_mesh, methods
         >>> n = jax.device_count()
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2 * n, 2, 4))
-        >>> ring = SequenceParallel("device", methods.Ring(gradient_dtype=jnp.bfloat16))
+        >>> ring = SequenceParallel("device", methods.Ring(rotate="keys"))
         >>> with jax.set_mesh(make_mesh((n,), ("device",))):
         ...     out = ea.attention(q, k, v, parallel=ring)
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
@@ -94,15 +82,12 @@ class Ring(AbstractMethod):
     """
 
     rotate: Literal["keys", "queries", "auto"] = "auto"
-    gradient_dtype: DTypeLike | None = None
-    bidirectional: bool = False
 
     name = "ring"
     replicated_queries = True
 
     def __post_init__(self) -> None:
         check_choice("rotate", self.rotate, ROTATED)
-        check_ring(self)
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
         """Of what goes around, bias, mask, positions and segments are on all devices."""
@@ -112,11 +97,11 @@ class Ring(AbstractMethod):
         return Split(heads=(), queries=(), keys=axes, rows=())
 
     def attend(self, call: LocalCall) -> AttentionState:
-        """Raises as `attend` does, and as `check_both_ways` where keys go around both ways."""
+        """Raises as `attend` does."""
         call = call._replace(operands=vary_together(call.operands, call.axes))
         names, settings, operands, axes, queries_sharded, _ = call
         if self._rotates_keys(operands, queries_sharded):
-            return keys_around(self, call)
+            return keys_around(call)
         if queries_sharded:
             return _queries_around(names, settings, axes, operands)
         state = fold_across("ring", axes, attend(names, with_unrounded_out(settings), operands))
@@ -135,23 +120,10 @@ class Ring(AbstractMethod):
         return key.nbytes + value.nbytes <= queries
 
 
-def check_ring(method: Any) -> None:
-    """Checks the fields of a method whose keys go around, and makes a dtype of `gradient_dtype`."""
-    check_flag("bidirectional", method.bidirectional)
-    if method.gradient_dtype is not None:
-        dtype = check_floating_dtype("gradient_dtype", method.gradient_dtype)
-        object.__setattr__(method, "gradient_dtype", dtype)
-
-
-def keys_around(method: Any, call: LocalCall) -> AttentionState:
-    """The state of this device's queries, as keys go around, by a `Ring` or a `Hybrid`."""
+def keys_around(call: LocalCall) -> AttentionState:
+    """Returns the state of this device's queries, as keys go around."""
     names, settings, operands, axes, *_ = call
-    size, dtype = operands.key.shape[1], method.gradient_dtype
-    if not method.bidirectional:
-        return attend_in_turn(names, settings, Around(axes, size, dtype, OneWay()), operands)
-    check_both_ways(settings, operands)
-    turns = Around(axes, size, dtype, BothWays(operands.query.shape[0]))
-    return joined_halves(attend_in_turn(names, settings, turns, by_halves(operands)))
+    return attend_in_turn(names, settings, Around(axes, operands.key.shape[1]), operands)
 
 
 def _queries_around(

@@ -10,8 +10,7 @@ from jaxtyping import Array
 from energy_attn.kernels.internal import InFlight
 
 from ._arguments import Axes
-from ._direction import AbstractWay
-from ._hops import hop
+from ._hops import hop, origin, part, placed
 from ._in_turn import ALL, AbstractTurns, Gradients, Keys, Tree, Visit, added
 
 
@@ -20,15 +19,11 @@ class Around(AbstractTurns):
     """The keys of one device after the other, its own first; gradients travel with their keys.
 
     Attributes:
-        gradient_dtype: of what travels; None: `lse`'s.
-        way: the direction.
         turns: how many devices' keys a device sees; None: those of all.
     """
 
     axes: Axes
     size: int
-    gradient_dtype: jnp.dtype | None
-    way: AbstractWay
     turns: int | None = None
 
     @property
@@ -36,20 +31,17 @@ class Around(AbstractTurns):
         return lax.axis_size(self.axes) if self.turns is None else self.turns
 
     def first(self, own: Tree) -> Tree:
-        return self.way.apart(own)
+        return own
 
     def following(self, here: Tree, own: Tree, turn: int | Array) -> Tree:
         del own, turn
-        return self.way.hop(here, self.axes)
-
-    def joined(self, here: Tree) -> Tree:
-        return self.way.joined(here)
+        return hop(here, self.axes)
 
     def cut(self, x: Array | None, axis: int, turn: int | Array) -> Array | None:
-        return self.way.cut(x, axis, turn, self.size, self.axes)
+        return part(x, axis, origin(turn, self.axes), self.size)
 
     def uncut(self, found: Array, like: Array, axis: int, turn: int | Array) -> Array:
-        return self.way.uncut(found, like, axis, turn, self.axes)
+        return placed(found, like, axis, origin(turn, self.axes))
 
     def backward(self, visit: Visit, own: Keys) -> Gradients:
         # Gradients follow their keys one hop behind: no transfer needs the result of its own step.
@@ -60,12 +52,11 @@ class Around(AbstractTurns):
             onward: bool,
             some: slice = ALL,
         ) -> tuple[Any, Gradients]:
-            sums = None if so_far is None else self._travelling(so_far.keys)
-            going = InFlight(keys if onward else None, self.way.apart(sums))
-            arrived, found = visit(keys, so_far, step, self.way.hop(going, self.axes), some)
+            sums = None if so_far is None else so_far.keys
+            going = InFlight(keys if onward else None, sums)
+            arrived, found = visit(keys, so_far, step, hop(going, self.axes), some)
             if so_far is not None:
-                sums = as_like(self.way.joined(arrived.sums), so_far.keys)
-                found = found._replace(keys=added(sums, found.keys))
+                found = found._replace(keys=added(arrived.sums, found.keys))
             return arrived.others, found
 
         here, half, last = self.first(own), self.size // 2, self.count - 1
@@ -77,23 +68,8 @@ class Around(AbstractTurns):
         middle = jnp.arange(1, last, dtype=jnp.int32)
         carry, _ = lax.scan(lambda x, i: (turn(*x, i, onward=True), None), carry, middle)
         _, so_far = turn(*carry, last, onward=False)
-        home = self.way.apart(self._travelling(so_far.keys))
-        all_around = self.turns is None
-        home = self.way.hop(home, self.axes) if all_around else hop(home, self.axes, -last)
+        home = hop(so_far.keys, self.axes, 1 if self.turns is None else -last)
         # else XLA cuts the second half before the loop, and keeps it
         here, so_far = lax.optimization_barrier((here, so_far))
         arrived, found = visit(here, so_far, 0, InFlight(None, home), slice(half, self.size))
-        sums = as_like(self.way.joined(arrived.sums), found.keys)
-        return found._replace(keys=added(sums, found.keys))
-
-    def _travelling(self, sums: Keys) -> Keys:
-        """Gradients in the dtype in which they go around; if that is wide, they are rounded once, with all added."""
-        if self.gradient_dtype is None:
-            return sums
-        return Keys(*(None if x is None else x.astype(self.gradient_dtype) for x in sums))
-
-
-def as_like(gradients: Keys, like: Keys) -> Keys:
-    """Gradients, unless they are None, in the dtypes of others."""
-    pairs = zip(gradients, like, strict=True)
-    return Keys(*(x if x is None or y is None else x.astype(y.dtype) for x, y in pairs))
+        return found._replace(keys=added(arrived.sums, found.keys))
