@@ -160,7 +160,6 @@ def block_list(meets: Bool[Array, "b x y"], all_visible: Bool[Array, "#b #x #y"]
 
 
 def pad_to_blocks(x: Array, axis: int, block: int, fill: float) -> Array:
-    """`x` with an axis padded to whole blocks."""
     missing = math.ceil(x.shape[axis] / block) * block - x.shape[axis]
     if missing == 0:
         return x

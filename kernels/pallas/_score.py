@@ -77,7 +77,6 @@ def score_cotangents(
 
 
 def _differentiable(operands: Operands) -> dict[int, Array]:
-    """The arrays that have derivatives, by their number."""
     return {i: x for i, x in enumerate(operands.score_arrays) if floating(x)}
 
 

@@ -49,7 +49,6 @@ class VendorGPU(AbstractKernel):
         """The cotangents of query, key and value, of any value where these are absent. `lse` as of `attend`."""
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """One call."""
         operands, settings, _ = call
         out, lse = self.attend(call._replace(operands=zero_beyond(operands)))
         return vendor_state(out, lse.swapaxes(1, 2), operands, settings)

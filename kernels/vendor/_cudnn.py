@@ -64,7 +64,6 @@ class CuDNN(VendorGPU):
         private_names("cudnn")
 
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
-        """The primitive of the forward."""
         operands, settings, _ = call
         query, key, value = operands.qkv
         arrays = query, key, value, *_unused_but_lengths(operands)
@@ -74,7 +73,6 @@ class CuDNN(VendorGPU):
     def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        """The primitive of the backward."""
         operands, settings, _ = call
         query, key, value = operands.qkv
         arrays = query, key, value, *_unused_but_lengths(operands), lse, out, d_out
@@ -113,7 +111,6 @@ def _unused_but_lengths(operands: Operands) -> list[Array]:
 
 
 def _options(operands: Operands, settings: Settings) -> dict[str, Any]:
-    """The parameters of both primitives."""
     (left, right), names = settings.mask.window, private_names("cudnn")
     left = window_side(left, operands.key.shape[1])
     padding = "PADDING_" if operands.tokens.has_lengths else ""

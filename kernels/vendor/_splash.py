@@ -82,7 +82,6 @@ class Splash(AbstractKernel):
         private_names("splash")
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """One kernel, after a copy of the operands with heads in front."""
         operands, settings, platform = call
         query, key, value = _scaled(zero_beyond(operands), settings)
         kernel = _kernel(
@@ -123,7 +122,6 @@ class Splash(AbstractKernel):
             return push_forward(PallasTPU(), call, state, directions)
 
     def _blocks(self, query: Array, key: Array, settings: Settings) -> "_Blocks":
-        """The blocks of queries and keys, heads in front."""
         rows, keys = query.shape[2], key.shape[2]
         seen = min(keys, sum(settings.mask.window) + 1)
 

@@ -65,7 +65,6 @@ class BlockVisibility:
         return by_position if meet is None else meet & by_position
 
     def _first(self, index: Index) -> tuple[Array, Array]:
-        """The first position of a block's queries, and of its keys."""
         queries, keys = (jnp.asarray(x, jnp.int32) for x in index[1:])
         return queries * self._grid.queries, keys * self._grid.keys
 

@@ -67,7 +67,6 @@ def backward_by_head(
 
 
 def _of_head(operands: Operands, head: Array) -> Operands:
-    """The operands of one key head."""
     count, indices = operands.key.shape[2], operands.indices
     return operands._replace(
         query=_cut(operands.query, 2, head, count),

@@ -57,14 +57,12 @@ class DecodeCPU(AbstractDecode):
     platforms = ("cpu",)
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for empty axes, many rows, or a score with a source."""
         operands, settings, _ = call
         plain = operands if operands.scales.key is None else jax.eval_shape(dequantized, operands)
         check_operands(plain, ("float32", "bfloat16", "float16", "float64"), without=())
         check_rows(operands, settings, MOST_ROWS)
 
     def check_preferred(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for many rows of a key head, which `blockwise` multiplies faster."""
         query_len, heads = call.operands.query.shape[1:3]
         rows = query_len * heads // call.operands.key.shape[2]
         if rows > PREFERRED_ROWS:
@@ -79,7 +77,6 @@ class DecodeCPU(AbstractDecode):
         return True
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """The online softmax over the blocks that are seen."""
         operands, settings, _ = call
         operands = hide_unreachable(operands.positioned(settings.compares), settings)
         query, value = operands.query, operands.value

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..call._kernel import AbstractJAXKernel
@@ -40,7 +41,6 @@ class Reference(AbstractJAXKernel):
         """Takes every call."""
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """The softmax and the weighted sum, as in the equations."""
         operands, settings, _ = call
         operands = hide_unreachable(operands, settings)
         query, key, value = zero_absent(operands).qkv
@@ -52,18 +52,11 @@ class Reference(AbstractJAXKernel):
             return _scores(query, key, operands, settings)
 
         if operands.mask is not None:  # derivatives multiply rows without keys by zeros
-            has_keys = holds_keys(scores(jax.lax.stop_gradient(query)).max(-1, initial=-jnp.inf))
+            has_keys = holds_keys(scores(lax.stop_gradient(query)).max(-1, initial=-jnp.inf))
             query = jnp.where(has_keys.transpose(0, 2, 1)[..., None], query, 0)
         weights, total, lse = softmax(scores(query))
         weights = (weights / total).astype(value.dtype)
-        out = jnp.einsum(
-            "bkgts,bskh->btkgh",
-            weights.reshape(batch, kv_heads, group, query_len, key_len),
-            value,
-            precision=precision(query.dtype),
-            preferred_element_type=lse_dtype(value.dtype),
-        )
-        out = out.reshape(batch, query_len, heads, value.shape[-1])
+        out = dense_sums(weights, value, precision(query.dtype), lse_dtype(value.dtype))
         lse = lse.transpose(0, 2, 1)
         # a fully masked row passes no cotangent to the values
         out = jnp.where(holds_keys(lse)[..., None], out, 0)
@@ -79,23 +72,35 @@ def dense_scores(settings: Settings, operands: Operands) -> Float[Array, "B N T 
 
 def _scores(query: Array, key: Array, operands: Operands, settings: Settings) -> Array:
     """The scores of queries and keys in the places of those of the operands."""
-    batch, query_len, heads = query.shape[:3]
-    key_len, kv_heads = key.shape[1:3]
-
-    def products(query: Array, key: Array) -> Array:
-        out = jnp.einsum(
-            "btkgh,bskh->bkgts",
-            query.reshape(batch, query_len, kv_heads, heads // kv_heads, query.shape[-1]),
-            key,
-            precision=precision(query.dtype),
-            preferred_element_type=lse_dtype(query.dtype),
-        )
-        return out.reshape(batch, heads, query_len, key_len)
-
-    inner = settings.scored_width
-    added = None if inner is None else products(query[..., inner:], key[..., inner:])
-    raw = products(query[..., :inner], key[..., :inner])
+    inner, dtype = settings.scored_width, lse_dtype(query.dtype)
+    added = None if inner is None else dense_products(query[..., inner:], key[..., inner:], dtype)
+    raw = dense_products(query[..., :inner], key[..., :inner], dtype)
     return masked(raw, operands, settings, added)
+
+
+def dense_products(query: Array, key: Array, dtype: DTypeLike) -> Float[Array, "B N T S"]:
+    """The products of all queries and keys."""
+    batch, query_len, heads, width = query.shape
+    key_len, kv_heads = key.shape[1:3]
+    grouped = query.reshape(batch, query_len, kv_heads, heads // kv_heads, width)
+    exact = precision(query.dtype)
+    out = jnp.einsum(
+        "btkgh,bskh->bkgts", grouped, key, precision=exact, preferred_element_type=dtype
+    )
+    return out.reshape(batch, heads, query_len, key_len)
+
+
+def dense_sums(
+    weights: Float[Array, "B N T S"], value: Array, exact: lax.Precision | None, dtype: DTypeLike
+) -> Float[Array, "B T N W"]:
+    """The values of all keys, weighted and summed."""
+    batch, heads, query_len, key_len = weights.shape
+    kv_heads, width = value.shape[2:]
+    grouped = weights.reshape(batch, kv_heads, heads // kv_heads, query_len, key_len)
+    out = jnp.einsum(
+        "bkgts,bskh->btkgh", grouped, value, precision=exact, preferred_element_type=dtype
+    )
+    return out.reshape(batch, query_len, heads, width)
 
 
 def masked(

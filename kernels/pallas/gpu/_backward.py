@@ -35,7 +35,6 @@ def backward(
     *,
     interpret: bool,
 ) -> Operands:
-    """The cotangents of query, key, value and score, by the plans of the two kernels."""
     query, key, value = operands.qkv
     rows = backward_rows(operands, query_plan.settings, row_cotangents(state, cotangent))
     lse = rows.lse * tiles.LOG2_E  # in bits

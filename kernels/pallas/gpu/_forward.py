@@ -38,7 +38,6 @@ class _Stored(NamedTuple):
 
 
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
-    """The state of a call."""
     query, key, value = operands.qkv
     visibility = visibility_of(operands, plan)
     shape = (plan.splits, *query.shape[:-1])
@@ -180,7 +179,6 @@ _TERMS = 4096
 def _merge(
     parts: AttentionState, query: Array, dtype: jnp.dtype, *, interpret: bool
 ) -> AttentionState:
-    """The merge of parts `[splits, ...]`, in one kernel."""
     splits, *shape, width = parts.out.shape
     flat = [x.reshape(splits, -1, *x.shape[4:]) for x in parts]
     rows = flat[1].shape[1]

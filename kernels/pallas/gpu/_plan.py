@@ -72,12 +72,10 @@ class Plan(NamedTuple):
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of keys."""
         return math.ceil(self.key_len / self.keys)
 
     @property
     def full_rows(self) -> bool:
-        """Whether no tile has idle rows."""
         return (
             self.row_times * self.row_heads == self.rows
             and self.query_len % self.row_times == 0
@@ -86,7 +84,6 @@ class Plan(NamedTuple):
 
     @property
     def full_keys(self) -> bool:
-        """Whether all tiles of keys are full."""
         return self.key_len % self.keys == 0
 
 
@@ -135,7 +132,6 @@ def need_of(
     score: ScoreProgram | None,
     pairs: Pairwise | None,
 ) -> Need:
-    """The memory that the kernel holds and reads."""
     query, key, value = operands.qkv
     width, value_width = power(query.shape[3]), power(value.shape[3])
     query_bytes = width * query.dtype.itemsize

@@ -32,7 +32,6 @@ def tangent(
     *,
     interpret: bool,
 ) -> AttentionState:
-    """The derivative of the state in a direction."""
     query, key, value = operands.qkv
     visibility = visibility_of(operands, plan)
     parts = pl.pallas_call(

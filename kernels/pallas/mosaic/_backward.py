@@ -46,7 +46,6 @@ def backward(
     *,
     interpret: bool,
 ) -> Operands:
-    """The cotangents of query, key and value, by the plans of the two kernels."""
     rows = backward_rows(operands, query_plan.settings, row_cotangents(state, cotangent))
     query_len, kv_heads = operands.query.shape[1], query_plan.kv_heads
     operands = operands._replace(query=rows.query)

@@ -27,7 +27,6 @@ from ._tile import Ref, Ring
 
 
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
-    """The state of a call."""
     if plan.packed:
         rows = pack_heads(operands, plan.settings)
         state = forward(rows, plan._replace(packed=False), interpret=interpret)

@@ -75,7 +75,6 @@ class MosaicGPU(AbstractKernel):
         tangent_plan(operands, settings, moving_arrays(operands), self.sizes)
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """One kernel, and a merge of its parts if few rows see many keys."""
         operands, settings, platform = call
         from ._forward import forward
 

@@ -96,17 +96,14 @@ class Plan(NamedTuple):
 
     @property
     def group(self) -> int:
-        """The heads of queries of a key head."""
         return self.heads // self.kv_heads
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of rows of a head."""
         return math.ceil(self.query_len / self.row_times)
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of keys."""
         return math.ceil(self.key_len / self.keys)
 
     def hides(self, key_positions: Any) -> bool:
@@ -169,7 +166,6 @@ def tangent_plan(
 
 
 def scores_move(moving: Container[str]) -> bool:
-    """Whether scores change in directions of the operands of these names."""
     return "query" in moving or "key" in moving
 
 
@@ -292,7 +288,6 @@ def stack_heads(x: Array, kv_heads: int) -> Array:
 
 
 def unstack_heads(x: Array, query_len: int) -> Array:
-    """The inverse of `stack_heads`."""
     batch, rows, kv_heads, *trailing = x.shape
     x = x.reshape(batch, query_len, rows // query_len, kv_heads, *trailing).swapaxes(2, 3)
     return x.reshape(batch, query_len, rows // query_len * kv_heads, *trailing)

@@ -50,7 +50,6 @@ def tangent(
     *,
     interpret: bool,
 ) -> AttentionState:
-    """The derivative of the state in a direction."""
     if plan.packed:
         kv_heads, length = plan.kv_heads, operands.query.shape[1]
         operands = pack_heads(operands, plan.settings)

@@ -22,7 +22,6 @@ from ._visibility import BlockRanges, block_ranges, block_visibility
 
 
 def forward(operands: Operands, layout: Layout, *, interpret: bool) -> AttentionState:
-    """The state of a call."""
     settings = layout.settings
     query, key, value = operands.qkv
     if settings.needs.part:

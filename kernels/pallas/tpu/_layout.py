@@ -127,12 +127,10 @@ class Layout(NamedTuple):
 
     @property
     def row_blocks(self) -> int:
-        """The number of blocks of rows."""
         return math.ceil(self.rows / self.row_block)
 
     @property
     def key_blocks(self) -> int:
-        """The number of blocks of keys."""
         return math.ceil(self.keys / self.key_block)
 
 
@@ -256,7 +254,6 @@ def fold_rows(x: Array, layout: Layout, fill: float = 0) -> Array:
 
 
 def unfold_rows(x: Array, layout: Layout) -> Array:
-    """The inverse of `fold_rows`."""
     batch, _, _, *trailing = x.shape
     x = x[:, :, : layout.rows].reshape(batch, layout.heads, -1, layout.row_fold, *trailing)
     return jnp.moveaxis(x, 1, 2).reshape(batch, -1, layout.heads * layout.row_fold, *trailing)
@@ -269,6 +266,5 @@ def fold_keys(x: Array, layout: Layout, *, tall: bool) -> Array:
 
 
 def unfold_keys(x: Array, layout: Layout, *, tall: bool) -> Array:
-    """The inverse of `fold_keys`."""
     x = x.swapaxes(2, 3) if tall else x
     return x.swapaxes(1, 2).reshape(len(x), -1, layout.heads * layout.key_fold, x.shape[-1])

@@ -32,7 +32,6 @@ def tangent(
     *,
     interpret: bool,
 ) -> AttentionState:
-    """The derivative of the state in a direction."""
     query, value = operands.query, operands.value
     width, value_width = query.shape[-1], value.shape[-1]
     visibility = block_visibility(operands, layout)

@@ -36,7 +36,6 @@ class BlockVisibility(NamedTuple):
 
 
 def block_visibility(operands: Operands, layout: Layout) -> BlockVisibility:
-    """The visibility of folded rows and keys."""
     settings = layout.settings
     operands = hide_unreachable(operands, settings).positioned(settings.compares)
     key_block = layout.key_block // layout.key_fold
