@@ -37,7 +37,7 @@ from .autodiff._linear import AbstractLinearMap as AbstractLinearMap
 from .autodiff._linear import linear_call as linear_call
 from .call._arguments import CheckedArrays as CheckedArrays
 from .call._arguments import CheckedCall as CheckedCall
-from .call._arguments import Place as Place
+from .call._arguments import PlaceFn as PlaceFn
 from .call._arguments import check_arrays as check_arrays
 from .call._arguments import check_call as check_call
 from .call._arguments import check_scale as check_scale

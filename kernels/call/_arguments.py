@@ -12,33 +12,29 @@ import numpy as np
 from jaxtyping import Array
 
 from .._checks import (
-    as_ids,
-    as_int32,
     broadcasts,
     check_boolean,
     check_broadcastable,
     check_finite_number,
     check_flag,
     check_floating,
-    check_int32,
-    check_integral,
     check_shape,
     received,
 )
 from ..scores._check import check_score
-from ._canonical import canonical_mask, split_mask
+from ._canonical import NO_RULES, position_rules, split_mask
 from ._eight_bits import dequantize
 from ._leaves import check_leaves
 from ._operands import NO_SCALES, Operands, Scales, Settings
-from ._options import KernelOptions, check_options
+from ._options import KernelOptions, RowOptions, check_options
 from ._sink import check_sink
 from ._source import with_source
 from ._state import lse_dtype
-from ._tokens import Tokens
-from ._weighing import with_token_scores
+from ._tokens import NO_TOKENS, Tokens, check_tokens
+from ._weighing import weighing, with_token_scores
 
 # What a layout says of a call's tokens, and whether masks, scores or lengths of keys read their positions.
-Place = Callable[[Tokens, bool], Tokens]
+PlaceFn = Callable[[Tokens, bool], Tokens]
 
 
 class CheckedArrays(NamedTuple):
@@ -72,7 +68,7 @@ def check_call(
     bias: object = None,
     mask: object = None,
     scales: Scales = NO_SCALES,
-    place: Place | None = None,
+    place: PlaceFn | None = None,
     sink: object = None,
     **options: Unpack[KernelOptions],
 ) -> CheckedCall:
@@ -86,10 +82,11 @@ def check_call(
     check_options(options, KernelOptions, "source", "bias", "mask")
     arrays = check_arrays(query, key, value, scales)
     if source is not None:
-        shape = (*arrays.query.shape[:-1], arrays.value.shape[-1])
-        check_shape("source", check_floating("source", source), shape[0 if arrays.batched else 1 :])
-        source = jnp.asarray(source if arrays.batched else source[None])
+        check_source(source, query, value)
     call = check_scored(arrays, bias, mask, scales, place, sink, **options)
+    if source is None:
+        return call
+    source = jnp.asarray(source if call.batched else source[None])
     settings, operands = with_source(call.settings, call.operands, source)
     return call._replace(settings=settings, operands=operands)
 
@@ -125,77 +122,65 @@ def check_scored(
     bias: object = None,
     mask: object = None,
     scales: Scales = NO_SCALES,
-    place: Place | None = None,
+    place: PlaceFn | None = None,
     sink: object = None,
     **options: Unpack[KernelOptions],
 ) -> CheckedCall:
-    """Checks all else, by which checked arrays are scored. Raises as `check_call`."""
+    """Checks the arguments by which checked arrays are scored. Raises as `check_call`."""
     query, key, value, batched = arrays
     batch, query_len, heads, _ = query.shape
     key_len = key.shape[1]
-    scores = (batch, heads, query_len, key_len)
-    predicate, mask = split_mask(mask)
-    bias, mask = check_scores(bias, mask, scores)
-    bias = with_token_scores(bias, batch, key_len)
-    is_causal = check_flag("is_causal", options.get("is_causal", False))
-    window = check_window(options.get("local_window_size"))
-    score, score_arrays = check_score(options.get("score"), scores, lse_dtype(query.dtype))
+    shape, reproducible = (batch, heads, query_len, key_len), options.get("reproducible", False)
+    rule = None
+    if mask is not None:
+        rule, mask = split_mask(mask)
+    if bias is not None or mask is not None:
+        bias, mask = check_scores(bias, mask, shape)
+    if weighing.value:
+        bias = with_token_scores(bias, batch, key_len)
+    score, score_arrays = None, ()
+    if options.get("score") is not None:
+        score, score_arrays = check_score(options.get("score"), shape, lse_dtype(query.dtype))
 
-    tokens = _check_tokens(options, batch, query_len, key_len, batched)
+    tokens = NO_TOKENS
+    if not options.keys().isdisjoint(RowOptions.__annotations__):
+        tokens = check_tokens(options, batch, query_len, key_len, batched)
+    is_causal, window = check_flag("is_causal", options.get("is_causal", False)), None
+    if options.get("local_window_size") is not None:
+        window = check_window(options.get("local_window_size"))
+    rules = NO_RULES
+    if rule is not None or is_causal or window is not None:
+        rules = position_rules(rule, is_causal, window, batch, tokens)
     if place is not None:
-        reads = is_causal or window is not None or predicate is not None
-        reads = reads or options.get("reproducible", False)  # keys are in leaves by position
-        reads = reads or (score is not None and score.compares)
+        reads = rules.reads or reproducible or (score is not None and score.compares)
         tokens = place(tokens, reads or tokens.key_lengths is not None)
-    if tokens.query_positions is not None or tokens.key_positions is not None:
-        tokens = tokens._replace(
-            query_positions=_among(tokens.query_positions, tokens.query_lengths, query_len),
-            key_positions=_among(tokens.key_positions, tokens.key_lengths, key_len),
-            query_lengths=None,
-            key_lengths=None,
-        )
-    if options.get("reproducible", False) and options.get("key_positions") is not None:
+    if tokens is not NO_TOKENS:
+        tokens = tokens.with_lengths_by_index(query_len, key_len)
+    if reproducible and options.get("key_positions") is not None:
         check_leaves(tokens.key_positions)
-    canonical = canonical_mask(predicate, is_causal, window, tokens, batch, query_len, key_len)
+    if rules is not NO_RULES:
+        tokens = rules.marked(tokens, query_len, key_len)
 
-    if isinstance(options.get("scale"), jax.Array):
-        if options.get("reproducible", False):
+    scale = options.get("scale")
+    if isinstance(scale, jax.Array):
+        if reproducible:
             raise NotImplementedError(
                 "scale: wanted a number beside reproducible=True; scores.Temperature takes an array of one for each "
-                f"head, got {received(options.get('scale'))}"
+                f"head, got {received(scale)}"
             )
         key, value = (
-            dequantize(x, scale, query.dtype) for x, scale in zip((key, value), scales, strict=True)
+            dequantize(x, of_x, query.dtype) for x, of_x in zip((key, value), scales, strict=True)
         )
         scales = NO_SCALES
-    query, key, scale = _scaled(query, key, options.get("scale"), canonical.tokens)
-    operands = Operands(
-        *(query, key, value, bias, mask, canonical.tokens, canonical.arrays, score_arrays),
-        scales=scales,
-        sink=check_sink(sink, query.shape[0 if batched else 1 : -1]),
-    )
-    return CheckedCall(operands, Settings(scale, canonical.structure, score=score), batched)
-
-
-def _check_tokens(
-    options: KernelOptions, batch: int, query_len: int, key_len: int, batched: bool
-) -> Tokens:
-    """Positions, segments and lengths as they are given."""
-    sizes = ("query", query_len), ("key", key_len)
-    of_queries, of_keys = (options.get(f"{side}_segment_ids") for side, _ in sizes)
-    if (of_queries is None) != (of_keys is None):
-        missing = "query_segment_ids" if of_queries is None else "key_segment_ids"
-        raise ValueError(f"{missing}: wanted an integer array beside the other's, got None")
-    numbers = (
-        _numbers(name, options.get(name), batch, size, batched, narrow)
-        for narrow, kind in ((as_int32, "positions"), (as_ids, "segment_ids"))
-        for name, size in ((f"{side}_{kind}", size) for side, size in sizes)
-    )
-    lengths = (
-        _lengths(name, options.get(name), batch, size, batched)
-        for name, size in (("query_seq_lengths", query_len), ("key_value_seq_lengths", key_len))
-    )
-    return Tokens(*numbers, *lengths)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    else:
+        query, key, scale = _scaled(query, key, scale, tokens)
+    if sink is not None:
+        sink = check_sink(sink, query.shape[0 if batched else 1 : -1])
+    given: Any = query, key, value, bias, mask, tokens, rules.arrays, score_arrays
+    operands = Operands(*given, scales=scales, sink=sink)
+    return CheckedCall(operands, Settings(scale, rules.structure, score), batched)
 
 
 def _of_keys(name: str, x: Any, scale: Array | None, query: Array) -> Array:
@@ -262,12 +247,9 @@ def check_scale(scale: object) -> Any:
     return scale
 
 
-def _scaled(
-    query: Array, key: Array, scale: float | Array | None, tokens: Tokens
-) -> tuple[Array, Array, float]:
+def _scaled(query: Array, key: Array, scale: object, tokens: Tokens) -> tuple[Array, Array, float]:
+    """Query and key that a scale is multiplied into if it is an array, and the number that remains."""
     scale, dtype = check_scale(scale), lse_dtype(query.dtype)
-    if scale is None:
-        return query, key, query.shape[-1] ** -0.5
     if not isinstance(scale, jax.Array):
         if abs(scale) > float(jnp.finfo(dtype).max):
             raise ValueError(f"scale: wanted a number within {dtype}, got {scale}")
@@ -325,44 +307,3 @@ def check_window(size: object) -> tuple[int | None, int | None] | None:
             )
     left, right = (None if side is None else int(side) for side in sides)
     return left, right
-
-
-def _lengths(
-    name: str, lengths: Array | np.ndarray | None, batch: int, size: int, batched: bool
-) -> Array | None:
-    if lengths is None:
-        return None
-    check_integral(name, lengths)
-    if not batched and lengths.ndim == 0:
-        lengths = lengths[None]
-    else:
-        check_shape(name, lengths, (batch,))
-    if not isinstance(lengths, jax.core.Tracer):
-        values = np.asarray(lengths)
-        if values.size and not 0 <= values.min() <= values.max() <= size:
-            raise ValueError(f"{name}: wanted lengths from 0 to {size}, got {values.tolist()}")
-    return jnp.asarray(as_int32(lengths))
-
-
-def _among(positions: Array | None, lengths: Array | None, size: int) -> Array:
-    """Positions, of which those from the index of a length on are absent; counted from 0 where none are given."""
-    places = jnp.arange(size, dtype=jnp.int32)[None]
-    positions = places if positions is None else positions
-    return positions if lengths is None else jnp.where(places < lengths[:, None], positions, -1)
-
-
-def _numbers(
-    name: str,
-    x: Array | np.ndarray | None,
-    batch: int,
-    size: int,
-    batched: bool,
-    narrow: Callable[[Any], Any],
-) -> Array | None:
-    if x is None:
-        return None
-    check_int32(name, x)
-    wanted = (batch, size) if batched else (size,)
-    if x.shape not in (wanted, (1, size)):
-        raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")
-    return jnp.asarray(narrow(x if x.ndim == 2 else x[None]))
