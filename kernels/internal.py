@@ -62,8 +62,10 @@ from .call._operands import cotangents as cotangents
 from .call._operands import is_static as is_static
 from .call._operands import out_dtype as out_dtype
 from .call._options import KernelOptions as KernelOptions
+from .call._options import MergedOptions as MergedOptions
 from .call._options import RowOptions as RowOptions
 from .call._options import ScoreOptions as ScoreOptions
+from .call._options import SinkOptions as SinkOptions
 from .call._options import check_options as check_options
 from .call._sink import check_sink as check_sink
 from .call._sink import with_sink as with_sink
@@ -116,8 +118,8 @@ from .masks._abstract import check_mask as check_mask
 from .masks._structure import window_structure as window_structure
 from .masks._visibility import may_meet as may_meet
 from .pallas.gpu._default import GPUTiles as GPUTiles
+from .pallas.gpu._default import KernelKind as KernelKind
 from .pallas.gpu._kernel import PallasGPU as PallasGPU
-from .pallas.gpu._sizes import KernelKind as KernelKind
 from .program._operations import reads_first as reads_first
 from .program._read import REMAT as REMAT
 from .program._read import bind as bind

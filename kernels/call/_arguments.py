@@ -26,7 +26,7 @@ from ._canonical import NO_RULES, position_rules, split_mask
 from ._eight_bits import dequantize
 from ._leaves import check_leaves
 from ._operands import NO_SCALES, Operands, Scales, Settings
-from ._options import KernelOptions, RowOptions, check_options
+from ._options import MergedOptions, RowOptions, check_options
 from ._sink import check_sink
 from ._source import with_source
 from ._state import lse_dtype
@@ -69,8 +69,7 @@ def check_call(
     mask: object = None,
     scales: Scales = NO_SCALES,
     place: PlaceFn | None = None,
-    sink: object = None,
-    **options: Unpack[KernelOptions],
+    **options: Unpack[MergedOptions],
 ) -> CheckedCall:
     """Checks every argument of `local_attention` but `implementation`; returns operands and settings.
 
@@ -79,11 +78,11 @@ def check_call(
 
     Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
     """
-    check_options(options, KernelOptions, "source", "bias", "mask")
+    check_options(options, MergedOptions, "source", "bias", "mask")
     arrays = check_arrays(query, key, value, scales)
     if source is not None:
         check_source(source, query, value)
-    call = check_scored(arrays, bias, mask, scales, place, sink, **options)
+    call = check_scored(arrays, bias, mask, scales, place, **options)
     if source is None:
         return call
     source = jnp.asarray(source if call.batched else source[None])
@@ -123,8 +122,7 @@ def check_scored(
     mask: object = None,
     scales: Scales = NO_SCALES,
     place: PlaceFn | None = None,
-    sink: object = None,
-    **options: Unpack[KernelOptions],
+    **options: Unpack[MergedOptions],
 ) -> CheckedCall:
     """Checks the arguments by which checked arrays are scored. Raises as `check_call`."""
     query, key, value, batched = arrays
@@ -176,6 +174,7 @@ def check_scored(
         scale = query.shape[-1] ** -0.5
     else:
         query, key, scale = _scaled(query, key, scale, tokens)
+    sink = options.get("sink")
     if sink is not None:
         sink = check_sink(sink, query.shape[0 if batched else 1 : -1])
     given: Any = query, key, value, bias, mask, tokens, rules.arrays, score_arrays
