@@ -48,8 +48,6 @@ from .call._arguments import check_window as check_window
 from .call._canonical import join_masks as join_masks
 from .call._canonical import split_mask as split_mask
 from .call._checkpoint import named as named
-from .call._eight_bits import dequantize as dequantize
-from .call._eight_bits import dequantized as dequantized
 from .call._kernel import Candidate as Candidate
 from .call._kernel import check_call_of as check_call_of
 from .call._leaves import LEAF as LEAF
@@ -59,6 +57,8 @@ from .call._operands import PartIndices as PartIndices
 from .call._operands import Scales as Scales
 from .call._operands import Settings as Settings
 from .call._operands import cotangents as cotangents
+from .call._operands import dequantize as dequantize
+from .call._operands import dequantized as dequantized
 from .call._operands import is_static as is_static
 from .call._operands import out_dtype as out_dtype
 from .call._options import KernelOptions as KernelOptions
@@ -69,6 +69,9 @@ from .call._options import SinkOptions as SinkOptions
 from .call._options import check_options as check_options
 from .call._sink import check_sink as check_sink
 from .call._sink import with_sink as with_sink
+from .call._source import TOKEN_SCORES as TOKEN_SCORES
+from .call._source import TokenScores as TokenScores
+from .call._source import weighing as weighing
 from .call._source import with_source as with_source
 from .call._state import State as State
 from .call._state import check_state as check_state
@@ -86,9 +89,6 @@ from .call._target import AssumedGPU as AssumedGPU
 from .call._target import Device as Device
 from .call._tokens import Tokens as Tokens
 from .call._tokens import shortened as shortened
-from .call._weighing import TOKEN_SCORES as TOKEN_SCORES
-from .call._weighing import TokenScores as TokenScores
-from .call._weighing import weighing as weighing
 from .dispatch._attend_and_merge import attend_and_merge as attend_and_merge
 from .dispatch._derivative import AbstractDerivative as AbstractDerivative
 from .dispatch._derivative import Attention as Attention

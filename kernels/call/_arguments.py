@@ -1,7 +1,6 @@
 """Checks a user's arguments and turns them into the operands that every implementation takes."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import NoneType
 from typing import Any, NamedTuple, Unpack
 
@@ -21,17 +20,16 @@ from .._checks import (
     check_shape,
     received,
 )
+from ..masks._abstract import AbstractMask
 from ..scores._check import check_score
-from ._canonical import NO_RULES, position_rules, split_mask
-from ._eight_bits import dequantize
+from ._canonical import NO_RULES, PositionRules, position_rules, split_mask
 from ._leaves import check_leaves
-from ._operands import NO_SCALES, Operands, Scales, Settings
+from ._operands import NO_SCALES, Operands, Scales, Settings, dequantized
 from ._options import MergedOptions, RowOptions, check_options
 from ._sink import check_sink
-from ._source import with_source
+from ._source import weighing, with_source, with_token_scores
 from ._state import lse_dtype
 from ._tokens import NO_TOKENS, Tokens, check_tokens
-from ._weighing import weighing, with_token_scores
 
 # What a layout says of a call's tokens, and whether masks, scores or lengths of keys read their positions.
 PlaceFn = Callable[[Tokens, bool], Tokens]
@@ -47,13 +45,7 @@ class CheckedArrays(NamedTuple):
 
 
 class CheckedCall(NamedTuple):
-    """A checked call.
-
-    Attributes:
-        operands: the arrays.
-        settings: the static options.
-        batched: whether the user's arrays had a batch axis.
-    """
+    """A checked call, and whether the user's arrays had a batch axis."""
 
     operands: Operands
     settings: Settings
@@ -71,17 +63,16 @@ def check_call(
     place: PlaceFn | None = None,
     **options: Unpack[MergedOptions],
 ) -> CheckedCall:
-    """Checks every argument of `local_attention` but `implementation`; returns operands and settings.
+    """Checks every argument of `local_attention` but `implementation`, and a sink.
 
     `scales`: of keys and values that are int8, which are dequantized if a source or an array for `scale` has to be
-    joined to them.
-
-    Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
+    joined to them. Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
     """
     check_options(options, MergedOptions, "source", "bias", "mask")
     arrays = check_arrays(query, key, value, scales)
     if source is not None:
-        check_source(source, query, value)
+        as_given: Any = query, value
+        check_source(source, *as_given)
     call = check_scored(arrays, bias, mask, scales, place, **options)
     if source is None:
         return call
@@ -127,59 +118,60 @@ def check_scored(
     """Checks the arguments by which checked arrays are scored. Raises as `check_call`."""
     query, key, value, batched = arrays
     batch, query_len, heads, _ = query.shape
-    key_len = key.shape[1]
-    shape, reproducible = (batch, heads, query_len, key_len), options.get("reproducible", False)
-    rule = None
+    shape = batch, heads, query_len, key.shape[1]
+    rule, score, score_arrays = None, None, ()
     if mask is not None:
         rule, mask = split_mask(mask)
     if bias is not None or mask is not None:
         bias, mask = check_scores(bias, mask, shape)
     if weighing.value:
-        bias = with_token_scores(bias, batch, key_len)
-    score, score_arrays = None, ()
+        bias = with_token_scores(bias, batch, key.shape[1])
     if options.get("score") is not None:
         score, score_arrays = check_score(options.get("score"), shape, lse_dtype(query.dtype))
+    compares = score is not None and score.compares
+    tokens, rules = _checked_tokens(arrays, rule, compares, place, options)
+    sink = options.get("sink")
+    if sink is not None:
+        sink = check_sink(sink, query.shape[0 if batched else 1 : -1])
+    given: Any = query, key, value, bias, mask, tokens, rules.arrays, score_arrays
+    operands = Operands(*given, scales=scales, sink=sink)
+    scale = options.get("scale")
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    else:
+        operands, scale = _scaled(operands, scale, options.get("reproducible", False))
+    return CheckedCall(operands, Settings(scale, rules.structure, score), batched)
 
-    tokens = NO_TOKENS
+
+def _checked_tokens(
+    arrays: CheckedArrays,
+    rule: AbstractMask | None,
+    compares: bool,
+    place: PlaceFn | None,
+    options: MergedOptions,
+) -> tuple[Tokens, PositionRules]:
+    """The tokens of a call, and the rules that hide some of them. `compares`: whether a score reads positions."""
+    batch, query_len = arrays.query.shape[:2]
+    key_len, reproducible = arrays.key.shape[1], options.get("reproducible", False)
+    tokens, rules, window = NO_TOKENS, NO_RULES, options.get("local_window_size")
     if not options.keys().isdisjoint(RowOptions.__annotations__):
-        tokens = check_tokens(options, batch, query_len, key_len, batched)
-    is_causal, window = check_flag("is_causal", options.get("is_causal", False)), None
-    if options.get("local_window_size") is not None:
-        window = check_window(options.get("local_window_size"))
-    rules = NO_RULES
+        tokens = check_tokens(options, batch, query_len, key_len, arrays.batched)
+    is_causal = check_flag("is_causal", options.get("is_causal", False))
+    if window is not None:
+        window = check_window(window)
     if rule is not None or is_causal or window is not None:
         rules = position_rules(rule, is_causal, window, batch, tokens)
     if place is not None:
-        reads = rules.reads or reproducible or (score is not None and score.compares)
-        tokens = place(tokens, reads or tokens.key_lengths is not None)
+        # reproducible keys are in leaves by position
+        reads = rules.reads or compares or reproducible or tokens.key_lengths is not None
+        tokens = place(tokens, reads)
     if tokens is not NO_TOKENS:
         tokens = tokens.with_lengths_by_index(query_len, key_len)
     if reproducible and options.get("key_positions") is not None:
         check_leaves(tokens.key_positions)
     if rules is not NO_RULES:
         tokens = rules.marked(tokens, query_len, key_len)
-
-    scale = options.get("scale")
-    if isinstance(scale, jax.Array):
-        if reproducible:
-            raise NotImplementedError(
-                "scale: wanted a number beside reproducible=True; scores.Temperature takes an array of one for each "
-                f"head, got {received(scale)}"
-            )
-        key, value = (
-            dequantize(x, of_x, query.dtype) for x, of_x in zip((key, value), scales, strict=True)
-        )
-        scales = NO_SCALES
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    else:
-        query, key, scale = _scaled(query, key, scale, tokens)
-    sink = options.get("sink")
-    if sink is not None:
-        sink = check_sink(sink, query.shape[0 if batched else 1 : -1])
-    given: Any = query, key, value, bias, mask, tokens, rules.arrays, score_arrays
-    operands = Operands(*given, scales=scales, sink=sink)
-    return CheckedCall(operands, Settings(scale, rules.structure, score), batched)
+    return tokens, rules
 
 
 def _of_keys(name: str, x: Any, scale: Array | None, query: Array) -> Array:
@@ -198,27 +190,14 @@ def check_scores(
 
     Raises `TypeError` for another dtype and `ValueError` for a shape that does not broadcast.
     """
-    if bias is not None:
-        with _hint("a boolean array is mask="):
-            check_floating("bias", bias)
-        bias = _four_axes("bias", bias, shape)
-    if mask is not None:
-        with _hint("an array that is added to the scores is bias="):
-            check_boolean("mask", mask)
-        mask = _four_axes("mask", mask, shape)
-    return bias, mask
+    hint = "an array that is added to the scores is bias="
+    return (
+        _of_scores("bias", bias, shape, check_floating, "a boolean array is mask="),
+        _of_scores("mask", mask, shape, check_boolean, hint),
+    )
 
 
-@contextlib.contextmanager
-def _hint(hint: str) -> Iterator[None]:
-    """Adds to a `TypeError` what else may have been meant."""
-    try:
-        yield
-    except TypeError as wrong:
-        raise TypeError(f"{wrong}; {hint}") from None
-
-
-def check_source(source: object, query: Array, value: Array) -> None:
+def check_source(source: object, query: Array | np.ndarray, value: Array | np.ndarray) -> None:
     """Checks a source against a checked query and value.
 
     Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
@@ -246,44 +225,63 @@ def check_scale(scale: object) -> Any:
     return scale
 
 
-def _scaled(query: Array, key: Array, scale: object, tokens: Tokens) -> tuple[Array, Array, float]:
-    """Query and key that a scale is multiplied into if it is an array, and the number that remains."""
-    scale, dtype = check_scale(scale), lse_dtype(query.dtype)
+def _scaled(operands: Operands, scale: float | Array, reproducible: bool) -> tuple[Operands, float]:
+    """Operands that a scale is multiplied into if it is an array, and the number that remains."""
+    if isinstance(scale, jax.Array) and reproducible:
+        raise NotImplementedError(
+            "scale: wanted a number beside reproducible=True; scores.Temperature takes an array of one for each "
+            f"head, got {received(scale)}"
+        )
+    scale, dtype = check_scale(scale), lse_dtype(operands.query.dtype)
     if not isinstance(scale, jax.Array):
         if abs(scale) > float(jnp.finfo(dtype).max):
             raise ValueError(f"scale: wanted a number within {dtype}, got {scale}")
-        return query, key, scale
+        return operands, scale
     if scale.ndim == 1:
-        if scale.shape != query.shape[2:3]:
-            raise ValueError(
-                f"scale: wanted a scalar or shape ({query.shape[2]},), got {received(scale)}"
-            )
+        heads = operands.query.shape[2]
+        if scale.shape != (heads,):
+            raise ValueError(f"scale: wanted a scalar or shape ({heads},), got {received(scale)}")
         scale = scale[None, None, :, None]
+    operands = dequantized(operands)
+    query, tokens = operands.query, operands.tokens
     # An array may be traced and differentiated (an inverse temperature). It multiplies the query,
     # in the dtype of the scores, so that it rounds no more than a number would. Its derivative sums over all
     # queries, so that what an absent one holds is left out here already.
     if tokens.query_positions is not None or tokens.query_lengths is not None:
-        positions: Any = tokens.with_positions(query.shape[1], key.shape[1]).query_positions
+        positions: Any = operands.positioned().tokens.query_positions
         query = jnp.where(positions[:, :, None, None] >= 0, query, 0)
-    return query.astype(dtype) * scale.astype(dtype), key.astype(dtype), 1.0
+    query = query.astype(dtype) * scale.astype(dtype)
+    return operands._replace(query=query, key=operands.key.astype(dtype)), 1.0
 
 
-def _four_axes(name: str, x: Any, shape: tuple[int, int, int, int]) -> Array:
-    # as in jax.nn: leading axes may be left out
+def _of_scores(
+    name: str,
+    x: object,
+    shape: tuple[int, int, int, int],
+    check: Callable[[str, object], Any],
+    hint: str,
+) -> Any:
+    """An array that broadcasts to scores of this shape, with four axes. As in jax.nn, leading axes may be left out."""
+    if x is None:
+        return None
     try:
-        check_broadcastable(name, x, shape, leading=False)
+        array = check(name, x)
+    except TypeError as wrong:
+        raise TypeError(f"{wrong}; {hint}") from None
+    try:
+        check_broadcastable(name, array, shape, leading=False)
     except ValueError as wrong:
         # other libraries leave these axes out; two may have one length, so here they are written
         batch, _, query_len, key_len = shape
-        if broadcasts(x.shape, (batch, key_len)):
+        if broadcasts(array.shape, (batch, key_len)):
             hint = f"(batch, keys) write {name}[:, None, None, :]"
-        elif broadcasts(x.shape, (batch, query_len, key_len)):
+        elif broadcasts(array.shape, (batch, query_len, key_len)):
             hint = f"(batch, queries, keys) write {name}[:, None]"
         else:
             raise
         raise ValueError(f"{wrong}; for {hint}") from None
-    x = jnp.asarray(x)
-    return x if x.ndim >= 4 else x[(None,) * (4 - x.ndim)]
+    array = jnp.asarray(array)
+    return array if array.ndim >= 4 else array[(None,) * (4 - array.ndim)]
 
 
 def check_window(size: object) -> tuple[int | None, int | None] | None:

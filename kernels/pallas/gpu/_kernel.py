@@ -4,9 +4,8 @@ import dataclasses
 
 import jax
 
-from ...call._eight_bits import dequantized
 from ...call._kernel import AbstractKernel, check_operands
-from ...call._operands import KernelCall, Operands, Settings
+from ...call._operands import KernelCall, Operands, Settings, dequantized
 from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
