@@ -33,8 +33,7 @@ from ..record._lift import Seen
 from ..record._record import names_of, run_recorded
 
 if TYPE_CHECKING:  # `import energy_attn` loads no models
-    from ..models.decoder._cache import DecoderCache
-    from ..models.decoder._decoder import AbstractDecoder
+    from ..models import AbstractDecoder, DecoderCache
 
 ProcessHeads = Callable[..., Sequence[Array]]
 
@@ -186,7 +185,7 @@ def energy_report(
         >>> ea.energy_report(own, jnp.ones((7, 16))).entropy.shape
         (2, 4)
     """
-    from ..models.decoder._decoder import AbstractDecoder  # `import energy_attn` loads no models
+    from ..models import AbstractDecoder  # `import energy_attn` loads no models
 
     check_flag("per_query", per_query)
     kinds = {AbstractDecoder: _of_decoder, MultiheadAttention: _of_layer, Gibbs: _of_measure}
