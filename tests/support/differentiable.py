@@ -672,6 +672,7 @@ CASES = {
 # Public names without a derivative, or modules of them; all that has none is here, with the reason.
 WITHOUT = {
     "of types, which differentiate nothing": """kernels.Operands kernels.Settings kernels.KernelCall
+    kernels.Needs kernels.Tokens
     Result prefix_tree.PrefixTree prefix_tree.Accepted models.Generation models.LlamaConfig
     models.ModelDrafter models.PromptLookup distributed.Collective""",
     "of solvers, masks and costs, which have no floating arrays": """solvers. kernels.masks.

@@ -85,12 +85,10 @@ class Need(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """The rows, or keys, that programs keep."""
         return self.keys if self.kind == "key" else self.rows
 
     @property
     def iterated(self) -> int:
-        """The keys, or rows, that programs iterate over."""
         return self.rows if self.kind == "key" else self.keys
 
     def memory(self, kept: int, other: int, stages: int) -> int:

@@ -38,8 +38,7 @@ class _KeysOrValues(NamedTuple):
 
 
 def forward(operands: Operands, plan: TritonPlan, *, interpret: bool) -> AttentionState:
-    """The state of a call."""
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     visibility = visibility_of(operands, plan)
     shape = (plan.splits, *query.shape[:-1])
     dtype = out_dtype(operands, plan.settings)
@@ -60,8 +59,8 @@ def forward(operands: Operands, plan: TritonPlan, *, interpret: bool) -> Attenti
     )(
         *(
             query,
-            _KeysOrValues(key, operands.key_scale),
-            _KeysOrValues(value, operands.value_scale),
+            _KeysOrValues(key, operands.scales.key),
+            _KeysOrValues(value, operands.scales.value),
             visibility,
         ),
         tile_ranges(operands, visibility, plan, of_keys=False),
@@ -184,7 +183,6 @@ _TERMS = 4096
 def _merge(
     parts: AttentionState, query: Array, dtype: jnp.dtype, *, interpret: bool
 ) -> AttentionState:
-    """The merge of parts `[splits, ...]`, in one kernel."""
     splits, *shape, width = parts.out.shape
     flat = [x.reshape(splits, -1, *x.shape[4:]) for x in parts]
     rows = flat[1].shape[1]

@@ -51,7 +51,7 @@ class PallasGPU(AbstractKernel):
         """
         operands, settings, _ = call
         check_capability(self.name, (8, 0))
-        plain = operands if operands.key_scale is None else jax.eval_shape(dequantized, operands)
+        plain = operands if operands.scales.key is None else jax.eval_shape(dequantized, operands)
         check_operands(plain, DTYPES, ("bias", "mask"))
         self._plan(operands, settings, "forward")
         for kind in ("query", "key"):
@@ -70,9 +70,9 @@ class PallasGPU(AbstractKernel):
         In float16, weights times a scale would underflow. Pallas computes offsets in signed 32 bits for
         arrays of up to 2^32 bytes, so arrays of more than 2^31 and at most 2^32 numbers are dequantized.
         """
-        query, *stored = call.operands[:3]
-        few_rows = query.shape[1] * query.shape[2] <= OWN * stored[0].shape[2]
-        counted = not any(2**31 < x.size <= 2**32 for x in stored)
+        query, key, value = call.operands.qkv
+        few_rows = query.shape[1] * query.shape[2] <= OWN * key.shape[2]
+        counted = not any(2**31 < x.size <= 2**32 for x in (key, value))
         return query.dtype.name in ("bfloat16", "float32") and few_rows and counted
 
     def forward(self, call: KernelCall) -> AttentionState:

@@ -72,12 +72,10 @@ class TritonPlan(NamedTuple):
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of keys."""
         return math.ceil(self.key_len / self.keys)
 
     @property
     def full_rows(self) -> bool:
-        """Whether no tile has idle rows."""
         return (
             self.row_times * self.row_heads == self.rows
             and self.query_len % self.row_times == 0
@@ -86,7 +84,6 @@ class TritonPlan(NamedTuple):
 
     @property
     def full_keys(self) -> bool:
-        """Whether all tiles of keys are full."""
         return self.key_len % self.keys == 0
 
 
@@ -99,7 +96,7 @@ def make_plan(
     or a score that the kernels do not compute.
     """
     score = score_of(operands, settings, TARGET)
-    query, _, value = operands[:3]
+    query, value = operands.query, operands.value
     batch, query_len, heads, width = query.shape
     _, key_len, kv_heads, value_width = value.shape
     group = heads // kv_heads
@@ -135,8 +132,7 @@ def need_of(
     score: ScoreProgram | None,
     pairs: Pairwise | None,
 ) -> Need:
-    """The memory that the kernel holds and reads."""
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     width, value_width = power(query.shape[3]), power(value.shape[3])
     query_bytes = width * query.dtype.itemsize
     row_bytes = width * key.dtype.itemsize + value_width * value.dtype.itemsize
@@ -155,7 +151,7 @@ def need_of(
         max(query.dtype.itemsize, value.dtype.itemsize) > 2,
         score is not None,
         pairs is not None,
-        operands.key_scale is not None,
+        operands.scales.key is not None,
     )
 
 
@@ -166,12 +162,12 @@ def _numbers(
     compared = 0
     if pairs is not None:
         compared = pairs.of_queries if kind == "key" else pairs.of_keys
-    segments = int(operands.key_segments is not None)
-    placed = operands.key_positions is not None
+    segments = int(operands.tokens.key_segments is not None)
+    placed = operands.tokens.key_positions is not None
     if settings.mask.constrains and (segments or pairs is not None):
         placed = True  # by `hide_unreachable`
     energies = 2 if kind == "key" else 0  # of rows, lse and delta
-    scales = sum(x is not None for x in (operands.key_scale, operands.value_scale))
+    scales = sum(x is not None for x in operands.scales)
     return compared + segments + int(placed) + energies + scales
 
 

@@ -57,7 +57,6 @@ def divide(x: Array, size: int) -> tuple[Array, Array]:
 
 
 def numbers(size: int) -> Int[Array, " size"]:
-    """0, 1, ... in int32."""
     return lax.iota(jnp.int32, size)
 
 
@@ -79,7 +78,6 @@ class Columns(NamedTuple):
 
 
 def columns(width: int) -> Columns:
-    """The columns of a tile for arrays of `width`."""
     number = numbers(power(width))[None, :]
     return Columns(number, None if power(width) == width else number < width)
 
@@ -93,7 +91,6 @@ class RowsOfTile(NamedTuple):
 
 
 def rows(plan: TritonPlan, tile: Array, kv_head: Array) -> RowsOfTile:
-    """The rows of a tile."""
     time, head = divide(numbers(plan.rows), plan.row_heads)
     in_bounds = None if plan.full_rows else time < plan.row_times
     of_time, of_head = divide(tile, plan.head_tiles)

@@ -32,7 +32,6 @@ _CHIPS = {
 
 
 def chip_of(kind: str | None) -> TPUChip:
-    """The TPU of a kind; the smallest for unknown kinds."""
     return TPUChip() if kind is None else _CHIPS.get(kind, TPUChip())
 
 

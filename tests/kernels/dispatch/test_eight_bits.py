@@ -17,6 +17,7 @@ from energy_attn.kernels.dispatch._eight_bits import attend_eight_bits
 from energy_attn.kernels.internal import (
     GPUTiles,
     PallasGPU,
+    Scales,
     attend,
     candidates,
     check_call,
@@ -64,7 +65,7 @@ def stored(problem: Problem, dtype):
 
 def call(arrays, problem, attend=attend, names=None, **options):
     """The state of stored arrays."""
-    scales = arrays["key_scale"], arrays["value_scale"]
+    scales = Scales(arrays["key_scale"], arrays["value_scale"])
     given = (arrays.get(name) for name in ("query", "key", "value", "source", "bias"))
     checked = check_call(*given, scales=scales, **problem.options | options)
     return attend(candidates(names), checked.settings, checked.operands)
@@ -253,7 +254,7 @@ def test_cpus_dequantize_block_by_block():
     scale = jax.ShapeDtypeStruct((1, 8192, 1), jnp.float32)
 
     def step(query, key, value, *scales):
-        checked = check_call(query, key, value, scales=scales)
+        checked = check_call(query, key, value, scales=Scales(*scales))
         return attend(candidates(None), checked.settings, checked.operands)
 
     memory = jax.jit(step).lower(query, key, key, scale, scale).compile().memory_analysis()

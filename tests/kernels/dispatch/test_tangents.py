@@ -110,7 +110,7 @@ def test_products(kernel):
 
     def products(*moving):
         directions = directions_of(
-            *(x if n in moving else None for n, x in zip(ALL, call.operands[:3], strict=True)), None
+            *(x if n in moving else None for n, x in zip(ALL, call.operands.qkv, strict=True))
         )
         run = functools.partial(KERNELS[kernel].tangent, call, state)
         return str(jax.make_jaxpr(run)(directions)).count("dot_general")

@@ -10,6 +10,7 @@ import pytest
 
 from energy_attn.kernels import KernelCall, local_attention
 from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._operands import Scales
 from energy_attn.kernels.call._target import lowered_for, target_device
 from energy_attn.kernels.pallas.gpu._default import KINDS, GPUTiles
 from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
@@ -118,7 +119,7 @@ def test_eight_bits_that_are_read(queries, keys, reads):
     stored, scale = jax.ShapeDtypeStruct(key, jnp.int8), jax.ShapeDtypeStruct(key[:3], jnp.float32)
     call = check_call(*zeros(4, 64))
     operands = call.operands._replace(
-        query=query, key=stored, value=stored, key_scale=scale, value_scale=scale
+        query=query, key=stored, value=stored, scales=Scales(scale, scale)
     )
     assert PallasGPU().reads_eight_bits(KernelCall(operands, call.settings)) == reads
     narrow = operands._replace(query=jax.ShapeDtypeStruct(query.shape, jnp.float16))
