@@ -53,15 +53,15 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     known_trip_count = _config(loop).get("known_trip_count")
     if known_trip_count is not None:
         return int(known_trip_count["n"])
-    state = _Call(module, computation, None).value(loop.operands[0])
+    state = _ComputationCall(module, computation, None).value(loop.operands[0])
     (condition,), (body,) = loop.called("condition"), loop.called("body")
     for step in range(_STEPS):
-        again = _Call(module, condition, (state,)).result()
+        again = _ComputationCall(module, condition, (state,)).result()
         if again is None:
             return None
         if not again:
             return step
-        state = _Call(module, body, (state,)).result()
+        state = _ComputationCall(module, body, (state,)).result()
     return None
 
 
@@ -76,7 +76,7 @@ def _config(instruction: Instruction) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _ComputationCall:
     """A computation with its arguments (`None`: unknown ones), and the values computed so far.
 
     A value is an integer, a tuple of values, or `None` where it is unknown.
@@ -111,7 +111,9 @@ class _Call:
             return _wrapped(x.shape, self.value(x.operands[0]))
         if x.opcode in ("call", "fusion"):
             (called,) = x.called("calls", "to_apply")
-            return _Call(self.module, called, tuple(map(self.value, x.operands))).result()
+            return _ComputationCall(
+                self.module, called, tuple(map(self.value, x.operands))
+            ).result()
         operation = _ARITHMETIC.get(x.opcode)
         if x.opcode == "compare":
             operation = _COMPARISONS[x.attributes["direction"]]

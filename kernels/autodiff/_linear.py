@@ -82,7 +82,7 @@ def _transpose(
     return [None] * number + [z if x is None else x for x, z in zip(found, zeros, strict=True)]
 
 
-class _Mapped(NamedTuple):
+class _MapFields(NamedTuple):
     """The fields of a map under `jax.vmap`: the map, and the mapped axis of each array it takes."""
 
     linear_map: AbstractLinearMap
@@ -90,7 +90,7 @@ class _Mapped(NamedTuple):
     moving: tuple[int | None, ...]
 
 
-class _MappedMap(_Mapped, AbstractLinearMap):
+class _MappedMap(_MapFields, AbstractLinearMap):
     """A map under `jax.vmap`. The mapped axes of its results are in front."""
 
     def apply(self, fixed: Any, moving: Any) -> Any:

@@ -19,8 +19,13 @@ from energy_attn.distributed.internal import Part, Tensor, files, safetensors
 from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
 from ...functional._progress import Progress, progress_of
-from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig, StoredWeight
-from ..decoder._decoder import AbstractModel, Family
+from ..decoder._config import (
+    AbstractDecoderConfig,
+    AbstractModel,
+    AbstractModelConfig,
+    StoredWeight,
+)
+from ..decoder._decoder import Family
 from . import _folder
 from ._config import with_end_tokens
 from ._folder import CONFIG, INDEX, WHOLE

@@ -11,7 +11,7 @@ from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
 from ._chip import named_gpu
 from ._default import OWN, GPUTiles, KernelKind
-from ._plan import Plan, make_plan
+from ._plan import TritonPlan, make_plan
 
 # Not 8 bits: Pallas computes offsets in signed 32 bits for arrays of up to 2^32 bytes, here as many numbers.
 DTYPES = ("float16", "bfloat16", "float32")
@@ -114,5 +114,5 @@ class PallasGPU(AbstractKernel):
         with named_gpu(platform):
             return tangent(operands, plan, state, directions, interpret=platform != "cuda")
 
-    def _plan(self, operands: Operands, settings: Settings, kind: KernelKind) -> Plan:
+    def _plan(self, operands: Operands, settings: Settings, kind: KernelKind) -> TritonPlan:
         return make_plan(operands, settings, kind, self.tiles)

@@ -11,7 +11,7 @@ from ...call._target import check_capability
 from ...masks._structure import WINDOWS
 from ...xla import _blockwise
 from .._rows import moving_arrays
-from ._plan import TILE_SIZES, TileSizes, key_plan, make_plan, query_plan, tangent_plan
+from ._plan import TILE_SIZES, MosaicSizes, key_plan, make_plan, query_plan, tangent_plan
 
 _DTYPES = ("float16", "bfloat16")
 # CUDA's compiler miscompiles loops with masks in these versions of the runtime, 12.8.0 to 12.9; see
@@ -31,7 +31,7 @@ class MosaicGPU(AbstractKernel):
         sizes: the tiles; by default `TILE_SIZES`.
     """
 
-    sizes: TileSizes = TILE_SIZES
+    sizes: MosaicSizes = TILE_SIZES
 
     name = "mosaic_gpu"
     platforms = ("cuda",)
