@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..masks._abstract import AbstractMask
-from ..masks._all import All
 from ..masks._lengths import Lengths
+from ..masks._window import All
 from ._eight_bits import dequantized
 from ._operands import (
     KernelCall,
