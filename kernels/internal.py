@@ -45,9 +45,7 @@ from .call._arguments import check_scored as check_scored
 from .call._arguments import check_scores as check_scores
 from .call._arguments import check_source as check_source
 from .call._arguments import check_window as check_window
-from .call._canonical import Tokens as Tokens
 from .call._canonical import join_masks as join_masks
-from .call._canonical import shortened as shortened
 from .call._canonical import split_mask as split_mask
 from .call._checkpoint import named as named
 from .call._eight_bits import dequantize as dequantize
@@ -57,14 +55,12 @@ from .call._kernel import check_call_of as check_call_of
 from .call._leaves import LEAF as LEAF
 from .call._operands import KernelCall as KernelCall
 from .call._operands import Operands as Operands
+from .call._operands import PartIndices as PartIndices
+from .call._operands import Scales as Scales
 from .call._operands import Settings as Settings
 from .call._operands import cotangents as cotangents
 from .call._operands import is_static as is_static
 from .call._operands import out_dtype as out_dtype
-from .call._operands import positioned as positioned
-from .call._operands import with_default_positions as with_default_positions
-from .call._operands import with_unrounded_out as with_unrounded_out
-from .call._operands import without_lengths as without_lengths
 from .call._options import KernelOptions as KernelOptions
 from .call._options import RowOptions as RowOptions
 from .call._options import ScoreOptions as ScoreOptions
@@ -86,6 +82,8 @@ from .call._state import share as share
 from .call._state import unfused as unfused
 from .call._target import AssumedGPU as AssumedGPU
 from .call._target import Device as Device
+from .call._tokens import Tokens as Tokens
+from .call._tokens import shortened as shortened
 from .call._weighing import TOKEN_SCORES as TOKEN_SCORES
 from .call._weighing import TokenScores as TokenScores
 from .call._weighing import weighing as weighing
@@ -94,8 +92,8 @@ from .dispatch._derivative import AbstractDerivative as AbstractDerivative
 from .dispatch._derivative import Attention as Attention
 from .dispatch._derivative import Saved as Saved
 from .dispatch._derivative import keep_moved as keep_moved
+from .dispatch._derivative import needing_moved as needing_moved
 from .dispatch._derivative import tangent_along as tangent_along
-from .dispatch._derivative import wanting as wanting
 from .dispatch._lowering import PLATFORMS as PLATFORMS
 from .dispatch._lowering import platform_here as platform_here
 from .dispatch._over_keys import QUERY_COTANGENT as QUERY_COTANGENT
@@ -117,7 +115,9 @@ from .dispatch._unless_exported import unless_exported as unless_exported
 from .masks._abstract import check_mask as check_mask
 from .masks._structure import window_structure as window_structure
 from .masks._visibility import may_meet as may_meet
-from .pallas.gpu._sizes import KernelKind as KernelKind
+from .pallas.gpu._default import GPUTiles as GPUTiles
+from .pallas.gpu._default import KernelKind as KernelKind
+from .pallas.gpu._kernel import PallasGPU as PallasGPU
 from .program._operations import reads_first as reads_first
 from .program._read import REMAT as REMAT
 from .program._read import bind as bind

@@ -206,16 +206,8 @@ def decode(
     )
     cache_content = CacheContent(key, value, np.asarray(final_cache.layers[0].positions[0]))
     text = np.asarray(decoded).astype(np.uint8)
-    return Decoded(
-        text,
-        prefill_seconds,
-        kernels(reading),
-        kernels(step),
-        steps,
-        cache_content,
-        (model, first, cache),
-        loop,
-    )
+    start, names = (model, first, cache), (kernels(reading), kernels(step))
+    return Decoded(text, prefill_seconds, *names, steps, cache_content, start, loop)
 
 
 @jax.jit
