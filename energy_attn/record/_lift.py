@@ -43,7 +43,7 @@ class Asked(NamedTuple):
 def traced(
     function: Callable[..., Any], *args: Array
 ) -> tuple[ClosedJaxpr, Callable[[list[Any]], Any]]:
-    """The program of a function of arrays, and the function's result from those of the program."""
+    """Traces a function of arrays; returns the program, and a map from its outputs to the result of the function."""
     rest: list[Any] = []
 
     def run(*args: Array) -> Any:

@@ -109,11 +109,11 @@ class AbstractComparison(AbstractMask):
         return ()
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """The same of intervals of one position."""
+        """Compares intervals of one position."""
         return self.any_visible(Interval(query, query), Interval(key, key))
 
     def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """The same of opposite ends, at which the last pairs to be visible are."""
+        """Compares opposite ends: if these pairs are visible, all are."""
         return self.any_visible(Interval(query.high, query.low), Interval(key.high, key.low))
 
 

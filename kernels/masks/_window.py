@@ -79,7 +79,7 @@ class Window(AbstractComparison):
 
 
 def sides(window: Window) -> tuple[int, int]:
-    """Both sides of a window, where any distance is the largest of two positions."""
+    """Left and right of a window; a side without bound is the largest distance."""
     left, right = (FAR if x is None else min(x, FAR) for x in (window.left, window.right))
     return left, right
 

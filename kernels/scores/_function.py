@@ -117,5 +117,5 @@ class Compose(AbstractScore):
         return score
 
     def per_head(self) -> tuple[Any, ...]:
-        """Those of all."""
+        """The arrays of all scores."""
         return sum((x.per_head() for x in self.scores), ())
