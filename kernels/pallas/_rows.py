@@ -14,6 +14,7 @@ from ..masks._abstract import AbstractMask
 from ..masks._interval import Interval, interval
 from ..masks._pairwise import Features, Pairwise, pairwise
 from ..masks._visibility import facing, meeting, must_meet
+from ..xla._grid import pad
 
 
 def pairs_of(operands: Operands, settings: Settings) -> Pairwise | None:
@@ -159,11 +160,7 @@ def block_list(meets: Bool[Array, "b x y"], all_visible: Bool[Array, "#b #x #y"]
 
 
 def pad_to_blocks(x: Array, axis: int, block: int, fill: float) -> Array:
-    missing = math.ceil(x.shape[axis] / block) * block - x.shape[axis]
-    if missing == 0:
-        return x
-    widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=fill)
+    return pad(x, axis, math.ceil(x.shape[axis] / block) * block, fill)
 
 
 @runtime_checkable

@@ -25,12 +25,7 @@ from ._score import TileScores
 
 
 def tangent(
-    operands: Operands,
-    plan: Plan,
-    state: AttentionState,
-    directions: Operands,
-    *,
-    interpret: bool,
+    operands: Operands, plan: Plan, state: AttentionState, directions: Operands, *, interpret: bool
 ) -> AttentionState:
     query, key, value = operands[:3]
     visibility = visibility_of(operands, plan)

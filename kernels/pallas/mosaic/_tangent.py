@@ -43,12 +43,7 @@ class Keys(NamedTuple):
 
 
 def tangent(
-    operands: Operands,
-    plan: Plan,
-    state: AttentionState,
-    directions: Operands,
-    *,
-    interpret: bool,
+    operands: Operands, plan: Plan, state: AttentionState, directions: Operands, *, interpret: bool
 ) -> AttentionState:
     if plan.packed:
         kv_heads, length = plan.kv_heads, operands.query.shape[1]
