@@ -10,6 +10,7 @@ from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     LEAF,
     Candidate,
+    Scales,
     ScoreOptions,
     candidates,
     check_call,
@@ -18,7 +19,6 @@ from energy_attn.kernels.internal import (
     is_reproducible,
     received,
     reproducible_kernels,
-    with_unrounded_out,
 )
 from energy_attn.kernels.masks import AbstractMask
 
@@ -143,10 +143,10 @@ def state_of(
     Raises as `KVCache.attend`.
     """
     scored: Any = {"query_positions": positions, "key_positions": cache.positions, **options}
-    stored, scales = (cache.key, cache.value), (cache.key_scale, cache.value_scale)
+    stored, scales = (cache.key, cache.value), Scales(cache.key_scale, cache.value_scale)
     call = check_call(query, *stored, source, None, mask, scales, sink=sink, **scored)
-    plan = sharding_plan(cache.parallel, *call.operands[:3])
+    plan = sharding_plan(cache.parallel, *call.operands.qkv)
     if is_reproducible(names):
         names = canonical_of(cache)
-    settings = with_unrounded_out(call.settings) if unrounded else call.settings
+    settings = call.settings.needing(unrounded=unrounded)
     return attend_sharded(plan, names, settings, call.operands)

@@ -9,8 +9,6 @@ from energy_attn.kernels.internal import (
     Settings,
     is_reproducible,
     with_sink,
-    with_unrounded_out,
-    without_lengths,
 )
 
 from ._arguments import rounded
@@ -28,6 +26,6 @@ def beside_sink(
     """
     if operands.sink is None or is_reproducible(names):
         return run(settings, operands)
-    state = run(with_unrounded_out(settings), operands._replace(sink=None))
-    rows = without_lengths(operands).query_positions
+    state = run(settings.needing(unrounded=True), operands._replace(sink=None))
+    rows = operands.positioned(read=False).tokens.query_positions
     return rounded(with_sink(state, operands.sink, rows), operands, settings)

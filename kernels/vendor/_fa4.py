@@ -41,14 +41,14 @@ class FA4(VendorGPU):
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
         operands, settings, _ = call
         config, backend = _configured(operands, settings)
-        return backend.fwd_lse(config, *operands[:3], ())
+        return backend.fwd_lse(config, *operands.qkv, ())
 
     def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
         operands, settings, _ = call
         config, backend = _configured(operands, settings)
-        return backend.vjp(config, *operands[:3], out, lse, d_out, None, ())
+        return backend.vjp(config, *operands.qkv, out, lse, d_out, None, ())
 
 
 def _check_attached(capability: Capability) -> None:

@@ -84,7 +84,7 @@ def check_rows(operands: Operands, settings: Settings, most: int) -> None:
 def per_head(operands: Operands, settings: Settings) -> AttentionState:
     """The state by products batched over heads; keys and values of eight bits are cast inside the products."""
     # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, which T = 1 does not.
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     batch, query_len, heads, width = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(batch, query_len, kv_heads, heads // kv_heads, width)
@@ -93,15 +93,15 @@ def per_head(operands: Operands, settings: Settings) -> AttentionState:
         jnp.einsum, precision=precision(query.dtype), preferred_element_type=dtype
     )
     present = zero_absent(operands)
-    if operands.value_scale is None:
+    if operands.scales.value is None:
         value = present.value  # the zeros are fused into the product
     else:
         key, value = key.astype(query.dtype), value.astype(query.dtype)  # exact, and likewise
-    scores = _times(einsum("btkgh,bskh->btkgs", grouped, key), operands.key_scale)
+    scores = _times(einsum("btkgh,bskh->btkgs", grouped, key), operands.scales.key)
     scores = scores.reshape(batch, query_len, heads, key.shape[1])
     scores = masked(scores.transpose(0, 2, 1, 3), operands, settings).transpose(0, 2, 1, 3)
     weights, total, lse = softmax(scores)
-    weights = _times(weights.reshape(*grouped.shape[:-1], key.shape[1]), present.value_scale)
+    weights = _times(weights.reshape(*grouped.shape[:-1], key.shape[1]), present.scales.value)
     out = einsum("btkgs,bskv->btkgv", weights.astype(value.dtype), value)
     out = out.reshape(batch, query_len, heads, value.shape[-1]) / total
     return AttentionState(out.astype(out_dtype(operands, settings)), lse)

@@ -16,7 +16,6 @@ from ..call._operands import (
     hide_unreachable,
     out_dtype,
     present_keys,
-    with_default_positions,
 )
 from ..call._state import AttentionState, exp_from, lse_dtype, safe_shift
 from ._decode import AbstractDecode, check_rows
@@ -59,7 +58,7 @@ class DecodeCPU(AbstractDecode):
 
     def check(self, call: KernelCall) -> None:
         operands, settings, _ = call
-        plain = operands if operands.key_scale is None else jax.eval_shape(dequantized, operands)
+        plain = operands if operands.scales.key is None else jax.eval_shape(dequantized, operands)
         check_operands(plain, ("float32", "bfloat16", "float16", "float64"), without=())
         check_rows(operands, settings, MOST_ROWS)
 
@@ -79,8 +78,8 @@ class DecodeCPU(AbstractDecode):
 
     def forward(self, call: KernelCall) -> AttentionState:
         operands, settings, _ = call
-        operands = hide_unreachable(with_default_positions(operands, settings), settings)
-        query, _, value = operands[:3]
+        operands = hide_unreachable(operands.positioned(settings.compares), settings)
+        query, value = operands.query, operands.value
         batch, query_len, heads = query.shape[:3]
         key_len, kv_heads, width = value.shape[1:]
         group = heads // kv_heads

@@ -16,7 +16,6 @@ from ..call._operands import (
     bound_score,
     hide_unreachable,
     out_dtype,
-    positioned,
     zero_absent,
 )
 from ..call._state import AttentionState, holds_keys, lse_dtype, precision
@@ -44,7 +43,10 @@ class Reference(AbstractJAXKernel):
     def forward(self, call: KernelCall) -> AttentionState:
         operands, settings, _ = call
         operands = hide_unreachable(operands, settings)
-        query, key, value = zero_absent(operands)[:3]
+        query, key, value = zero_absent(operands).qkv
+        batch, query_len, heads = query.shape[:3]
+        key_len, kv_heads = key.shape[1:3]
+        group = heads // kv_heads
 
         def scores(query: Array) -> Array:
             return _scores(query, key, operands, settings)
@@ -64,7 +66,7 @@ class Reference(AbstractJAXKernel):
 def dense_scores(settings: Settings, operands: Operands) -> Float[Array, "B N T S"]:
     """All scores of a call, in the precision of energies, minus infinity where a key is hidden."""
     operands = hide_unreachable(operands, settings)
-    query, key = zero_absent(operands)[:2]
+    query, key, _ = zero_absent(operands).qkv
     return _scores(query, key, operands, settings)
 
 
@@ -120,14 +122,12 @@ def masked(
 
 def score_index(operands: Operands, settings: Settings) -> At:
     """The batch, head and positions of the scores `[B, N, T, S]`, for a score."""
-    batch, _, heads, _ = operands.query.shape
-    indices = (operands.batch_indices, batch), (operands.head_indices, heads)
-    batches, heads = (jnp.arange(size, dtype=jnp.int32) if x is None else x for x, size in indices)
+    batches, heads = operands.part_indices()
     queries, keys = None, None
     if settings.score is not None and settings.score.compares:
-        operands = positioned(operands)
-        queries: Any = operands.query_positions
-        keys: Any = operands.key_positions
+        tokens = operands.positioned().tokens
+        queries: Any = tokens.query_positions
+        keys: Any = tokens.key_positions
         queries, keys = queries[:, None, :, None], keys[:, None, None, :]
     return At(batches[:, None, None, None], heads[None, :, None, None], queries, keys)  # pyright: ignore[reportArgumentType]
 
@@ -140,11 +140,12 @@ def masked_scores(
         scores = scores + added
     if operands.bias is not None:
         scores = scores + operands.bias.astype(scores.dtype)
-    queries, keys = operands.query_positions, operands.key_positions
+    tokens = operands.tokens
+    queries, keys = tokens.query_positions, tokens.key_positions
     if queries is not None and keys is not None:
         is_visible = visible(bound(settings, operands), queries[:, :, None], keys[:, None, :])
         scores = jnp.where(is_visible[:, None], scores, -jnp.inf)
-    queries, keys = operands.query_segments, operands.key_segments
+    queries, keys = tokens.query_segments, tokens.key_segments
     if queries is not None and keys is not None:
         same_segment = queries[:, :, None] == keys[:, None, :]
         scores = jnp.where(same_segment[:, None], scores, -jnp.inf)

@@ -21,9 +21,9 @@ from .._rows import BlockList, Visibility, tile_ranges, visibility_of
 from .._score import score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles
+from ._default import LEAST
 from ._plan import Plan
 from ._score import TileScores
-from ._sizes import LEAST
 
 
 class _Stored(NamedTuple):
@@ -38,7 +38,7 @@ class _Stored(NamedTuple):
 
 
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     visibility = visibility_of(operands, plan)
     shape = (plan.splits, *query.shape[:-1])
     dtype = out_dtype(operands, plan.settings)
@@ -57,8 +57,8 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
     )(
         *(
             query,
-            _Stored(key, operands.key_scale),
-            _Stored(value, operands.value_scale),
+            _Stored(key, operands.scales.key),
+            _Stored(value, operands.scales.value),
             visibility,
         ),
         tile_ranges(operands, visibility, plan, of_keys=False),

@@ -13,8 +13,8 @@ from ..._varying import result_like
 from .._rows import Visibility
 from .._score_program import Numbers, ScoreProgram
 from . import _tile as tiles
+from ._default import power
 from ._plan import Plan
-from ._sizes import power
 
 # Where a tile may see; None: everywhere.
 Visible = Array | None

@@ -27,7 +27,7 @@ from ._score import TileScores
 def tangent(
     operands: Operands, plan: Plan, state: AttentionState, directions: Operands, *, interpret: bool
 ) -> AttentionState:
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     visibility = visibility_of(operands, plan)
     parts = pl.pallas_call(
         functools.partial(_kernel, plan, tiles.exp2_of(interpret=interpret)),

@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from ...call._state import unfused
 from ...masks._visibility import visible
 from .._rows import BlockList, Visibility
+from ._default import power
 from ._plan import Plan
-from ._sizes import power
 
 Carry = TypeVar("Carry")
 

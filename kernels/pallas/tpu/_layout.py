@@ -170,7 +170,7 @@ def make_layout(
         key_block = _even(keys, most_keys, unit)
         needed = _memory(operands, score, row_block, key_block, sizes.lanes, kind)
         if needed <= sizes.memory:
-            positions = operands.query_positions is not None or settings.compares
+            positions = operands.tokens.query_positions is not None or settings.compares
             bounded = keys % key_block > 0 and not positions
             granted = max(LEAST_GRANTED, needed * 4 // 3)
             numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block, granted
@@ -216,7 +216,7 @@ def _memory(
     lanes: int,
     kind: str,
 ) -> int:
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     width, value_width = (math.ceil(x.shape[-1] / lanes) * lanes for x in (query, value))
     a_row = width * query.dtype.itemsize + value_width * value.dtype.itemsize
     a_key = width * key.dtype.itemsize + value_width * value.dtype.itemsize
