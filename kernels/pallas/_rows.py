@@ -1,4 +1,4 @@
-"""What tiles of queries and of keys see of each other: their positions, and which tiles meet or need no mask."""
+"""Visibility of tiles of queries and of keys: their positions, and which pairs of tiles meet or need no mask."""
 
 import functools
 import math
@@ -82,14 +82,14 @@ def padded_visibility(
 def meeting_blocks(
     visibility: Visibility, mask: AbstractMask, row_block: int, key_block: int
 ) -> Bool[Array, "b row_blocks key_blocks"] | None:
-    """Which blocks of rows might see any key of which blocks of keys; None for all."""
+    """Whether a block of rows might see a key of a block of keys, for each pair; None: all might."""
     return meeting(mask, *_cut(visibility, row_block, key_block))
 
 
 def open_blocks(
     visibility: Visibility, mask: AbstractMask, row_block: int, key_block: int
 ) -> Bool[Array, "b row_blocks key_blocks"] | None:
-    """In which blocks of rows and of keys all present rows see all keys; None for all."""
+    """Whether all present rows of a block see all keys of a block, for each pair; None: all do."""
     positions, segments = _cut(visibility, row_block, key_block)
     conditions = []
     if positions is not None:
