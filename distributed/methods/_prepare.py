@@ -1,7 +1,7 @@
 """How a call is sharded: its plan, the positions of its tokens, and what its mask and its bits add to the plan."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -65,7 +65,7 @@ def fit_plan(
     call: CheckedCall,
     mask: object,
     options: Mapping[str, Any],
-) -> tuple[ShardingPlan, Sequence[Candidate]]:
+) -> tuple[ShardingPlan, tuple[Candidate, ...]]:
     """The plan and the kernels that fit a checked call: its mask's window, its layout, and its bits.
 
     Raises `ValueError` for positions that are not in the order of the layout; warns of devices that the layout leaves
