@@ -9,8 +9,8 @@ from .cost._merges import exchanged as exchanged
 from .cost._merges import summed as summed
 from .cost._transfer import part_sent as part_sent
 from .cost._transfer import seconds as seconds
-from .hlo._kind import Kind as Kind
-from .hlo._schedule import waits as waits
+from .hlo._collectives import waits as waits
+from .hlo._parse import Kind as Kind
 from .merge._packing import as_invariant as as_invariant
 from .merge._scatter import exchange as exchange
 from .merge._scatter import sums as sums

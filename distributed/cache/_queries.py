@@ -10,7 +10,8 @@ from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     LEAF,
     Candidate,
-    ScoreOptions,
+    Scales,
+    SinkOptions,
     candidates,
     check_call,
     check_options,
@@ -18,7 +19,6 @@ from energy_attn.kernels.internal import (
     is_reproducible,
     received,
     reproducible_kernels,
-    with_unrounded_out,
 )
 from energy_attn.kernels.masks import AbstractMask
 
@@ -76,14 +76,14 @@ def energy_of_cache(
 
 
 def check_scores(
-    options: ScoreOptions, mask: Array | AbstractMask | None, window: int | None
-) -> tuple[tuple[Candidate, ...], ScoreOptions]:
+    options: SinkOptions, mask: Array | AbstractMask | None, window: int | None
+) -> tuple[tuple[Candidate, ...], SinkOptions]:
     """The implementations, and the options with the causality and the window of a cache.
 
     Raises `TypeError` for an unknown option or one of another type, and `ValueError` for a window
     that is wider than the cache's.
     """
-    check_options(options, ScoreOptions)
+    check_options(options, SinkOptions)
     names = candidates(options.get("implementation"), options.get("reproducible", False))
     reach = check_reach(options.get("local_window_size"), window)
     causal = options.get("is_causal", mask is None)
@@ -131,11 +131,10 @@ def state_of(
     query: Array,
     positions: Array,
     names: tuple[Candidate, ...],
-    options: ScoreOptions,
+    options: SinkOptions,
     *,
     source: Any = None,
     mask: Array | AbstractMask | None = None,
-    sink: Any = None,
     unrounded: bool = False,
 ) -> AttentionState:
     """The state of queries at `positions` over the tokens in a cache; `unrounded`, to be merged with others.
@@ -143,10 +142,10 @@ def state_of(
     Raises as `KVCache.attend`.
     """
     scored: Any = {"query_positions": positions, "key_positions": cache.positions, **options}
-    stored, scales = (cache.key, cache.value), (cache.key_scale, cache.value_scale)
-    call = check_call(query, *stored, source, None, mask, scales, sink=sink, **scored)
-    plan = sharding_plan(cache.parallel, *call.operands[:3])
+    stored, scales = (cache.key, cache.value), Scales(cache.key_scale, cache.value_scale)
+    call = check_call(query, *stored, source, None, mask, scales, **scored)
+    plan = sharding_plan(cache.parallel, *call.operands.qkv)
     if is_reproducible(names):
         names = canonical_of(cache)
-    settings = with_unrounded_out(call.settings) if unrounded else call.settings
+    settings = call.settings.needing(unrounded=unrounded)
     return attend_sharded(plan, names, settings, call.operands)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from ..hlo._kind import Kind
+from ..hlo._parse import Kind
 from ._topology import Link, Topology
 
 

@@ -9,10 +9,10 @@ import jax
 from energy_attn.kernels.internal import received
 
 from ._groups import Groups, groups_of
-from ._kind import Kind
 from ._loops import trip_count
-from ._parse import Instruction, Module, arrays, parse
+from ._parse import Instruction, Kind, Module, arrays, parse
 
+_BRANCHES = "branch_computations", "true_computation", "false_computation"
 _KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
 # Between TPU slices, a runtime on the hosts performs collectives: XLA prints a `send` to that runtime, whose
 # attributes hold the collective and its members.
@@ -162,7 +162,7 @@ def _collective_calls(module: Module, name: str) -> Iterator[_CollectiveCall]:
                         times = None if trips is None else (trips + extra) * times
                     yield call._replace(times=times)
         elif x.opcode == "conditional":
-            branches = x.called("branch_computations", "true_computation", "false_computation")
+            branches = x.called(*_BRANCHES)
             for branch in branches:
                 for call in _collective_calls(module, branch):
                     # a single branch always runs; it is left of a choice between platforms
@@ -215,3 +215,41 @@ def _collective(module: Module, call: _CollectiveCall) -> Collective:
         groups,
         "_xla_megascale_target" in x.frontend_attributes,
     )
+
+
+_KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "__cublas")
+
+
+def waits(text: str, kind: str = "collective-permute") -> list[str]:
+    """The collectives of a kind of a scheduled program during whose transfer no attention is computed.
+
+    Attention is a kernel, a matrix product, or whatever has one inside.
+    """
+    found = []
+    for module in parse(text):
+        for computation in module.computations.values():
+            instructions = list(computation.values())
+            busy = [i for i, x in enumerate(instructions) if _has_products(module, x)]
+            for start, x in enumerate(instructions):
+                end = start  # nothing can be computed during one that is synchronous
+                if x.opcode == f"{kind}-start":
+                    end = next(
+                        i
+                        for i, later in enumerate(instructions)
+                        if later.opcode == f"{kind}-done" and x.name in later.operands
+                    )
+                elif x.opcode != kind:
+                    continue
+                if not any(start < i < end for i in busy):
+                    found.append(x.name)
+    return found
+
+
+def _has_products(module: Module, x: Instruction) -> bool:
+    if x.opcode in ("dot", "convolution") or any(name in x.rest for name in _KERNELS):
+        return True
+    if "=%" not in x.rest and "={%" not in x.rest:  # attributes are parsed on demand
+        return False
+    called = x.called("calls", "body", "to_apply", *_BRANCHES)
+    inside = (y for name in called for y in module.computations[name].values())
+    return any(_has_products(module, y) for y in inside)

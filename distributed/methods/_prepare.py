@@ -1,7 +1,7 @@
 """How a call is sharded: its plan, the positions of its tokens, and what its mask and its bits add to the plan."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from energy_attn.kernels.internal import (
     Candidate,
     CheckedArrays,
     CheckedCall,
-    Place,
+    PlaceFn,
     is_reproducible,
     received,
     split_mask,
@@ -52,7 +52,9 @@ def plan_call(
     return local_sharding_plan(parallel, query, key, value)
 
 
-def place_by(parallel: SequenceParallel, plan: ShardingPlan | None, arrays: CheckedArrays) -> Place:
+def place_by(
+    parallel: SequenceParallel, plan: ShardingPlan | None, arrays: CheckedArrays
+) -> PlaceFn:
     """A function that adds to tokens the positions that the layout implies."""
     sizes = arrays.query.shape[1], arrays.key.shape[1]
     return functools.partial(place_tokens, parallel, plan, *sizes)
@@ -65,7 +67,7 @@ def fit_plan(
     call: CheckedCall,
     mask: object,
     options: Mapping[str, Any],
-) -> tuple[ShardingPlan, Sequence[Candidate]]:
+) -> tuple[ShardingPlan, tuple[Candidate, ...]]:
     """The plan and the kernels that fit a checked call: its mask's window, its layout, and its bits.
 
     Raises `ValueError` for positions that are not in the order of the layout; warns of devices that the layout leaves

@@ -18,7 +18,6 @@ from energy_attn.kernels.internal import (
     empty_like,
     lse_dtype,
     vary_together,
-    with_unrounded_out,
 )
 
 from ..merge._packing import transfer
@@ -104,7 +103,7 @@ class Ring(AbstractMethod):
             return keys_around(call)
         if queries_sharded:
             return _queries_around(names, settings, axes, operands)
-        state = fold_across("ring", axes, attend(names, with_unrounded_out(settings), operands))
+        state = fold_across("ring", axes, attend(names, settings.needing(unrounded=True), operands))
         return rounded(state, operands, settings)
 
     def _rotates_keys(self, operands: Operands, queries_sharded: bool) -> bool:
@@ -114,7 +113,7 @@ class Ring(AbstractMethod):
             not queries_sharded
         ):  # around with the keys, each device would fold them in another order
             return False
-        query, key, value = operands[:3]
+        query, key, value = operands.qkv
         state = (value.shape[-1] + 1) * lse_dtype(value.dtype).itemsize
         queries = query.nbytes + math.prod(query.shape[:-1]) * state
         return key.nbytes + value.nbytes <= queries
@@ -129,17 +128,15 @@ def keys_around(call: LocalCall) -> AttentionState:
 def _queries_around(
     names: Names, settings: Settings, axes: Axes, operands: Operands
 ) -> AttentionState:
-    query_len, unrounded = operands.query.shape[1], with_unrounded_out(settings)
-    positions = whole(operands.query_positions, query_len, axes)
-    segments = whole(operands.query_segments, query_len, axes)
+    query_len, unrounded = operands.query.shape[1], settings.needing(unrounded=True)
+    tokens = operands.tokens.map_queries(lambda x: whole(x, query_len, axes))
 
     def step(carry: tuple[AttentionState, Array], i: Array) -> Any:
         state, query = carry
         place = origin(i, axes)
         here = operands._replace(
             query=query,
-            query_positions=part(positions, 1, place, query_len),
-            query_segments=part(segments, 1, place, query_len),
+            tokens=tokens.map_queries(lambda x: part(x, 1, place, query_len)),
             bias=part(operands.bias, 2, place, query_len),
             mask=part(operands.mask, 2, place, query_len),
         )

@@ -9,9 +9,8 @@ import jax
 from jax import lax
 
 from ..autodiff._function import AbstractFunction, function_call
-from ..call._eight_bits import dequantized
 from ..call._kernel import AbstractKernel
-from ..call._operands import Operands, Settings, hide_unreachable, is_static
+from ..call._operands import Operands, Settings, dequantized, hide_unreachable, is_static
 from ..call._state import AttentionState
 from ..xla._decode import per_head
 from ._derivative import Attention
@@ -82,7 +81,7 @@ def _pays(operands: Operands) -> bool:
 
     In float16 weights times a scale would underflow; float64 is no dtype of TPUs.
     """
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     if query.dtype.name not in ("bfloat16", "float32") or not is_static(*query.shape, *key.shape):
         return False
     widths = key.shape[2] * (key.shape[3] + value.shape[3])

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..call._leaves import LEAF
-from ..call._operands import KernelCall, Operands, bound, positioned
+from ..call._operands import KernelCall, Operands, bound
 from ..call._state import lse_dtype, unfused
 from ..masks._visibility import meeting
 from ..scores._structure import floating
@@ -81,8 +81,8 @@ class AbstractSchedule(abc.ABC):
 
     def __init__(self, call: KernelCall, in_order: bool):
         """`in_order`: keys are in runs of whole leaves."""
-        self.counted = call.operands.query_positions is None
-        operands = positioned(call.operands)
+        self.counted = call.operands.tokens.query_positions is None
+        operands = call.operands.positioned()
         self.operands = operands._replace(score_arrays=rounded(operands.score_arrays))
         self.settings = call.settings
         self.mask = bound(call.settings, operands)
@@ -115,22 +115,22 @@ class AbstractSchedule(abc.ABC):
     @functools.cached_property
     def held(self) -> PositionSlots:
         """The slots of the keys."""
-        positions: Any = self.operands.key_positions
+        positions: Any = self.operands.tokens.key_positions
         return PositionSlots(positions, LEAF, self.counted, self._in_order)
 
     @functools.cached_property
     def asked(self) -> PositionSlots:
         """The slots of the queries, in tiles of successive positions."""
-        positions: Any = self.operands.query_positions
+        positions: Any = self.operands.tokens.query_positions
         return PositionSlots(positions, self.query_tile, self.counted, False)
 
     @functools.cached_property
     def key_ids(self) -> Ids:
-        return in_slots(self.held, self.operands.key_segments)
+        return in_slots(self.held, self.operands.tokens.key_segments)
 
     @functools.cached_property
     def query_ids(self) -> Ids:
-        return in_slots(self.asked, self.operands.query_segments)
+        return in_slots(self.asked, self.operands.tokens.query_segments)
 
     def met(self, rows: Ids) -> Bool[Array, "_ tiles leaves"]:
         """Whether a tile of rows may see a key of a leaf."""
@@ -146,7 +146,7 @@ class AbstractSchedule(abc.ABC):
 
     def of_heads(self, x: Array | None, absent: float) -> Float[Array, "B T N"] | None:
         """`[N]` or `[B, N]` for each row; another number where a query is absent."""
-        positions = self.operands.query_positions
+        positions = self.operands.tokens.query_positions
         if x is None or positions is None:
             return None
         x = unfused(jnp.atleast_2d(x).astype(self.dtype))[:, None]

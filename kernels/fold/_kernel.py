@@ -101,12 +101,12 @@ class AbstractCanonical(AbstractKernel):
         args = call, state, cotangent
         others = jax.tree.map(jnp.zeros_like, differentiated(operands))
         if not _is_empty(operands):
-            if operands.bias is not None and settings.bias_learnt:
+            if operands.bias is not None and settings.needs.bias_grad:
                 others = others._replace(bias=self.bias_cotangent(*args))
-            if jax.tree.leaves(others.score_arrays) and settings.learnt:
+            if jax.tree.leaves(others.score_arrays) and settings.needs.score_grad:
                 others = others._replace(score_arrays=self.array_cotangents(*args))
         has_rows = 0 not in operands.query.shape[:2]
-        if operands.sink is not None and settings.sink_learnt and has_rows:
+        if operands.sink is not None and settings.needs.sink_grad and has_rows:
             others = others._replace(sink=self.sink_cotangent(*args))
         to_query, to_keys = self.query_cotangent(*args), self.key_cotangents(*args)
         found = cotangents(to_query, *to_keys, others.bias, others.score_arrays, others.sink)
@@ -128,7 +128,7 @@ class AbstractCanonical(AbstractKernel):
     def key_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Array, Array]:
         """The gradients of keys and values, in the dtype of the scores: folded over tiles of queries."""
         # the sums of a key are over queries alone, so that keys may be read as they lie
-        of, (key, value) = self.schedule(call, True), call.operands[1:3]
+        of, (_, key, value) = self.schedule(call, True), call.operands.qkv
         if _is_empty(call.operands):
             return of.empty(*key.shape), of.empty(*value.shape)
         widths = [of.width_of(x.shape[-1]) for x in (key, value)]
@@ -200,7 +200,7 @@ def backward_rows(operands: Operands, state: AttentionState, cotangent: Attentio
 
 def check_whole(settings: Settings) -> None:
     """Raises `NotImplementedError` for a part of the keys of a row, and for a score with a source."""
-    if settings.unrounded:
+    if settings.needs.unrounded:
         raise NotImplementedError(
             "key: wanted all keys of a row in one call, got a part whose state is merged with others, in an "
             "order of its own"
@@ -248,9 +248,7 @@ def unit_indices(operands: Operands) -> tuple[Int[Array, " B"], Int[Array, " N"]
             f"query: wanted at most {(1 << 31) // HEADS} entries of the batch and {HEADS} heads for gradients of "
             f"sinks, biases and scores beside reproducible=True, got {batch} and {heads}"
         )
-    given = (operands.batch_indices, batch), (operands.head_indices, heads)
-    batches, heads = (jnp.arange(n, dtype=jnp.int32) if x is None else x for x, n in given)
-    return batches, heads
+    return operands.part_indices()
 
 
 def sums_of_rows(of: AbstractSchedule, terms: Float[Array, "B T N"]) -> Float[Array, "B N"]:

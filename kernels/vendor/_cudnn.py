@@ -5,7 +5,6 @@ derivative of it, and queries the attached GPU rather than the program's. This c
 it instead: a forward with softmax statistics in float32, and a backward from them.
 """
 
-import functools
 import inspect
 from typing import Any
 
@@ -13,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._private import private_names
-from ..call._operands import KernelCall, Operands, Settings, has_lengths
-from ..call._target import check_capability, target_capability
+from ..call._operands import KernelCall, Operands, Settings
+from ..call._target import check_capability, cuda_version, target_capability
 from ..masks._lengths import Lengths
 from ..masks._structure import WINDOWS
 from ._adapter import VendorGPU, check_plain, lengths, window_side
@@ -39,11 +38,6 @@ class CuDNN(VendorGPU):
     masks = (*WINDOWS, Lengths)
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
-        biases, positions or segments; widths above 256, or above 128 on GPUs other than those of compute
-        capability 9.0; fewer than 64 queries or keys; windows to the right; older GPUs than 8.0; versions of
-        cuDNN that compute it wrongly; and versions of JAX without these primitives.
-        """
         operands, settings, _ = call
         check_capability(self.name, (8, 0))
         capability = target_capability()
@@ -64,9 +58,8 @@ class CuDNN(VendorGPU):
         private_names("cudnn")
 
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
-        """The primitive of the forward."""
         operands, settings, _ = call
-        query, key, value = operands[:3]
+        query, key, value = operands.qkv
         arrays = query, key, value, *_unused_but_lengths(operands)
         options = _options(operands, settings)
         return tuple(private_names("cudnn").forward.bind(*arrays, **options, is_training=True))
@@ -74,16 +67,15 @@ class CuDNN(VendorGPU):
     def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        """The primitive of the backward."""
         operands, settings, _ = call
-        query, key, value = operands[:3]
+        query, key, value = operands.qkv
         arrays = query, key, value, *_unused_but_lengths(operands), lse, out, d_out
         return tuple(private_names("cudnn").backward.bind(*arrays, **_options(operands, settings)))
 
 
 def _check_version(width: int) -> None:
     """Raises `NotImplementedError` for versions of cuDNN with known faults; passes where none is installed."""
-    version = _version()
+    version = cuda_version("cudnn")
     if version is None:
         return
     if version in BROKEN:
@@ -96,27 +88,18 @@ def _check_version(width: int) -> None:
         )
 
 
-@functools.cache
-def _version() -> int | None:
-    try:
-        return private_names("cuda_versions").versions.cudnn_get_version()
-    except Exception:  # without CUDA or cuDNN, this raises various exceptions
-        return None
-
-
 def _unused_but_lengths(operands: Operands) -> list[Array]:
     """Bias, lengths of queries and keys, offsets and pages; all are empty except the lengths."""
     unused = [jnp.zeros(0, operands.query.dtype)] * 7
-    if has_lengths(operands):
+    if operands.tokens.has_lengths:
         unused[1:3] = lengths(operands)
     return unused
 
 
 def _options(operands: Operands, settings: Settings) -> dict[str, Any]:
-    """The parameters of both primitives."""
     (left, right), names = settings.mask.window, private_names("cudnn")
     left = window_side(left, operands.key.shape[1])
-    padding = "PADDING_" if has_lengths(operands) else ""
+    padding = "PADDING_" if operands.tokens.has_lengths else ""
     mask = f"{padding}CAUSAL" if right == 0 else "PADDING" if padding else "NO_MASK"
     # parameters of newer versions of JAX for functions of the scores
     parameters = inspect.signature(names.lowering).parameters

@@ -27,10 +27,6 @@ class FA4(VendorGPU):
     name = "fa4"
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
-        biases, positions or segments; widths above 256, or above 128 on compute capability 10; other
-        GPUs than the attached one, for which the package compiles; and without fa4-jax.
-        """
         operands, settings, _ = call
         capability = target_capability()
         if capability is not None:
@@ -39,18 +35,16 @@ class FA4(VendorGPU):
         _package()
 
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
-        """The package's forward, with energies in float32."""
         operands, settings, _ = call
         config, backend = _configured(operands, settings)
-        return backend.fwd_lse(config, *operands[:3], ())
+        return backend.fwd_lse(config, *operands.qkv, ())
 
     def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        """The package's backward."""
         operands, settings, _ = call
         config, backend = _configured(operands, settings)
-        return backend.vjp(config, *operands[:3], out, lse, d_out, None, ())
+        return backend.vjp(config, *operands.qkv, out, lse, d_out, None, ())
 
 
 def _check_attached(capability: Capability) -> None:
@@ -67,7 +61,6 @@ def _check_attached(capability: Capability) -> None:
 
 
 def _configured(operands: Operands, settings: Settings) -> tuple[Any, Any]:
-    """The package's configuration of a call, and its backend."""
     left, right = (window_side(x, operands.key.shape[1]) for x in settings.mask.window)
     causal = left is None and right == 0
     window = (None, None) if causal else (left, right)

@@ -27,27 +27,21 @@ class FlashAttn(VendorGPU):
     name = "flash"
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
-        biases, positions or segments; widths above 192, for which few GPUs have a backward; GPUs of other
-        capabilities; and if flash-attn-jax or a CUDA library is missing.
-        """
         operands, settings, _ = call
         check_capability(self.name, (8, 0), below=(10, 0))
-        check_plain(self, operands, settings, widest=192)
+        check_plain(self, operands, settings, widest=192)  # few GPUs have a wider backward
         _package()
 
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
-        """The package's forward, with energies in float32."""
         operands, settings, _ = call
-        return _package().forward(*operands[:3], **_options(settings, operands.key.shape[1]))
+        return _package().forward(*operands.qkv, **_options(settings, operands.key.shape[1]))
 
     def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        """The package's backward."""
         operands, settings, _ = call
         options = _options(settings, operands.key.shape[1])
-        return _package().backward(d_out, *operands[:3], out, lse, **options)
+        return _package().backward(d_out, *operands.qkv, out, lse, **options)
 
 
 def _options(settings: Settings, keys: int) -> dict[str, Any]:

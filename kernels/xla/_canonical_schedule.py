@@ -63,7 +63,7 @@ class FoldOverLeaves(AbstractRowsFold):
         """The fold of the `n`-th tile over leaves from one number to another."""
         of, program, tiles = self.of, self.program, self.of.tiles
         operands, held = of.operands, of.held
-        ids: Any = operands.query_positions, operands.query_segments
+        ids: Any = operands.tokens.query_positions, operands.tokens.query_segments
         side: Any = tuple(None if x is None else tiles.spread(x) for x in ids)
         live_after, identity = tree.following(of.met(side)), of.identity(program, tiles.rows)
 
@@ -182,7 +182,7 @@ class XLASchedule(AbstractSchedule):
         heads = of_row(rows.heads)
         place = batch, heads, of_row(rows.place)[None], of_key(keys.place)[None]
         operands, score = self.operands, self.score
-        entries, of_heads = operands.batch_indices, operands.head_indices
+        entries, of_heads = operands.indices
         batch = batch if entries is None else entries[batch]
         heads = heads if of_heads is None else of_heads[heads]
         compares = score is not None and score.structure.compares

@@ -7,11 +7,11 @@ from typing import Any
 
 from jaxtyping import Array
 
+from energy_attn import attention
 from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import AbstractTokens, canonical_of
 from energy_attn.kernels.internal import reproducible_kernels
 
-from ...functional._attention import attention
 from ._by_rows import by_rows, together
 
 
@@ -40,9 +40,7 @@ class How:
         return by_rows if self.reproducible else together
 
     def see(
-        self,
-        attend: Callable[..., tuple[Array, Any]],
-        parallel: SequenceParallel | None = None,
+        self, attend: Callable[..., tuple[Array, Any]], parallel: SequenceParallel | None = None
     ) -> "See":
         """The attention of a layer whose tokens are sharded over these axes; tiles of rows never are."""
         return See(attend, None if self.reproducible else parallel, self.rows)

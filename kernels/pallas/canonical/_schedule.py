@@ -127,11 +127,11 @@ class PallasSchedule(AbstractSchedule):
         self._kernel, self._call, self._scores = kernel, call, scores
         self.least_tiles = kernel.least_tiles
         self.subtree, (self.rows, self.query_tile) = subtree, sizes
-        operands = self.operands
+        operands, tokens = self.operands, self.operands.tokens
         self._pairs = pairs_of(operands, self.settings)
         features = features_of(operands, self._pairs)
-        self._has_segments = operands.query_segments is not None
-        segments = (operands.query_segments, operands.key_segments)
+        self._has_segments = tokens.query_segments is not None
+        segments = (tokens.query_segments, tokens.key_segments)
         self._ids = tuple(
             (*(x for x in (segment,) if x is not None), *numbers)
             for segment, numbers in zip(segments, features, strict=True)
@@ -155,7 +155,7 @@ class PallasSchedule(AbstractSchedule):
 
     def row_side(self, arrays: Blocks) -> Side:
         """Rows of all heads of a key head, `[B, T, N, ...]`, in tiles together."""
-        ids = (self._rows_of(x) for x in (self.operands.query_positions, *self._ids[0]))
+        ids = (self._rows_of(x) for x in (self.operands.tokens.query_positions, *self._ids[0]))
         found = {name: self.in_tiles(x).swapaxes(2, 3) for name, x in arrays.items()}
         return self._side(found, ids)
 

@@ -20,20 +20,19 @@ from .._rows import BlockList, Visibility, moving_arrays, tile_ranges, visibilit
 from .._score import score_directions, score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles
-from ._plan import Plan
-from ._score import TileScores
+from ._plan import TritonPlan
+from ._score import TritonScores
 
 
 def tangent(
     operands: Operands,
-    plan: Plan,
+    plan: TritonPlan,
     state: AttentionState,
     directions: Operands,
     *,
     interpret: bool,
 ) -> AttentionState:
-    """The derivative of the state in a direction."""
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     visibility = visibility_of(operands, plan)
     parts = pl.pallas_call(
         functools.partial(_kernel, plan, tiles.exp2_of(interpret=interpret)),
@@ -59,7 +58,7 @@ def tangent(
 
 
 def _kernel(
-    plan: Plan,
+    plan: TritonPlan,
     exp2: tiles.Exp2,
     query_ref: Ref,
     key_ref: Ref,
@@ -84,7 +83,7 @@ def _kernel(
     has_keys = holds_keys(lse)
     # in bits; a row without keys has no weight
     shift = jnp.where(has_keys, lse * tiles.LOG2_E, jnp.inf)
-    score = TileScores(plan, numbers, visibility, program)
+    score = TritonScores(plan, numbers, visibility, program)
     row_inputs = score.row_inputs(rows)
     score_directions = (
         None if d_numbers is None else (d_numbers, score.row_numbers(d_numbers, rows))

@@ -31,17 +31,12 @@ class PallasTPU(AbstractKernel):
     scores = True
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for bias and mask arrays, float16, float64 and empty axes;
-        for widths whose blocks do not fit on the chip, or too many blocks; for masks and scores that the
-        kernel does not compute, and a source beside a score.
-        """
         operands, settings, _ = call
         check_operands(operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "backward"):
             make_layout(operands, settings, kind, self.sizes)
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """The online softmax over blocks of keys."""
         operands, settings, platform = call
         from ._forward import forward  # late: Pallas takes long to import
 
@@ -51,7 +46,6 @@ class PallasTPU(AbstractKernel):
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        """Two kernels: one iterates over the keys of rows, one over the rows of keys."""
         operands, settings, platform = call
         from ._backward import backward
 

@@ -11,7 +11,7 @@ from ...masks._pairwise import Pairwise
 from .._rows import pad_to_blocks, pairs_of
 from .._score import score_of
 from .._score_program import ScoreProgram, Target
-from ._chip import Chip, target_chip
+from ._chip import TPUChip, target_chip
 
 # The memory that every chip grants a kernel. The ranges of blocks may take half of the 1 MiB for scalars, at 16
 # bytes for each block.
@@ -62,7 +62,7 @@ class LayoutSizes(NamedTuple):
 LAYOUT_SIZES = LayoutSizes()
 
 
-def sizes_on(chip: Chip) -> LayoutSizes:
+def sizes_on(chip: TPUChip) -> LayoutSizes:
     """The largest blocks on a chip, whose kernels may take half of its memory.
 
     Larger blocks mean fewer steps. In the forward, XLA's schedules have fewer instructions for each key
@@ -127,20 +127,15 @@ class Layout(NamedTuple):
 
     @property
     def row_blocks(self) -> int:
-        """The number of blocks of rows."""
         return math.ceil(self.rows / self.row_block)
 
     @property
     def key_blocks(self) -> int:
-        """The number of blocks of keys."""
         return math.ceil(self.keys / self.key_block)
 
 
 def make_layout(
-    operands: Operands,
-    settings: Settings,
-    kind: str,
-    sizes: LayoutSizes | None = None,
+    operands: Operands, settings: Settings, kind: str, sizes: LayoutSizes | None = None
 ) -> Layout:
     """The layout and the blocks of a call's kernels: "forward", "backward" or "tangent".
 
@@ -175,7 +170,7 @@ def make_layout(
         key_block = _even(keys, most_keys, unit)
         needed = _memory(operands, score, row_block, key_block, sizes.lanes, kind)
         if needed <= sizes.memory:
-            positions = operands.query_positions is not None or settings.compares
+            positions = operands.tokens.query_positions is not None or settings.compares
             bounded = keys % key_block > 0 and not positions
             granted = max(LEAST_GRANTED, needed * 4 // 3)
             numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block, granted
@@ -221,7 +216,7 @@ def _memory(
     lanes: int,
     kind: str,
 ) -> int:
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     width, value_width = (math.ceil(x.shape[-1] / lanes) * lanes for x in (query, value))
     a_row = width * query.dtype.itemsize + value_width * value.dtype.itemsize
     a_key = width * key.dtype.itemsize + value_width * value.dtype.itemsize
@@ -256,7 +251,6 @@ def fold_rows(x: Array, layout: Layout, fill: float = 0) -> Array:
 
 
 def unfold_rows(x: Array, layout: Layout) -> Array:
-    """The inverse of `fold_rows`."""
     batch, _, _, *trailing = x.shape
     x = x[:, :, : layout.rows].reshape(batch, layout.heads, -1, layout.row_fold, *trailing)
     return jnp.moveaxis(x, 1, 2).reshape(batch, -1, layout.heads * layout.row_fold, *trailing)
@@ -269,6 +263,5 @@ def fold_keys(x: Array, layout: Layout, *, tall: bool) -> Array:
 
 
 def unfold_keys(x: Array, layout: Layout, *, tall: bool) -> Array:
-    """The inverse of `fold_keys`."""
     x = x.swapaxes(2, 3) if tall else x
     return x.swapaxes(1, 2).reshape(len(x), -1, layout.heads * layout.key_fold, x.shape[-1])

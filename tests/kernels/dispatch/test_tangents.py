@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, KernelCall, PallasGPU, local_attention
+from energy_attn.kernels import AttentionState, KernelCall, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import cotangents as directions_of
+from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
 from energy_attn.kernels.pallas.gpu._plan import make_plan
-from energy_attn.kernels.pallas.tpu._grid import Grid
+from energy_attn.kernels.pallas.tpu._grid import TPUGrid
 from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
 from energy_attn.kernels.pallas.tpu._layout import make_layout
 from energy_attn.kernels.vendor._cudnn import CuDNN
@@ -109,7 +110,7 @@ def test_products(kernel):
 
     def products(*moving):
         directions = directions_of(
-            *(x if n in moving else None for n, x in zip(ALL, call.operands[:3], strict=True)), None
+            *(x if n in moving else None for n, x in zip(ALL, call.operands.qkv, strict=True))
         )
         run = functools.partial(KERNELS[kernel].tangent, call, state)
         return str(jax.make_jaxpr(run)(directions)).count("dot_general")
@@ -147,7 +148,7 @@ def test_keys_are_split():
     operands, settings = call_of(HEADS["heads_8_8"])
     at = make_layout(operands, settings, "tangent", KERNELS["tpu, keys split"].sizes)
     assert plan.splits > 1
-    assert Grid(at, len(operands.query)).splits > 1 and at.key_blocks % 2 == 1
+    assert TPUGrid(at, len(operands.query)).splits > 1 and at.key_blocks % 2 == 1
 
 
 def state_of(problem):
