@@ -17,14 +17,7 @@ from ._parse import Instruction, Module
 _STEPS = 1 << 16
 
 _INTEGER = re.compile(r"([su])(\d+)\[")
-_COPIES = {
-    "bitcast",
-    "copy",
-    "copy-done",
-    "copy-start",
-    "optimization-barrier",
-    "reshape",
-}
+_COPIES = {"bitcast", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"}
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "and": operator.and_,

@@ -1,7 +1,7 @@
 """Attention over arrays that are sharded over a mesh, by their types or by `parallel=`."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,10 +22,11 @@ from energy_attn.kernels.internal import (
     dequantized,
     differentiated_by_jax,
     is_reproducible,
+    with_sink,
 )
 
 from ._abstract import LocalCall
-from ._arguments import Axes
+from ._arguments import Axes, rounded
 from ._plan import (
     ShardingPlan,
     is_explicit,
@@ -34,7 +35,6 @@ from ._plan import (
     reshard_explicit,
 )
 from ._reproducible import has_shared, method_for
-from ._sink import beside_sink
 from ._tree import Tree
 
 
@@ -53,6 +53,23 @@ def attend_sharded(
         check_taylor(operands)
     run = attend if plan is None else functools.partial(_sharded, plan)
     return beside_sink(functools.partial(run, names), names, settings, operands)
+
+
+def beside_sink(
+    run: Callable[[Settings, Operands], AttentionState],
+    names: Sequence[Candidate],
+    settings: Settings,
+    operands: Operands,
+) -> AttentionState:
+    """`run(settings, operands)` of the keys alone, merged with the sink of the call, if it has one, and then rounded.
+
+    Where bits are to be reproducible the sink is one more item of each row's fold, and is left to `run`.
+    """
+    if operands.sink is None or is_reproducible(names):
+        return run(settings, operands)
+    state = run(settings.needing(unrounded=True), operands._replace(sink=None))
+    rows = operands.positioned(read=False).tokens.query_positions
+    return rounded(with_sink(state, operands.sink, rows), operands, settings)
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.

@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from energy_attn.kernels.internal import check_finite_number, check_integer, received
 
 from ..observables._at_source import HashablePartial
-from ._partial import Partial
-from ._record import check_callable
+from ._record import Partial, check_callable
 from ._weigh import weighed
 
 # Log-weights, in nats: where the path is first looked at, and the depth from which on it is not divided.

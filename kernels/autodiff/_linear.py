@@ -26,11 +26,11 @@ class AbstractLinearMap(abc.ABC):
 
     @abc.abstractmethod
     def plain(self, fixed: Any, moving: Any) -> Any:
-        """The same in JAX's operations, of which JAX takes the derivative in `fixed`."""
+        """The result by JAX's operations, which JAX differentiates in `fixed`."""
 
     @abc.abstractmethod
     def transpose(self, fixed: Any, moving: Any, cotangent: Any) -> Any:
-        """The cotangent of `moving`, of which only types are given, from that of the result.
+        """The cotangent of `moving`, given by its types, from the cotangent of the result.
 
         It is itself made of `linear_call`s, so that it can be differentiated.
         """

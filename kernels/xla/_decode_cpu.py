@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..call._eight_bits import dequantized
 from ..call._kernel import check_operands
 from ..call._operands import (
     KernelCall,
     Settings,
+    dequantized,
     hide_unreachable,
     out_dtype,
     present_keys,

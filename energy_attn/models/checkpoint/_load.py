@@ -99,8 +99,7 @@ def _array(
         bounds = tuple((0, size) for size in shape)
         return jax.device_put(place.read(tensors, bounds, dtype))
     indices = sharding.addressable_devices_indices_map(shape).values()
-    parts = {_part(index, shape) for index in indices}
-    data = {part: place.read(tensors, part, dtype) for part in parts}
+    data = {x: place.read(tensors, x, dtype) for x in {_part(index, shape) for index in indices}}
     return jax.make_array_from_callback(shape, sharding, lambda index: data[_part(index, shape)])
 
 

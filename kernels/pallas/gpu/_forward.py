@@ -47,9 +47,7 @@ def forward(operands: Operands, plan: TritonPlan, *, interpret: bool) -> Attenti
         grid=(plan.row_tiles * plan.kv_heads * plan.batch * plan.splits,),
         out_shape=[
             result_like(
-                query,
-                (*shape, plan.value_width),
-                dtype if plan.splits == 1 else jnp.float32,
+                query, (*shape, plan.value_width), dtype if plan.splits == 1 else jnp.float32
             ),
             result_like(query, shape, jnp.float32),
         ],

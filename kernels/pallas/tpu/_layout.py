@@ -135,10 +135,7 @@ class Layout(NamedTuple):
 
 
 def make_layout(
-    operands: Operands,
-    settings: Settings,
-    kind: str,
-    sizes: LayoutSizes | None = None,
+    operands: Operands, settings: Settings, kind: str, sizes: LayoutSizes | None = None
 ) -> Layout:
     """The layout and the blocks of a call's kernels: "forward", "backward" or "tangent".
 
