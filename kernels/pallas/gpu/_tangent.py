@@ -25,16 +25,12 @@ from ._score import TritonScores
 
 
 def tangent(
-<<<<<<< HEAD
     operands: Operands,
     plan: TritonPlan,
     state: AttentionState,
     directions: Operands,
     *,
     interpret: bool,
-=======
-    operands: Operands, plan: Plan, state: AttentionState, directions: Operands, *, interpret: bool
->>>>>>> w-lines2
 ) -> AttentionState:
     query, key, value = operands.qkv
     visibility = visibility_of(operands, plan)

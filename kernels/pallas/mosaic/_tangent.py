@@ -43,16 +43,12 @@ class KeyBuffers(NamedTuple):
 
 
 def tangent(
-<<<<<<< HEAD
     operands: Operands,
     plan: MosaicPlan,
     state: AttentionState,
     directions: Operands,
     *,
     interpret: bool,
-=======
-    operands: Operands, plan: Plan, state: AttentionState, directions: Operands, *, interpret: bool
->>>>>>> w-lines2
 ) -> AttentionState:
     if plan.packed:
         kv_heads, length = plan.kv_heads, operands.query.shape[1]
