@@ -1,4 +1,4 @@
-"""Models of NNX: in functions that JAX traces, though modules change in place; and with their attention replaced."""
+"""Models of NNX: traced as functions of arrays, and with their attention replaced."""
 
 import sys
 from collections.abc import Callable, Iterator
