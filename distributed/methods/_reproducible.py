@@ -135,7 +135,7 @@ class _Across(Canonical):
 
     @property
     def in_order(self) -> bool:
-        """Those of all devices are in no order."""
+        """Keys gathered from all devices are not sorted by position."""
         return self.folds_own and super().in_order
 
     @property
@@ -144,7 +144,7 @@ class _Across(Canonical):
         return not self.queries_sharded and super().in_order
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for a bias and a mask of numbers, of which a device has a part."""
+        """Raises `NotImplementedError` for array `bias` or `mask`: each device holds only a shard of them."""
         super().check(call)
         for name in ("bias", "mask"):
             if getattr(call.operands, name) is not None:
@@ -189,7 +189,7 @@ class _Across(Canonical):
         return as_invariant(found, self.axes + (apart if sink.ndim == 1 else ()))
 
     def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
-        """Each device folds its share of the leaves; their nodes are gathered, for each head of the batch."""
+        """Folds a share of the leaves on each device and gathers the nodes."""
         operands, given = self._with_all_queries(call.operands, given)
         operands = self._with_keys_of_all(self._varying(operands))
         share = lax.axis_index(self.axes) if self.axes else jnp.int32(0)

@@ -107,9 +107,9 @@ class AbstractKernel(abc.ABC):
         """
 
     def corrected(self, cotangent: AttentionState, rest: Array) -> AttentionState:
-        """The cotangent that `backward` is given, for that of a state and what rounding took from its `lse`.
+        """Corrects the cotangent of a state for the rounding error of its `lse`, before `backward` gets it.
 
-        By default divided by the exponential of the rest where the kernel has a `forward_and_rest` of its own.
+        By default divides by the exponential of the rest where the kernel has a `forward_and_rest` of its own.
         """
         if type(self).forward_and_rest is AbstractKernel.forward_and_rest:
             return cotangent
