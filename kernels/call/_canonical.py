@@ -11,13 +11,11 @@ from jaxtyping import Array
 
 from .._checks import received
 from ..masks._abstract import AbstractMask, And, check_mask
-from ..masks._all import All
-from ..masks._causal import Causal
 from ..masks._lengths import Lengths
 from ..masks._segments import Segments, looked_up
 from ..masks._structure import WINDOWS, MaskStructure, structure_of, window_mask, window_structure
 from ..masks._visibility import visible
-from ..masks._window import Window
+from ..masks._window import All, Causal, Window
 from ._tokens import Tokens
 
 

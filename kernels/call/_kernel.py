@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..masks._abstract import AbstractMask
-from ..masks._all import All
 from ..masks._lengths import Lengths
+from ..masks._window import All
 from ._operands import KernelCall, Operands, dequantized, differentiated, map_some, with_moved
 from ._state import AttentionState, holds_keys
 
