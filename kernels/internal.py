@@ -63,9 +63,9 @@ from .call._operands import is_static as is_static
 from .call._operands import out_dtype as out_dtype
 from .call._options import KernelOptions as KernelOptions
 from .call._options import MergedOptions as MergedOptions
+from .call._options import MergedScoreOptions as MergedScoreOptions
 from .call._options import RowOptions as RowOptions
 from .call._options import ScoreOptions as ScoreOptions
-from .call._options import SinkOptions as SinkOptions
 from .call._options import check_options as check_options
 from .call._sink import check_sink as check_sink
 from .call._sink import with_sink as with_sink

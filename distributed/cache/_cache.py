@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    SinkOptions,
+    MergedScoreOptions,
     check_floating_dtype,
     check_integer,
     received,
@@ -157,7 +157,7 @@ class KVCache(AbstractTokens):
         lengths: Int[Array, " B"] | None = None,
         query_positions: Int[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | AbstractMask | None = None,
-        **options: Unpack[SinkOptions],
+        **options: Unpack[MergedScoreOptions],
     ) -> AttentionState:
         r"""The attention of queries over the tokens in the cache.
 

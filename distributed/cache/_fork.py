@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     BoundScore,
-    SinkOptions,
+    MergedScoreOptions,
     reads_first,
     received,
     split_score,
@@ -140,7 +140,7 @@ class ForkedCache(eqx.Module):
         source: Float[Array, "B T N Hv"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         query_positions: Int[Array, "..."] | None = None,
-        **options: Unpack[SinkOptions],
+        **options: Unpack[MergedScoreOptions],
     ) -> AttentionState:
         """The attention of queries over the tokens of their prompts and their rows' own.
 

@@ -10,8 +10,8 @@ from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     LEAF,
     Candidate,
+    MergedScoreOptions,
     Scales,
-    SinkOptions,
     candidates,
     check_call,
     check_options,
@@ -76,14 +76,14 @@ def energy_of_cache(
 
 
 def check_scores(
-    options: SinkOptions, mask: Array | AbstractMask | None, window: int | None
-) -> tuple[tuple[Candidate, ...], SinkOptions]:
+    options: MergedScoreOptions, mask: Array | AbstractMask | None, window: int | None
+) -> tuple[tuple[Candidate, ...], MergedScoreOptions]:
     """The implementations, and the options with the causality and the window of a cache.
 
     Raises `TypeError` for an unknown option or one of another type, and `ValueError` for a window
     that is wider than the cache's.
     """
-    check_options(options, SinkOptions)
+    check_options(options, MergedScoreOptions)
     names = candidates(options.get("implementation"), options.get("reproducible", False))
     reach = check_reach(options.get("local_window_size"), window)
     causal = options.get("is_causal", mask is None)
@@ -131,7 +131,7 @@ def state_of(
     query: Array,
     positions: Array,
     names: tuple[Candidate, ...],
-    options: SinkOptions,
+    options: MergedScoreOptions,
     *,
     source: Any = None,
     mask: Array | AbstractMask | None = None,
