@@ -19,18 +19,16 @@ from energy_attn.kernels.internal import (
     CallOnDevice,
     Candidate,
     Canonical,
-    CanonicalCall,
     FoldOfRows,
     KernelCall,
     Operands,
-    Sums,
-    Units,
+    PerHeadSums,
     check_call_of,
     floating,
     function_call,
-    given_rows,
     is_reproducible,
     reproducible_kernels,
+    run_of,
     tree_sum,
     unit_numbers,
     vary_over,
@@ -67,10 +65,9 @@ class Reproducible(AbstractMethod):
 
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `check_call_of` does."""
-        (*_, given), settings, operands, axes, queries_sharded, others = call
+        names, settings, operands, axes, queries_sharded, others = call
         operands = operands.positioned()
-        length = given.run if isinstance(given, Canonical) else None
-        kernel = _Across(length, axes, queries_sharded, others)
+        kernel = _Across(run_of(names), axes, queries_sharded, others)
         check_call_of(kernel, KernelCall(operands, settings))
         # The derivative of a cast is a sum over devices, so that those of known axes are left to the kernel.
         varying = frozenset().union(*map(varying_axes, jax.tree.leaves(operands))) - set(axes)
@@ -168,64 +165,52 @@ class _Across(Canonical):
             directions = directions._replace(key=key, value=value)
         return self._fold(TANGENT, call, state, directions)
 
-    def query_cotangent(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
-        given = vary_together((state, cotangent), self.axes)
-        return self._fold(QUERY_COTANGENT, call, *given)
+    def query_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
+        return self._fold(QUERY_COTANGENT, call, *vary_together(given, self.axes))
 
-    def key_cotangents(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Array, Array]:
-        operands, *given = self._with_all_queries(call.operands, state, cotangent)
+    def key_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Array, Array]:
+        operands, given = self._with_all_queries(call.operands, given)
         return CallOnDevice(operands, call.settings).key_cotangents(*given)
 
-    def sink_cotangent(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
+    def sink_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
         """The terms of all rows are gathered, one number each."""
-        operands, state, cotangent = self._varying((call.operands, state, cotangent))
-        terms = CallOnDevice(operands, call.settings).sink_terms(state, cotangent)
+        operands, given = self._varying((call.operands, given))
+        terms = CallOnDevice(operands, call.settings).sink_terms(*given)
         if self.queries_sharded:
             terms, positions = self._all((terms, operands.tokens.query_positions))
             of_all = lax.full_like(operands.query, 0, shape=(*terms.shape, 1))
             tokens = operands.tokens._replace(query_positions=positions, query_segments=None)
             operands = operands._replace(query=of_all, tokens=tokens)
         found = CallOnDevice(operands, call.settings).sink_sums(terms)
-        units = Units(found, unit_numbers(operands))
+        units = PerHeadSums(found, unit_numbers(operands))
         sink: Any = call.operands.sink
         apart = tuple(axis for axis in self.others if axis not in varying_axes(sink))
         found = units.found if sink.ndim == 2 else _of_all(units, apart).of_heads()
         return as_invariant(found, self.axes + (apart if sink.ndim == 1 else ()))
 
-    def array_cotangents(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Any, ...]:
+    def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
         """Each device folds its share of the leaves; their nodes are gathered, for each head of the batch."""
-        operands, *given = self._with_all_queries(call.operands, state, cotangent)
+        operands, given = self._with_all_queries(call.operands, given)
         operands = self._with_keys_of_all(self._varying(operands))
-        sums = Sums(CanonicalCall(operands, call.settings, in_order=False))
-        rows = given_rows(operands.query, *self._varying(given))
         share = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         shares = lax.axis_size(self.axes) if self.axes else 1
-        nodes = sums.nodes_of_arrays(rows, [operands.key, operands.value], share, shares)
+        whole = KernelCall(operands, call.settings)
+        nodes = Canonical().sums(whole, *self._varying(given)).nodes_of_arrays(share, shares)
         nodes, numbers = jax.tree.map(lambda x: joined(x, self.axes, 0), nodes)
-        units = Units(jax.vmap(tree_sum, (1, 1))(numbers, nodes), unit_numbers(operands))
+        units = PerHeadSums(jax.vmap(tree_sum, (1, 1))(numbers, nodes), unit_numbers(operands))
         return as_invariant(_of_all(units, self.others).summed(), self.axes + self.others)
 
     def _varying(self, tree: Tree) -> Tree:
         return vary_together(tree, self.axes + self.others)
 
     def _with_all_queries(
-        self, operands: Operands, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Operands, AttentionState, AttentionState]:
-        operands, state, cotangent = vary_together((operands, state, cotangent), self.axes)
+        self, operands: Operands, given: tuple[AttentionState, ...]
+    ) -> tuple[Operands, tuple[AttentionState, ...]]:
+        operands, given = vary_together((operands, given), self.axes)
         if not self.queries_sharded:
-            return operands, state, cotangent
-        found = operands._replace(
-            query=self._all(operands.query), tokens=operands.tokens.map_queries(self._all)
-        )
-        return found, *self._all((state, cotangent))
+            return operands, given
+        tokens = operands.tokens.map_queries(self._all)
+        return operands._replace(query=self._all(operands.query), tokens=tokens), self._all(given)
 
     def _fold(self, fold: FoldOfRows, call: KernelCall, *others: Any) -> Any:
         """The results for rows, whose type does not vary where all devices have the same queries."""
@@ -255,6 +240,6 @@ class _Across(Canonical):
         return jax.tree.map(lambda x: joined(x, self.axes, 1), tree)
 
 
-def _of_all(units: Units, axes: Axes) -> Units:
+def _of_all(units: PerHeadSums, axes: Axes) -> PerHeadSums:
     """Units of all devices that share batch and heads."""
     return jax.tree.map(lambda x: joined(x, axes, 0), units)

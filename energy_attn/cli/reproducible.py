@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
             f"{cost.program:<36} {cost.reproducible / cost.plain:6.2f}   ({1e3 * cost.plain:.2f} ms)"
         )
     if args.json:
-        found = {"jax": jax.__version__, "machine": machine, "dtype": args.dtype}
+        found = {"format": FORMAT, "jax": jax.__version__, "machine": machine, "dtype": args.dtype}
         found |= {
             name: [x._asdict() for x in rows] for name, rows in (("bits", lines), ("costs", costs))
         }

@@ -13,7 +13,7 @@ from ..masks._abstract import AbstractMask
 from ..masks._lengths import Lengths
 from ..masks._window import All
 from ._operands import KernelCall, Operands, dequantized, differentiated, map_some, with_moved
-from ._state import AttentionState, holds_keys
+from ._state import AttentionState, divided, holds_keys
 
 
 class AbstractKernel(abc.ABC):
@@ -38,6 +38,8 @@ class AbstractKernel(abc.ABC):
         scores: whether it computes scores of `energy_attn.scores`; if not, it gets no call with one.
         differentiated_by_jax: whether all derivatives are JAX's own of `forward`, those of any order and that in
             the source too. Otherwise those of second order are of the blockwise kernel, which computes the same.
+        reproducible: whether the bits of a row depend on it, the keys that it sees and the options alone. Derivatives
+            of second order then raise, as their sums would be in another order.
 
     Examples:
         >>> from energy_attn.kernels import AbstractKernel
@@ -60,6 +62,7 @@ class AbstractKernel(abc.ABC):
     masks: ClassVar[tuple[type[AbstractMask], ...]]
     scores: ClassVar[bool] = False
     differentiated_by_jax: ClassVar[bool] = False
+    reproducible: ClassVar[bool] = False
 
     @abc.abstractmethod
     def check(self, call: KernelCall) -> None:
@@ -102,6 +105,15 @@ class AbstractKernel(abc.ABC):
         P_a (\dot{out}\cdot v_a - \delta)$. A cotangent of `lse` that is None is zero. Fully masked
         rows get zeros.
         """
+
+    def corrected(self, cotangent: AttentionState, rest: Array) -> AttentionState:
+        """The cotangent that `backward` is given, for that of a state and what rounding took from its `lse`.
+
+        By default divided by the exponential of the rest where the kernel has a `forward_and_rest` of its own.
+        """
+        if type(self).forward_and_rest is AbstractKernel.forward_and_rest:
+            return cotangent
+        return divided(cotangent, jnp.exp(-rest))
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
@@ -194,11 +206,6 @@ def _of_rows_with_keys(state: AttentionState, change: AttentionState) -> Attenti
 
 _QKV = "query", "key", "value"
 Candidate = str | AbstractKernel  # what may compute a call: a name of the registry, or a kernel
-
-
-def knows_rest(kernel: AbstractKernel) -> bool:
-    """Whether a kernel has a `forward_and_rest` of its own."""
-    return type(kernel).forward_and_rest is not AbstractKernel.forward_and_rest
 
 
 def check_call_of(kernel: AbstractKernel, call: KernelCall) -> None:

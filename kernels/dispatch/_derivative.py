@@ -11,7 +11,7 @@ from jaxtyping import Array
 from ..autodiff._function import AbstractFunction, function_call
 from ..autodiff._linear import AbstractLinearMap, linear_call
 from ..call._checkpoint import named, named_rest
-from ..call._kernel import AbstractKernel, as_read, knows_rest
+from ..call._kernel import AbstractKernel, as_read
 from ..call._operands import (
     KernelCall,
     Operands,
@@ -19,10 +19,8 @@ from ..call._operands import (
     cotangents,
     differentiated,
 )
-from ..call._state import AttentionState, divided, of_each
+from ..call._state import AttentionState
 from ..xla._blockwise import Blockwise, empty_like
-from ..xla._canonical import Canonical
-from ..xla._canonical_call import rounded
 from ..xla._tangent import tangent
 from ._lowering import run_when_lowered
 
@@ -203,7 +201,7 @@ class _OfKernels(AbstractDerivative):
     def plain(self) -> AbstractDerivative:
         # All kernels compute the same function, so the derivative of any tangent or backward is that
         # of the blockwise one, which is written in JAX.
-        if isinstance(self.kernels[-1], Canonical):
+        if self.kernels[-1].reproducible:
             raise NotImplementedError(
                 "reproducible: wanted False for second derivatives, whose sums would be in another order, got True"
             )
@@ -240,12 +238,7 @@ def _backward(
     rest: Array,
     cotangent: AttentionState,
 ) -> Operands:
-    if isinstance(kernel, Canonical):
-        # rounded, or XLA multiplies a constant factor of the cotangent by this one first
-        cotangent = divided(rounded(cotangent), of_each(jnp.exp, -rest))
-    elif knows_rest(kernel):
-        cotangent = divided(cotangent, jnp.exp(-rest))
-    return kernel.backward(call, state, cotangent)
+    return kernel.backward(call, state, kernel.corrected(cotangent, rest))
 
 
 def _like_state(settings: Settings, operands: Operands, state: AttentionState, *_: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The canonical folds of a call, whole, or in nodes of the tree that travel between devices, by a platform's kernel."""
+"""Canonical folds of a call by a platform's kernel: whole, or in nodes of the tree that devices send."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,55 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from ..call._kernel import AbstractKernel
 from ..call._leaves import LEAF
 from ..call._operands import KernelCall, Operands, Settings
 from ..call._state import AttentionState, lse_dtype
-from ..pallas.canonical._kernel import AbstractCanonical
 from ..xla._blockwise import empty_like
-from ..xla._canonical import Canonical
 from ._lowering import run_when_lowered
 from ._registry import accepting, reproducible_kernels
 
-Canonicals = AbstractCanonical | Canonical
-Given = AttentionState | Operands  # what a derivative is of, beside the call
-
-
-@dataclasses.dataclass(frozen=True)
-class FoldOfRows:
-    """What is folded for each row over its keys; static.
-
-    Attributes:
-        over_keys: the fold of a kernel, `(kernel, call, *others)`.
-        rounded: what is made of its results, `(kernel, call, results, *others)`.
-        like: arrays of the types of that, `(settings, operands, *others)`.
-        widths: the features of what a node has for each row, None for a number, `(operands)`.
-    """
-
-    over_keys: Callable[..., Any]
-    rounded: Callable[..., Any]
-    like: Callable[..., Any]
-    widths: Callable[[Operands], tuple[int | None, ...]]
-
-    def whole(self, of: "CallOnDevice", *others: Given) -> Any:
-        """The results, over all keys of a call."""
-        kernels = of.kernels(None)
-        return run_when_lowered(_Whole(self), self.like, kernels, of.settings, of.operands, *others)
-
-    def nodes(self, of: "CallOnDevice", run: int, *others: Given) -> tuple[list[Array], Array]:
-        """Nodes of the tree over keys in runs of whole leaves, `[nodes, B, T, N, ...]`, and where they are in it."""
-        leaves = run // LEAF
-        # of a number of leaves that is no power of two, each run has several nodes
-        step = _Nodes(self, leaves & -leaves)
-        return run_when_lowered(step, step.like, of.kernels(run), of.settings, of.operands, *others)
-
-    def of_nodes(
-        self, of: "CallOnDevice", nodes: list[Array], numbers: Int[Array, "B nodes"], *others: Given
-    ) -> Any:
-        """The results, over the nodes of all devices."""
-        step = _OfNodes(self)
-        given = of.kernels(LEAF), of.settings, of.operands, nodes, numbers, *others
-        return run_when_lowered(step, step.like, *given)
+Like = Callable[..., Any]  # (settings, operands, *args) to arrays of a result's types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,92 +26,106 @@ class CallOnDevice:
     operands: Operands
     settings: Settings
 
-    def kernels(self, run: int | None) -> Sequence[AbstractKernel]:
-        """The kernels that take it, of keys in such runs."""
-        return accepting(reproducible_kernels(run), self.settings, self.operands)[0]
+    def run(
+        self, method: Callable[..., Any], like: Like, *args: Any, run: int | None = None
+    ) -> Any:
+        """`method(kernel, call, *args)` of the kernel that takes the call, of keys in such runs."""
+        kernels, _ = accepting(reproducible_kernels(run), self.settings, self.operands)
+        return run_when_lowered(method, like, kernels, self.settings, self.operands, *args)
 
-    def key_cotangents(
-        self, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Array, Array]:
+    def key_cotangents(self, *given: AttentionState) -> tuple[Array, Array]:
         """The gradients of keys and values, in the dtype of the scores."""
-        of = self.kernels(None), self.settings, self.operands
-        return run_when_lowered(_key_cotangents, _like_keys, *of, state, cotangent)
+        return self.run(_Method("key_cotangents"), _like_keys, *given)
 
-    def sink_terms(self, state: AttentionState, cotangent: AttentionState) -> Array:
-        """What each row adds to the gradient of a sink, `[B, T, N]`."""
-        of = self.kernels(None), self.settings, self.operands
-        return run_when_lowered(_sink_terms, _like_terms, *of, state, cotangent)
+    def sink_terms(self, *given: AttentionState) -> Array:
+        """Terms of rows in the gradient of a sink, `[B, T, N]`."""
+        return self.run(_Method("sink_terms"), _like_terms, *given)
 
     def sink_sums(self, terms: Array) -> Array:
-        """The sums of numbers of rows, `[B, N]`."""
-        of = self.kernels(None), self.settings, self.operands
-        return run_when_lowered(_sink_sums, _like_sums, *of, terms)
+        """Sums of one number per row, `[B, N]`."""
+        return self.run(_Method("sink_sums"), _like_sums, terms)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Whole:
-    fold: FoldOfRows
+class FoldOfRows:
+    """A fold of each row over its keys; static.
 
-    def __call__(self, kernel: Canonicals, call: KernelCall, *others: Given) -> Any:
-        found = self.fold.over_keys(kernel, call, *others).whole()
-        return self.fold.rounded(kernel, call, found, *others)
+    Attributes:
+        name: the method of a canonical kernel that returns the `AbstractRowsFold`.
+        like: arrays of the types of its results.
+        widths: the features of what a node has for each row, None for a number, `(operands)`.
+    """
+
+    name: str
+    like: Like
+    widths: Callable[[Operands], tuple[int | None, ...]]
+
+    def whole(self, of: CallOnDevice, *others: Any) -> Any:
+        """The results, over all keys of a call."""
+        return of.run(_Whole(self.name), self.like, *others)
+
+    def nodes(self, of: CallOnDevice, run: int, *others: Any) -> tuple[list[Array], Array]:
+        """Partial folds, one per run of whole leaves, `[nodes, B, T, N, ...]`, with their index in the tree."""
+        leaves = run // LEAF
+        # of a number of leaves that is no power of two, each run has several nodes
+        step = _Nodes(self.name, self, leaves & -leaves)
+        return of.run(step, step.like, *others, run=run)
+
+    def of_nodes(
+        self, of: CallOnDevice, nodes: list[Array], numbers: Int[Array, "B nodes"], *others: Any
+    ) -> Any:
+        """The results, over the nodes of all devices."""
+        step = _OfNodes(self.name, self)
+        return of.run(step, step.like, (nodes, numbers), *others, run=LEAF)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Nodes:
+class _Method:
+    name: str
+
+    def __call__(self, kernel: Any, call: KernelCall, *args: Any) -> Any:
+        return getattr(kernel, self.name)(call, *args)
+
+
+class _Whole(_Method):
+    def __call__(self, kernel: Any, call: KernelCall, *args: Any) -> Any:
+        return super().__call__(kernel, call, *args).whole()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nodes(_Method):
     fold: FoldOfRows
     leaves: int
 
-    def __call__(self, kernel: Canonicals, call: KernelCall, *others: Given) -> Any:
-        return self.fold.over_keys(kernel, call, *others).nodes(self.leaves)
+    def __call__(self, kernel: Any, call: KernelCall, *args: Any) -> Any:
+        return super().__call__(kernel, call, *args).nodes(self.leaves)
 
-    def like(self, settings: Settings, operands: Operands, *others: Given) -> Any:
-        del settings, others
-        query, count = operands.query, -(-operands.key.shape[1] // (self.leaves * LEAF))
-        dtype, rows = lse_dtype(query.dtype), (count, *query.shape[:3])
-        widths = self.fold.widths(operands)
-        shapes = (rows if width is None else (*rows, width) for width in widths)
-        nodes = [lax.full_like(query, 0, dtype, shape) for shape in shapes]
+    def like(self, settings: Settings, operands: Operands, *_: Any) -> Any:
+        count = -(-operands.key.shape[1] // (self.leaves * LEAF))
+        nodes = _of_rows(operands, *self.fold.widths(operands), lead=(count,))
+        query = operands.query
         return nodes, lax.full_like(query, 0, jnp.int32, (query.shape[0], count))
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfNodes:
+class _OfNodes(_Method):
     fold: FoldOfRows
 
-    def __call__(
-        self,
-        kernel: Canonicals,
-        call: KernelCall,
-        nodes: list[Array],
-        numbers: Array,
-        *others: Given,
-    ) -> Any:
-        found = self.fold.over_keys(kernel, call, *others).of_nodes(nodes, numbers)
-        return self.fold.rounded(kernel, call, found, *others)
+    def __call__(self, kernel: Any, call: KernelCall, *args: Any) -> Any:
+        return super().__call__(kernel, call, *args[1:]).of_nodes(*args[0])
 
-    def like(
-        self, settings: Settings, operands: Operands, _: list[Array], numbers: Array, *others: Given
-    ) -> Any:
-        del numbers
+    def like(self, settings: Settings, operands: Operands, _: Any, *others: Any) -> Any:
         return self.fold.like(settings, operands, *others)
 
 
-def _key_cotangents(kernel: Canonicals, call: KernelCall, *given: AttentionState) -> Any:
-    return kernel.key_cotangents(call, *given)
-
-
-def _sink_terms(kernel: Canonicals, call: KernelCall, *given: AttentionState) -> Array:
-    return kernel.sink_terms(call, *given)
-
-
-def _sink_sums(kernel: Canonicals, call: KernelCall, terms: Array) -> Array:
-    return kernel.sink_sums(call, terms)
+def _of_rows(operands: Operands, *widths: int | None, lead: tuple[int, ...] = ()) -> list[Array]:
+    query, rows = operands.query, (*lead, *operands.query.shape[:3])
+    shapes = (rows if width is None else (*rows, width) for width in widths)
+    return [lax.full_like(query, 0, lse_dtype(query.dtype), shape) for shape in shapes]
 
 
 def _like_terms(settings: Settings, operands: Operands, *_: object) -> Array:
-    query = operands.query
-    return lax.full_like(query, 0, lse_dtype(query.dtype), query.shape[:3])
+    return _of_rows(operands, None)[0]
 
 
 def _like_sums(settings: Settings, operands: Operands, terms: Array) -> Array:
@@ -161,8 +134,7 @@ def _like_sums(settings: Settings, operands: Operands, terms: Array) -> Array:
 
 def _like_keys(settings: Settings, operands: Operands, *_: object) -> tuple[Array, Array]:
     dtype = lse_dtype(operands.query.dtype)
-    key, value = (lax.full_like(x, 0, dtype) for x in (operands.key, operands.value))
-    return key, value
+    return lax.full_like(operands.key, 0, dtype), lax.full_like(operands.value, 0, dtype)
 
 
 def _like_state(settings: Settings, operands: Operands) -> tuple[AttentionState, Array]:
@@ -171,7 +143,7 @@ def _like_state(settings: Settings, operands: Operands) -> tuple[AttentionState,
 
 
 def _like_query(settings: Settings, operands: Operands, *_: object) -> Array:
-    return lax.full_like(operands.query, 0, lse_dtype(operands.query.dtype))
+    return _of_rows(operands, operands.query.shape[-1])[0]
 
 
 def _like_tangent(
@@ -180,21 +152,6 @@ def _like_tangent(
     return jax.tree.map(jnp.zeros_like, state)
 
 
-STATE = FoldOfRows(
-    lambda kernel, call: kernel.state_over_keys(call),
-    lambda kernel, call, found: kernel.rounded_state(call, found),
-    _like_state,
-    lambda operands: (None, None, operands.value.shape[-1]),
-)
-QUERY_COTANGENT = FoldOfRows(
-    lambda kernel, call, *given: kernel.query_over_keys(call, *given),
-    lambda kernel, call, found, *_: kernel.rounded_query(call, found),
-    _like_query,
-    lambda operands: (operands.query.shape[-1],),
-)
-TANGENT = FoldOfRows(
-    lambda kernel, call, *given: kernel.tangent_over_keys(call, *given),
-    lambda kernel, call, found, state, _: kernel.rounded_tangent(state, found),
-    _like_tangent,
-    lambda operands: (operands.value.shape[-1], None, None),
-)
+STATE = FoldOfRows("state_fold", _like_state, lambda x: (None, None, x.value.shape[-1]))
+QUERY_COTANGENT = FoldOfRows("query_fold", _like_query, lambda x: (x.query.shape[-1],))
+TANGENT = FoldOfRows("tangent_fold", _like_tangent, lambda x: (x.value.shape[-1], None, None))

@@ -106,7 +106,12 @@ def differentiated_by_jax(names: Sequence[Candidate]) -> bool:
 
 def is_reproducible(names: Sequence[Candidate]) -> bool:
     """Whether what computes a call gives a row the same bits in every call."""
-    return isinstance(names[-1], Canonical)
+    return _kernel_of(names[-1]).reproducible
+
+
+def run_of(names: Sequence[Candidate]) -> int | None:
+    """The runs of keys that the kernels of a reproducible call may count on."""
+    return getattr(names[-1], "run", None)
 
 
 def _kernel_of(name: Candidate) -> AbstractKernel:

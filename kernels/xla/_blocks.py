@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from .._slice import Corner, add_at, slice_at
 from ..call._operands import Operands, Settings, bound_score, present_keys, zero_absent
 from ..call._state import lse_dtype, precision, unfused
 from ..scores._abstract import At
@@ -25,7 +26,6 @@ from ._grid import (
     take_keys,
     take_queries,
 )
-from ._slice import Corner, add_at, slice_at
 
 
 class BlockedOperands:

@@ -1,331 +1,235 @@
-"""The kernel whose bits depend on a row and the keys that it sees alone: canonical tiles, folded by a canonical tree.
+"""The canonical kernel in XLA's operations, for CPUs, and gradients that are sums over the scores of a call.
 
-A leaf holds the keys of `LEAF` successive positions. A tile of rows meets a leaf in one program, whose rows do not
-depend on how many they are, and leaves are joined by the binary tree over their numbers. A leaf of which a row sees
-nothing is the identity of a join in every bit. So neither other rows, nor where keys lie in an array and what is
-beside them, change a bit.
+For a bias and a score's arrays the canonical tree folds what tiles of queries of one head add, at a leaf of keys; then
+leaves; then heads; then entries of the batch. An axis that an array has is kept.
 """
 
 import dataclasses
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
-from ..call._kernel import AbstractKernel, check_dtypes
+from ..call._kernel import check_dtypes
 from ..call._leaves import LEAF
-from ..call._operands import KernelCall, Operands, cotangents, differentiated, out_dtype
-from ..call._state import AttentionState, holds_keys, of_each, unfused
+from ..call._operands import KernelCall
+from ..call._state import AttentionState, divided, of_each
+from ..fold import _tree as tree
+from ..fold._call import QUERIES, rounded
+from ..fold._kernel import AbstractCanonical, backward_rows, check_whole, unit_indices
+from ..fold._programs import Blocks, score_changes
+from ..fold._tree import entry
 from ..masks._abstract import AbstractMask
 from ..masks._lengths import Lengths
-from ._blockwise import cast_like, empty_like
-from ._canonical_call import CanonicalCall, Tile, check_whole
-from ._canonical_passes import OverKeys, add, of_rows, over_queries
-from ._canonical_sums import Sums, sink_units
-from ._canonical_tiles import (
-    Part,
-    backward_rows,
-    d_scores,
-    finished,
-    join_parts,
-    of_sink,
-    part,
-    product,
-    raw_scores,
-    sums,
-    weighed_sum,
-    without_signs,
-)
+from ..scores._structure import floating
+from ._canonical_schedule import XLASchedule
+from ._canonical_tiles import PairsOfTile
+from ._each import hidden
+
+Unit = Callable[[Array, Array], Any]  # (entry of the batch, head)
+Term = Callable[[Blocks, Blocks, PairsOfTile], Any]  # (rows, keys, pairs)
+
+
+class ScoreSums:
+    """Sums over the tiles of queries and leaves of keys of a call.
+
+    Two queries of one position make them NaN, as they do gradients of keys. Raises `NotImplementedError` for more heads
+    and entries of the batch than there are numbers.
+    """
+
+    def __init__(self, of: XLASchedule, rows: Blocks):
+        """`rows`: of a backward."""
+        self._of, self._rows = of, rows
+        self._batches, self._heads = unit_indices(of.operands)
+        self._keys = {"key": of.operands.key, "value": of.operands.value}
+
+    def of_arrays(self) -> tuple[Any, ...]:
+        """The gradients of the score's arrays."""
+        zeros = self._like_arrays()
+        return self._over_units(self._over_leaves(self._to_arrays, zeros), zeros, False, False)
+
+    def nodes_of_arrays(
+        self, share: Array, shares: int
+    ) -> tuple[tuple[Any, ...], Int[Array, "nodes B"]]:
+        """Gradients of arrays in nodes over a share of the leaves, `[nodes, B, N, ...]`, with the nodes' numbers.
+
+        There are two: of leaves that begin in the middle of a node there is one node more than shares.
+        """
+        held, zeros = self._of.held, self._like_arrays()
+        size = jnp.int32(1 << (-(-held.tiles // shares) - 1).bit_length())
+        begin = jnp.broadcast_to(held.numbers[:, 0], (self._of.batch,))
+        places = share + jnp.arange(2, dtype=jnp.int32) * shares
+
+        def node(place: Array) -> Any:
+            def between(batch: Array) -> tuple[Array, Array]:
+                first = place * size - lax.rem(begin[batch], size)
+                return jnp.clip(first, 0, held.tiles), jnp.clip(first + size, 0, held.tiles)
+
+            over_leaves = self._over_leaves(self._to_arrays, zeros, between=between)
+            return self._over_units(over_leaves, zeros, True, True)
+
+        return lax.map(node, places), lax.div(begin, size)[None] + places[:, None]
+
+    def of_bias(self) -> Array:
+        """The gradient of the bias."""
+        of, asked = self._of, self._of.asked
+        bias: Any = of.operands.bias
+        with_batch, with_heads, with_queries, with_keys = (size > 1 for size in bias.shape)
+        height, width = QUERIES if with_queries else 1, LEAF if with_keys else 1
+        tiles = asked.tiles if with_queries else 1
+        leaves = of.held.tiles if with_keys else 1
+
+        def to_bias(rows: Blocks, keys: Blocks, pairs: PairsOfTile) -> Array:
+            found = score_changes(of.arithmetic, of.scores(), rows, keys, pairs, pulled=False)
+            change = found.change if with_keys else of.arithmetic.total(found.change)
+            return change[0] if with_queries else of.arithmetic.total(change.mT)[0].mT
+
+        zeros = of.empty(height, width)
+        over_leaves = self._over_leaves(to_bias, zeros, with_queries, with_keys)
+
+        def unit(batch: Array, head: Array) -> Array:
+            x = over_leaves(batch, head).reshape(leaves, tiles, height, width)
+            x = x.transpose(1, 2, 0, 3).reshape(tiles * height, leaves * width)
+            x = asked.taken(x, batch) if with_queries else x
+            return of.held.taken(x.T, batch).T if with_keys else x
+
+        found = self._over_units(unit, of.empty(*bias.shape[2:]), with_batch, with_heads)
+        return found.reshape(bias.shape)
+
+    def _like_arrays(self) -> tuple[Any, ...]:
+        arrays = self._of.operands.score_arrays
+        return tuple(self._of.empty(*x.shape) if floating(x) else None for x in arrays)
+
+    def _to_arrays(self, rows: Blocks, keys: Blocks, pairs: PairsOfTile) -> Any:
+        scores = self._of.scores()
+        found = score_changes(self._of.arithmetic, scores, rows, keys, pairs, pulled=False)
+        return scores.pulled(found.raw, found.change, pairs)
+
+    def _over_units(self, unit: Unit, zeros: Any, with_batch: bool, with_heads: bool) -> Any:
+        """`unit` of all entries of the batch and heads: summed, or on an axis each."""
+
+        def one(batch: Array) -> Any:
+            return _over(self._heads, lambda head: unit(batch, head), zeros, with_heads)
+
+        of_entry = _stacked(zeros, len(self._heads)) if with_heads else zeros
+        return _over(self._batches, one, of_entry, with_batch)
+
+    def _over_leaves(
+        self,
+        term: Term,
+        zeros: Any,
+        with_tiles: bool = False,
+        with_leaves: bool = False,
+        between: Callable[[Array], tuple[Array, Array]] | None = None,
+    ) -> Unit:
+        """`term` of all tiles of a head that meet: summed, or on axes, the leaves first."""
+        of, held, asked = self._of, self._of.held, self._of.asked
+        keys_by_head = {n: lax.collapse(x, 2, 4)[:, :, None] for n, x in self._keys.items()}
+        sound = asked.checked(held.checked(of.empty(of.batch, 1)))[:, 0]
+        met = of.met(of.query_ids)
+        live_tiles = tree.following(met.swapaxes(1, 2))
+        live_leaves = tree.following(met.any(1))
+        of_leaf = _stacked(zeros, asked.tiles) if with_tiles else zeros
+
+        def unit(batch: Array, head: Array) -> Any:
+            def at_leaf(leaf: Array) -> Any:
+                share = lax.div(head, jnp.int32(of.group)), of.key_heads
+                keys = held.read(keys_by_head, batch, leaf, of.dtype, share)
+                of_keys = of.tokens(held, of.key_ids, batch, leaf)
+
+                def at_tile(index: Array) -> Any:
+                    of_rows = of.tokens(asked, of.query_ids, batch, index)
+                    of_rows = of_rows._replace(heads=head[None, None])
+                    heads = of.operands.query.shape[2]
+                    rows = of.member(self._rows, batch, index, 1, (head, heads))
+                    return term(rows, keys, of.pairs(batch, of_rows, of_keys))
+
+                live = entry(live_tiles, batch)[leaf]
+                numbers = entry(asked.numbers, batch)
+                return _over(numbers, at_tile, zeros, with_tiles, live, asked.depth)
+
+            live, numbers = entry(live_leaves, batch), entry(held.numbers, batch)
+            bounds = None if between is None else between(batch)
+            found = _over(numbers, at_leaf, of_leaf, with_leaves, live, held.depth, bounds)
+            return jax.tree.map(lambda x: x + sound[batch], found)
+
+        return unit
+
+
+def _over(
+    numbers: Int[Array, " count"],
+    term: Callable[[Array], Any],
+    zeros: Any,
+    kept: bool,
+    live: Int[Array, " following"] | None = None,
+    depth: int | None = None,
+    between: tuple[Array, Array] | None = None,
+) -> Any:
+    """`term(i)` for each live `i`: stacked on a first axis, or summed by the canonical tree."""
+    count = len(numbers)
+    live = jnp.arange(count + 1, dtype=jnp.int32) if live is None else live
+    first, stop = between or (jnp.int32(0), hidden(count))
+    if not kept:
+        depth = tree.depth_of(count) if depth is None else depth
+        return tree.fold_live(live, numbers, term, zeros, depth, _add, (first, stop))
+
+    def keep(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        i, found = carry
+        found = jax.tree.map(
+            lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, i, 0), found, term(i)
+        )
+        return live[i + 1], found
+
+    begin = live[first], _stacked(zeros, count)
+    return lax.while_loop(lambda carry: carry[0] < stop, keep, begin)[1]
+
+
+def _add(a: Any, b: Any) -> Any:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _stacked(tree: Any, count: int) -> Any:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)
 
 
 @dataclasses.dataclass(frozen=True)
-class Canonical(AbstractKernel):
-    """Bits of a row that depend on it, the keys that it sees and their positions, and on nothing else of a call.
+class Canonical(AbstractCanonical):
+    """Attention whose bits depend on a row and the keys that it sees, in XLA's operations.
 
     Keys may lie in any order, among absent ones, but two present keys of one position, or keys that are in
     more leaves than `S / LEAF + 1`, make all results of their batch entry NaN; two such queries, gradients of keys
     and values.
-
-    It knows the keys of its call alone: methods that merge the states of several devices' keys do so in an order of
-    their own. It takes the sink of a call, the last item of a row's fold. Derivatives of second order raise
-    `NotImplementedError`.
-
-    Attributes:
-        run: of how many keys each run of the array is, whose positions follow each other from a multiple of that number
-            on, but for absent ones, and later runs have larger positions: as in an array by position, and in blocks of
-            a cache. Whole leaves are then read where they lie, as they are where no positions are given. Not checked.
-            None: there are none.
     """
-
-    run: int | None = None
 
     name = "canonical"
     platforms = ()
     interpreted = ()
     exported = True
     masks = (AbstractMask, Lengths)
-    scores = True
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for a part of the keys of a row, and for a score with a source."""
-        operands, settings, _ = call
-        check_whole(settings)
-        check_dtypes(operands, ("float32", "bfloat16", "float16", "float64"))
+        check_whole(call.settings)
+        check_dtypes(call.operands, ("float32", "bfloat16", "float16", "float64"))
 
-    def forward(self, call: KernelCall) -> AttentionState:
-        """The softmax over leaves, joined."""
-        return self.forward_and_rest(call)[0]
+    def schedule(self, call: KernelCall, in_order: bool) -> XLASchedule:
+        return XLASchedule(call, in_order)
 
-    def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
-        """`forward`, and the rounding error of `lse`."""
-        operands, settings, _ = call
-        if _is_empty(operands):
-            state, sink = empty_like(settings, operands), self._of(call).sink()
-            state = state if sink is None else state._replace(lse=sink)
-            return state, jnp.zeros_like(state.lse)
-        return self.rounded_state(call, self.state_over_keys(call).whole())
+    def corrected(self, cotangent: AttentionState, rest: Array) -> AttentionState:
+        """Rounded, or XLA multiplies a constant factor of the cotangent by this one first."""
+        return divided(rounded(cotangent), of_each(jnp.exp, -rest))
 
-    def state_over_keys(self, call: KernelCall) -> OverKeys:
-        """The softmax of each row over leaves."""
-        operands, of = call.operands, self._of(call)
-        heads, width = operands.value.shape[2:]
-        dtype = out_dtype(operands, call.settings)
+    def bias_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
+        return self.sums(call, *given).of_bias()
 
-        def term(given: tuple, tile: Tile, key: Array, value: Array) -> Part:
-            return part(of.scores(given[0], key, tile), value)
+    def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
+        """The gradients of the score's arrays."""
+        return self.sums(call, *given).of_arrays()
 
-        def finish(given: tuple, whole: Part) -> tuple[Array, Array, Array]:
-            sink = given[1]
-            whole = whole if sink is None else join_parts(whole, of_sink(sink, whole))
-            out, lse, rest = finished(whole)
-            return without_signs(out.astype(dtype)), lse, rest
-
-        none = of.empty(heads, of.rows)
-        identity = Part(none - jnp.inf, none, of.empty(heads, of.rows, width))
-        rows = operands.query, of.sink()
-        return OverKeys(
-            of, rows, (operands.key, operands.value), identity, term, join_parts, finish
-        )
-
-    def rounded_state(
-        self, call: KernelCall, found: tuple[Array, Array, Array]
-    ) -> tuple[AttentionState, Array]:
-        """The state, from the results of `state_over_keys`."""
-        del call
-        out, lse, rest = found
-        return AttentionState(out, lse), rest
-
-    def backward(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Operands:
-        """Gradients of queries are folded over leaves, those of keys and values over tiles of queries.
-
-        Those of a bias, of a score's arrays and of a sink are `Sums`, computed where they are wanted.
-        """
-        operands, settings, _ = call
-        given = call, state, cotangent
-        others = jax.tree.map(jnp.zeros_like, differentiated(operands))
-        if not _is_empty(operands):
-            if operands.bias is not None and settings.needs.bias_grad:
-                others = others._replace(bias=self.bias_cotangent(*given))
-            if jax.tree.leaves(others.score_arrays) and settings.needs.score_grad:
-                others = others._replace(score_arrays=self.array_cotangents(*given))
-        has_rows = 0 not in operands.query.shape[:2]
-        if operands.sink is not None and settings.needs.sink_grad and has_rows:
-            others = others._replace(sink=self.sink_cotangent(*given))
-        found = cotangents(
-            self.query_cotangent(*given),
-            *self.key_cotangents(*given),
-            others.bias,
-            others.score_arrays,
-            others.sink,
-        )
-        return jax.tree.map(without_signs, cast_like(found, operands))
-
-    def sink_cotangent(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
-        """That of the sink."""
-        units, sink = sink_units(self, call, state, cotangent), call.operands.sink
-        return units.found if sink is not None and sink.ndim == 2 else units.of_heads()
-
-    def sink_sums(self, call: KernelCall, terms: Array) -> Array:
-        """The sums of numbers of rows, `[B, N]`."""
-        return Sums(self._of(call)).of_rows(terms)
-
-    def sink_terms(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
-        r"""What each row adds to that, $-e^{b - F} \delta$, `[B, T, N]`."""
-        of = self._of(call)
-
-        def term(given: tuple) -> Array:
-            rows = backward_rows(*given[0])
-            return unfused(of_each(jnp.exp, given[1] - rows.lse) * -rows.delta)
-
-        rows = given_rows(call.operands.query, state, cotangent), of.sink()
-        return of_rows(of, rows, term)
-
-    def bias_cotangent(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
-        """That of the bias."""
-        rows = given_rows(call.operands.query, state, cotangent)
-        return Sums(self._of(call)).of_bias(rows, list(call.operands.qkv[1:]))
-
-    def array_cotangents(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Any, ...]:
-        """Those of the score's arrays."""
-        rows = given_rows(call.operands.query, state, cotangent)
-        return Sums(self._of(call)).of_arrays(rows, list(call.operands.qkv[1:]))
-
-    def query_cotangent(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> Array:
-        """That of the queries of a call, in the dtype of the scores: folded over leaves."""
-        if _is_empty(call.operands):
-            return self._of(call).empty(*call.operands.query.shape)
-        return self.rounded_query(call, self.query_over_keys(call, state, cotangent).whole())
-
-    def query_over_keys(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> OverKeys:
-        """The gradient of each row over leaves."""
-        query, key, value = call.operands.qkv
-        of = self._of(call)
-
-        def to_queries(given: tuple, tile: Tile, key: Array, value: Array) -> Array:
-            rows = backward_rows(*given)
-            scores, pullback = of.scores_and_pullback(rows.query, key, tile)
-            return weighed_sum(pullback(d_scores(rows, scores, value)[1]), key)
-
-        none = of.empty(key.shape[2], of.rows, query.shape[-1])
-        rows = given_rows(query, state, cotangent)
-
-        def scaled(_: tuple, x: Array) -> Array:
-            return x * of.scale
-
-        return OverKeys(of, rows, (key, value), none, to_queries, jnp.add, scaled)
-
-    def rounded_query(self, call: KernelCall, found: Array) -> Array:
-        """The gradient, from the results of `query_over_keys`."""
-        del call
-        return found
-
-    def key_cotangents(
-        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
-    ) -> tuple[Array, Array]:
-        """Those of the keys and values of a call, likewise: folded over tiles of queries."""
-        query, key, value = call.operands.qkv
-        # the sums of a key are over queries alone, so that keys may be read as they lie
-        of, heads = CanonicalCall(call.operands, call.settings, in_order=True), key.shape[2]
-        if _is_empty(call.operands):
-            return of.empty(*key.shape), of.empty(*value.shape)
-
-        def to_keys(given: tuple, tile: Tile, key: Array, value: Array) -> tuple[Array, Array]:
-            rows = backward_rows(*given)
-            scores, pullback = of.scores_and_pullback(rows.query, key, tile)
-            weights, change = d_scores(rows, scores, value)
-            return (
-                product(pullback(change), rows.query, (1, 1)),
-                product(weights, rows.d_out, (1, 1)),
-            )
-
-        return over_queries(
-            of,
-            given_rows(query, state, cotangent),
-            (key, value),
-            (of.empty(heads, LEAF, key.shape[-1]), of.empty(heads, LEAF, value.shape[-1])),
-            to_keys,
-            add,
-            lambda x: (x[0] * of.scale, x[1]),
-        )
-
-    def tangent(
-        self, call: KernelCall, state: AttentionState, directions: Operands
-    ) -> AttentionState:
-        """Folded over leaves."""
-        if _is_empty(call.operands):
-            return AttentionState(*map(jnp.zeros_like, state))
-        return self.rounded_tangent(state, self.tangent_over_keys(call, state, directions).whole())
-
-    def tangent_over_keys(
-        self, call: KernelCall, state: AttentionState, directions: Operands
-    ) -> OverKeys:
-        """The tangent of each row over leaves."""
-        operands, of = call.operands, self._of(call)
-        heads, width = operands.value.shape[2:]
-        moved = [x for x in directions[1:3] if x is not None]
-
-        def term(given: tuple, tile: Tile, key: Array, value: Array, *changes: Array) -> tuple:
-            query, d_query, out, lse = given[:4]
-            d_key, d_value = _placed(changes, directions[1:3])
-            some = holds_keys(lse)
-            query = jnp.where(some[..., None], query, 0.0)
-            moves = [(d_query, key)] if d_query is not None else []
-            moves += [(query, d_key)] if d_key is not None else []
-            raw = [raw_scores(*x, of.scale) for x in moves]
-            change = functools.reduce(jnp.add, raw) if raw else None
-            scores, change = of.scores_and_change(query, key, change, directions, tile)
-            shift = jnp.where(some, lse, jnp.inf)[..., None]
-            weights = lax.optimization_barrier(unfused(jnp.exp(scores - shift)))
-            total, energy = jnp.zeros_like(out), jnp.zeros_like(lse)
-            if change is not None:
-                change = lax.optimization_barrier(unfused(weights * change))
-                total, energy = weighed_sum(change, value), sums(change)
-            if d_value is not None:
-                total = total + weighed_sum(weights, d_value)
-            return total, energy, sums(weights)
-
-        def finish(given: tuple, found: tuple) -> tuple[Array, Array]:
-            out, lse, sink, d_sink = given[2:]
-            energy, total = found[1:]
-            if sink is not None:
-                weight = of_each(jnp.exp, sink - jnp.where(holds_keys(lse), lse, jnp.inf))
-                total = total + weight
-                energy = energy if d_sink is None else energy + unfused(weight * d_sink)
-            total = jnp.where(total == 0, 1.0, total)
-            energy = energy / total
-            # XLA divides by a product with the inverse
-            change = unfused(found[0] / total[..., None]) - unfused(energy[..., None] * out)
-            return jnp.where(holds_keys(lse)[..., None], change, 0.0), energy
-
-        none = of.empty(heads, of.rows)
-        sinks = of.sink(), of.of_heads(directions.sink, 0.0)
-        rows = operands.query, directions.query, state.out, state.lse, *sinks
-        identity = of.empty(heads, of.rows, width), none, none
-        return OverKeys(
-            of, rows, (operands.key, operands.value, *moved), identity, term, add, finish
-        )
-
-    def rounded_tangent(self, state: AttentionState, found: tuple[Array, Array]) -> AttentionState:
-        """The tangent, from the results of `tangent_over_keys`."""
-        out, lse = found
-        return AttentionState(without_signs(out.astype(state.out.dtype)), without_signs(lse))
-
-    def _of(self, call: KernelCall) -> CanonicalCall:
-        return CanonicalCall(call.operands, call.settings, self.in_order)
-
-    @property
-    def in_order(self) -> bool:
-        """Whether runs are of whole leaves."""
-        return self.run is not None and self.run % LEAF == 0
-
-
-def _is_empty(operands: Operands) -> bool:
-    return 0 in (*operands.query.shape[:2], operands.key.shape[1])
-
-
-def given_rows(query: Array, state: AttentionState, cotangent: AttentionState) -> tuple:
-    """What the tiles of a backward know of their rows."""
-    return query, cotangent.out, state.out, state.lse, cotangent.lse
-
-
-def _placed(some: tuple[Array, ...], like: tuple) -> list[Array | None]:
-    """Arrays in the places where `like` has some; None elsewhere."""
-    rest = iter(some)
-    return [None if x is None else next(rest) for x in like]
+    def sums(self, call: KernelCall, *given: AttentionState) -> ScoreSums:
+        """The sums over the scores of a backward."""
+        rows = backward_rows(call.operands, *given)
+        return ScoreSums(self.schedule(call, self.in_order), rows)

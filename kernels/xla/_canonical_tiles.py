@@ -1,42 +1,72 @@
-"""The programs of a tile, some rows of queries by a leaf of keys, and the joins of what they return.
+"""The tiles of a canonical call on a CPU: their arithmetic, their scores, and where their rows lie.
 
 No product meets a sum in them before it is rounded: XLA:CPU fuses such pairs in some surroundings, not in others.
 Operands count as products, as XLA fuses what computes them, and so do exponentials, which end in one.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Int
 
-from ..call._state import holds_keys, of_each, precision, safe_shift, unfused
+from .._slice import slice_at
+from ..call._operands import Operands
+from ..call._state import of_each, precision, unfused
+from ..fold._call import rounded
+from ..fold._programs import AbstractTileScores, Arithmetic, Blocks, Pullback
+from ..scores._abstract import At
+from ..scores._structure import BoundScore
+from ._each import hidden
 from ._products import row_maximum, row_sum
-from ._softmax import normalised
+from ._tile_program import computed
 
 DEPTH = 256  # products that are summed in one sweep
+ROWS = 512  # rows of a tile, of a fold over keys
+TOGETHER = 4096  # rows of all key heads, whose scores of a leaf are 4 MiB
 
 
-class Part(NamedTuple):
-    """The softmax of rows over some keys, a commutative monoid; that of no keys is the identity in every bit."""
+@dataclasses.dataclass(frozen=True)
+class CPUArithmetic(Arithmetic):
+    """Arithmetic of tiles `[K, rows, width]` with the same bits for any number of rows and in any surroundings."""
 
-    maximum: Float[Array, "K rows"]
-    total: Float[Array, "K rows"]
-    weighed: Float[Array, "K rows W"]
+    keeps_rest: bool = True
+
+    def dot(self, a: Array, b: Array, over: tuple[int, int]) -> Array:
+        """Over the last axes of both; or weighed sums `(1, 0)`, of 64 or 128 features at a time.
+
+        Of other widths the program of a few rows rounds otherwise than that of many.
+        """
+        if over == (1, 1):
+            return _product(a, b, (2, 2))
+        width = b.shape[-1]
+        b = jnp.pad(b, ((0, 0), (0, 0), (0, -width % 64)))
+        pieces = (b[..., first : first + 128] for first in range(0, b.shape[-1], 128))
+        found = [_product(a, x, (2, 1)) for x in pieces]
+        return jnp.concatenate(found, -1)[..., :width] if found else a[..., :0]
+
+    def alone(self, x: Array) -> Array:
+        return lax.optimization_barrier(x)
+
+    def rounded(self, x: Array) -> Array:
+        return lax.optimization_barrier(unfused(x))
+
+    def each(self, f: Callable[[Array], Array], x: Array) -> Array:
+        return of_each(f, x)
+
+    def total(self, x: Array) -> Array:
+        return _of_rows(row_sum, x)
+
+    def maximum(self, x: Array) -> Array:
+        return _of_rows(row_maximum, x)
 
 
-class Rows(NamedTuple):
-    """Rows of a backward. Of a fully masked row `lse` is plus infinity, and the others are zero."""
-
-    query: Float[Array, "K rows H"]
-    d_out: Float[Array, "K rows W"]
-    lse: Float[Array, "K rows"]
-    delta: Float[Array, "K rows"]
-
-
-def product(a: Array, b: Array, over: tuple[int, int]) -> Array:
+def _product(a: Array, b: Array, over: tuple[int, int]) -> Array:
     """The matrix products that contract these axes, of matrices that XLA fuses nothing with.
 
     XLA:CPU cuts sums of more than `DEPTH` products in pieces, in some calls, so they are cut here.
@@ -54,80 +84,165 @@ def product(a: Array, b: Array, over: tuple[int, int]) -> Array:
     return functools.reduce(lambda x, y: lax.optimization_barrier(x) + y, map(piece, cuts))
 
 
-def raw_scores(
-    query: Float[Array, "K rows H"], key: Float[Array, "K keys H"], scale: float
-) -> Float[Array, "K rows keys"]:
-    """The scaled products, each rounded."""
-    return lax.optimization_barrier(unfused(product(query, key, (2, 2)) * scale))
-
-
-def weighed_sum(weights: Float[Array, "K rows keys"], value: Float[Array, "K keys W"]) -> Array:
-    """The weighed sums of values `[K, rows, W]`.
-
-    Of 64 or 128 features at a time: of other widths the program of a few rows rounds otherwise than that of many.
-    """
-    width = value.shape[-1]
-    value = jnp.pad(value, ((0, 0), (0, 0), (0, -width % 64)))
-    pieces = (value[..., first : first + 128] for first in range(0, value.shape[-1], 128))
-    found = [product(weights, x, (2, 1)) for x in pieces]
-    return jnp.concatenate(found, -1)[..., :width] if found else weights[..., :0]
-
-
-def sums(x: Float[Array, "*rows keys"]) -> Float[Array, "*rows"]:
-    """The sum over keys."""
-    return _of_rows(row_sum, x)
-
-
-def part(scores: Float[Array, "K rows keys"], value: Float[Array, "K keys W"]) -> Part:
-    """The softmax over a leaf."""
-    maximum = _of_rows(row_maximum, scores)
-    weights = lax.optimization_barrier(jnp.exp(scores - safe_shift(maximum)[..., None]))
-    return Part(maximum, sums(weights), weighed_sum(weights, value))
-
-
 def _of_rows(f: Callable[[Array], Array], x: Array) -> Array:
-    return f(x.reshape(-1, x.shape[-1])).reshape(x.shape[:-1])
+    return f(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], 1)
 
 
-def join_parts(a: Part, b: Part) -> Part:
-    """The softmax over both; the weight of the larger is exactly 1."""
-    maximum = jnp.maximum(a.maximum, b.maximum)
-    shift = safe_shift(maximum)
-    x, y = (of_each(jnp.exp, old - shift) for old in (a.maximum, b.maximum))
-    total = unfused(a.total * x) + unfused(b.total * y)
-    weighed = unfused(a.weighed * x[..., None]) + unfused(b.weighed * y[..., None])
-    return Part(maximum, total, weighed)
+class TokensOfTile(NamedTuple):
+    """The tokens of a tile of queries or keys: where they are in their arrays, and heads of queries."""
+
+    place: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    segments: Int[Array, " tokens"] | None
+    heads: Int[Array, "K #tokens"] | None = None
 
 
-def of_sink(sink: Float[Array, "K rows"], like: Part) -> Part:
-    """The softmax over one more outcome alone, whose value is zero."""
-    return Part(sink, jnp.ones_like(sink), jnp.zeros_like(like.weighed))
+class PairsOfTile(NamedTuple):
+    """The pairs of two tiles, in arrays that broadcast to `[K, own, other]`."""
+
+    place: tuple[Array, ...]  # the entry of the batch, heads, indices of queries and of keys
+    seen: Bool[Array, "..."]  # but for a mask array
+    at: At  # what a score is told
+
+    def of(self, x: Array) -> Array:
+        """Entries for the pairs of an array that broadcasts to `[B, N, T, S]`."""
+        pairs = zip(self.place, x.shape, strict=True)
+        return x[tuple(at if size > 1 else jnp.int32(0) for at, size in pairs)]
 
 
-def finished(whole: Part) -> tuple[Array, Array, Array]:
-    """`out`, `lse`, and what rounding took from it."""
-    total, lse, rest = normalised(whole.total, whole.maximum, functools.partial(of_each, jnp.log))
-    return whole.weighed / total[..., None], lse, rest
+class CPUScores(AbstractTileScores):
+    """Scores, biases and masks of tiles, each rounded."""
+
+    def __init__(
+        self,
+        scale: float,
+        score: BoundScore | None,
+        operands: Operands,
+        directions: Operands | None,
+        dtype: jnp.dtype,
+    ):
+        self.scale, self._score, self._dtype = scale, score, dtype
+        self._bias, self._mask = operands.bias, operands.mask
+        self._directions = directions
+
+    def masked(self, raw: Array, rows: Blocks, pairs: PairsOfTile) -> Array:
+        if self._score is not None:
+            raw = computed(self._score, raw, pairs.at)
+        return self._hidden(raw, pairs)
+
+    def with_pullback(self, raw: Array, rows: Blocks, pairs: PairsOfTile) -> tuple[Array, Pullback]:
+        scores, slope = self._moved(raw, 1.0, (), pairs)
+        if self._score is None:
+            return scores, lambda change: change
+        return scores, lambda change: lax.optimization_barrier(unfused(change * slope))
+
+    def along(
+        self, raw: Array, change: Array | None, rows: Blocks, pairs: PairsOfTile
+    ) -> tuple[Array, Array | None]:
+        assert self._directions is not None
+        scores, change = self._moved(raw, change, self._directions.score_arrays, pairs)
+        if self._directions.bias is not None:
+            moved = jnp.broadcast_to(self._terms(self._directions.bias, pairs), raw.shape)
+            change = moved if change is None else change + moved
+        return scores, change
+
+    def pulled(self, raw: Array, change: Array, pairs: PairsOfTile) -> Any:
+        """The cotangents of the score's arrays."""
+        score: Any = self._score
+
+        def pull(raw: Array, change: Array) -> Any:
+            return score.vjp(raw, pairs.at)[1](change)[1]
+
+        return lax.optimization_barrier(computed(pull, raw, unfused(change)))
+
+    def _moved(
+        self, raw: Array, change: Any, arrays: Sequence[Any], pairs: PairsOfTile
+    ) -> tuple[Array, Any]:
+        """Scores, and their tangent given tangents of the scaled products and of the score's arrays."""
+        if self._score is None:
+            return self._hidden(raw, pairs), change
+        change = None if change is None else jnp.broadcast_to(change, raw.shape).astype(raw.dtype)
+        found = computed(self._score.jvp, raw, pairs.at, change, rounded(arrays))
+        scores, change = lax.optimization_barrier(found)
+        return self._hidden(scores, pairs), change
+
+    def _hidden(self, scores: Array, pairs: PairsOfTile) -> Array:
+        """`scores`, rounded; with the bias; minus infinity where a key is hidden."""
+        scores = lax.optimization_barrier(scores)
+        if self._bias is not None:
+            scores = scores + self._terms(self._bias, pairs)
+        seen = pairs.seen if self._mask is None else pairs.seen & pairs.of(self._mask)
+        return lax.optimization_barrier(jnp.where(seen, scores, -jnp.inf))
+
+    def _terms(self, bias: Array, pairs: PairsOfTile) -> Array:
+        return unfused(pairs.of(bias).astype(self._dtype))
 
 
-def without_signs(x: Array) -> Array:
-    """`x` with all zeros positive, as a sum with more zeros in it may be, and as XLA brings them over a mesh."""
-    return jnp.where(x == 0, 0.0, x)
+class RowTiles:
+    """Tiles `[K, rows, ...]` that are sliced from arrays `[B, T, N, ...]`.
 
+    Rows are those of all query heads of a key head, of tokens that follow each other. Tiles have as many tokens as each
+    other. Where these are more than there are, the last begins earlier, and some rows are computed twice: a row's bits
+    do not depend on what is beside it.
+    """
 
-def backward_rows(query: Array, d_out: Array, out: Array, lse: Array, d_lse: Array | None) -> Rows:
-    r"""The rows of a backward; $\delta = \dot{out} \cdot out - \dot{lse}$."""
-    seen = holds_keys(lse)
-    query, d_out = (jnp.where(seen[..., None], x, 0.0) for x in (query, d_out))
-    delta = _of_rows(row_sum, lax.optimization_barrier(unfused(d_out * out)))
-    delta = delta if d_lse is None else delta - unfused(d_lse)
-    return Rows(query, d_out, jnp.where(seen, lse, jnp.inf), jnp.where(seen, delta, 0.0))
+    def __init__(self, batch: int, queries: int, key_heads: int, group: int):
+        """`group`: heads of queries for each of keys."""
+        self._sizes, self._heads, self._group = (batch, queries), key_heads, group
+        most = min(ROWS, TOGETHER // key_heads) // group
+        self._of_entry = max(-(-queries // max(most, 1)), 1)
+        self._tokens = -(-queries // self._of_entry)
+        # one row has another: XLA:CPU compiles matrix-vector products differently
+        self.rows = max(2, self._tokens * group)
 
+    def place(self, n: Array) -> tuple[Array, Array, Array]:
+        """Batch entry of the `n`-th tile, its index in that entry, and its first token."""
+        count = jnp.full_like(n, self._of_entry)
+        index = lax.rem(n, count)
+        first = jnp.minimum(index * self._tokens, self._sizes[1] - self._tokens)
+        return lax.div(n, count), index, first
 
-def d_scores(
-    rows: Rows, scores: Float[Array, "K rows keys"], value: Float[Array, "K keys W"]
-) -> tuple[Array, Array]:
-    r"""The weights $P$ of a tile and $\dot s = P (\dot{out} \cdot v - \delta)$."""
-    weights = lax.optimization_barrier(jnp.exp(scores - rows.lse[..., None]))
-    along = product(rows.d_out, value, (2, 2))
-    return weights, lax.optimization_barrier(weights * (along - rows.delta[..., None]))
+    def of_rows(self, n: Array) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
+        """The tokens of the rows of the `n`-th tile, and which of the query heads of a key head they are."""
+        row = np.minimum(np.arange(self.rows, dtype=np.int32), self._tokens * self._group - 1)
+        return self.place(n)[2] + row // self._group, jnp.asarray(row % self._group)
+
+    def spread(self, ids: Int[Array, "b length"]) -> Int[Array, "b tiles rows"]:
+        """Positions or segments of tokens for the rows of the tiles; -1 for one that is added."""
+        first = np.arange(self._of_entry) * self._tokens
+        first = np.minimum(first, self._sizes[1] - self._tokens)
+        ids = jnp.repeat(ids[:, first[:, None] + np.arange(self._tokens)], self._group, 2)
+        missing = self.rows - ids.shape[2]
+        return jnp.pad(ids, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
+
+    def cut(self, x: Array, n: Array) -> Array:
+        """The `n`-th tile."""
+        batch, _, first = self.place(n)
+        rest, zero = x.shape[3:], jnp.zeros_like(n)
+        x = x.reshape(*x.shape[:2], self._heads, -1)
+        x = slice_at(x, (batch, first, zero, zero), (1, self._tokens, *x.shape[2:]))[0]
+        x = x.reshape(self._tokens, self._heads, self._group, *rest).swapaxes(0, 1)
+        x = lax.collapse(x, 1, 3)
+        missing = self.rows - x.shape[1]
+        return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * len(rest)))
+
+    def each(self, f: Callable[[Array], Any], like: Array) -> Any:
+        """`[B, T, N, ...]` of `f(n)`, the `n`-th tile. Raises, and varies over a mesh, as `each` of one axis."""
+        batch, queries = self._sizes
+        sizes = batch, queries, self._heads * self._group
+
+        def empty(x: Any) -> Array:
+            return lax.full_like(like, 0, x.dtype, (*sizes, *x.shape[2:]))
+
+        def put(whole: Array, x: Array, n: Array) -> Array:
+            entry, _, first = self.place(n)
+            x = x[:, : self._tokens * self._group]
+            x = x.reshape(self._heads, self._tokens, self._group, *x.shape[2:]).swapaxes(0, 1)
+            corner = entry, first, *[jnp.zeros_like(n)] * (whole.ndim - 2)
+            return lax.dynamic_update_slice(whole, lax.collapse(x, 1, 3)[None], corner)
+
+        def turn(n: Array, found: Any) -> Any:
+            return jax.tree.map(lambda xs, x: put(xs, x, n), found, f(n))
+
+        begin = jax.tree.map(empty, jax.eval_shape(f, jnp.int32(0)))
+        return lax.fori_loop(jnp.int32(0), hidden(batch * self._of_entry), turn, begin)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._slice import Corner, add_at, slice_at
 from ..call._operands import Operands, is_static
 from ..masks._structure import MaskStructure
-from ._slice import Corner, add_at, slice_at
 
 
 class BlockSizes(NamedTuple):

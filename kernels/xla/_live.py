@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from .._slice import slice_at
 from ..call._operands import Operands, dequantize
-from ._slice import slice_at
 
 
 class LiveBlocks(NamedTuple):

@@ -1,7 +1,7 @@
 """The fold of tiles on NVIDIA's GPUs: the waiting nodes of the tree are in global memory, which the cache holds."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +12,105 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, PyTree
 
 from ..._varying import result_like
-from ._gpu_memory import Place, Waiting
-from ._programs import Blocks, Item, Program
-from ._tiles import OfPairs, Side, Walk
+from ...fold._programs import Blocks, FoldProgram, Partial
+from ...fold._tree import is_below
+from ._sides import OfPairs, Side, Walk
+
+
+class Place(NamedTuple):
+    """Some rows of an entry along the first axis, and of a head along the third, if there is one."""
+
+    entry: Array
+    head: Array | None
+    first: Array | int
+    size: int
+
+    def of(self, ref: Ref) -> Any:
+        rows, *rest = (lax.iota(jnp.int32, size) for size in (self.size, *ref.shape[2:]))
+        rows += self.first
+        if self.head is not None:
+            rest[0] = self.head
+        if rest and rest[-1].ndim:
+            rows, rest[-1] = rows[:, None], rest[-1][None]
+        return ref.at[self.entry, rows, *rest]
+
+    def load(
+        self, refs: Iterable[Ref], there: Array | None, fill: Sequence[float] | None = None
+    ) -> tuple[Array, ...]:
+        """Loads the rows of arrays; zeros or `fill` in absent rows."""
+        if there is None:
+            return tuple(triton.load(self.of(x)) for x in refs)
+        refs = tuple(refs)
+        others = zip(refs, fill or [0] * len(refs), strict=True)
+        return tuple(triton.load(self.of(x), mask=self._mask(x, there), other=y) for x, y in others)
+
+    def store(
+        self, refs: Iterable[Ref], arrays: Iterable[Array], there: Array | None = None
+    ) -> None:
+        """Stores rows of arrays, except absent ones."""
+        for ref, x in zip(refs, arrays, strict=True):
+            mask = None if there is None else self._mask(ref, there)
+            triton.store(self.of(ref), x.astype(ref.dtype), mask=mask)
+
+    def _mask(self, ref: Ref, there: Array) -> Array:
+        matrix = len(ref.shape) - (self.head is not None) == 3
+        return jnp.broadcast_to(there[:, None], (self.size, ref.shape[-1])) if matrix else there
+
+
+class Waiting(NamedTuple):
+    """The nodes of a program that wait for their right neighbours.
+
+    Attributes:
+        refs: of the arrays of all programs' nodes.
+        forks: for each node, the bits in which the numbers of its two neighbours differ; the highest is its level.
+        base: the first node of this program.
+        there: which rows there are.
+        join: that of the program.
+        identity: the numbers of the item of nothing.
+        barrier: waits for all threads.
+    """
+
+    refs: Sequence[Ref]
+    forks: Ref
+    base: Array
+    there: Array | None
+    join: Callable[[Partial, Partial], Partial]
+    identity: Sequence[float]
+    barrier: Callable[[], None]
+
+    def below(self, count: Array, fork: Array) -> Array:
+        """Number of the `count` waiting nodes whose level is not below the level of a fork."""
+
+        def top(count: Array) -> Array:
+            return self.forks[self.base + jnp.maximum(count - 1, 0)]
+
+        def is_lower(carry: tuple[Array, Array]) -> Array:
+            return (carry[0] > 0) & is_below(carry[1], fork)
+
+        def down(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            return carry[0] - 1, top(carry[0] - 1)
+
+        # Triton of JAX 0.11 crashes where arrays are carried
+        return lax.while_loop(is_lower, down, (count, top(count)))[0]
+
+    def joined(self, node: Partial, count: Array, left: Array) -> Partial:
+        """`node` merged with the waiting nodes from `count` down to `left`."""
+
+        def join(index: Array, node: Partial) -> Partial:
+            place = self._at(count - 1 - index)
+            return self.join(place.load(self.refs, self.there, self.identity), node)
+
+        return lax.fori_loop(0, count - left, join, node)
+
+    def push(self, node: Partial, count: Array, fork: Array) -> None:
+        self.barrier()
+        self._at(count).store(self.refs, node, self.there)
+        triton.store(self.forks.at[self.base + count], fork)
+        self.barrier()
+
+    def _at(self, count: Array) -> Place:
+        return Place(self.base + count, None, 0, self.refs[0].shape[1])
+
 
 PROGRAMS = 264  # at most, each of which folds own blocks in turn
 BLOCKS = {2: 64, 4: 32}  # rows or keys that are in registers at once, by the bytes of a number
@@ -24,13 +120,13 @@ STAGES = 3  # of copies to shared memory
 
 
 def fold(
-    program: Program, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
+    program: FoldProgram, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
 ) -> list[Array]:
     """The results of a program for each own tile and part, `[B, tiles, parts, size, K(, W)]`."""
     batch, tiles, parts = walk.first.shape
     like = next(iter(own.arrays.values()))
     size, heads = like.shape[2:4]
-    most = ROWS_OF_ITEMS if program.of_items else BLOCKS[like.dtype.itemsize]
+    most = ROWS_OF_ITEMS if program.of_partials else BLOCKS[like.dtype.itemsize]
     block = min(most, size)
     blocks = block, min(most, next(iter(other.arrays.values())).shape[2])
     total = batch * tiles * parts * heads * (size // block)
@@ -40,7 +136,7 @@ def fold(
     items = batch * tiles * parts
     types = [
         *(((items, *shape), x.dtype) for x, shape in zip(program.results, shapes, strict=True)),
-        *(((programs * depth, block, n), jnp.float32) for n in program.widths),
+        *(((programs * depth, block, n), jnp.float32) for n in program.sizes),
         ((programs * depth,), jnp.int32),
     ]
     (found,) = pl.pallas_call(
@@ -69,7 +165,7 @@ def _flat(arrays: PyTree[Array]) -> Any:
 
 
 class _Tiles(NamedTuple):
-    """The arrays and ids of a side, of which a block at a time is in registers."""
+    """Arrays and ids of a side; one block at a time is in registers."""
 
     arrays: Blocks
     ids: tuple[Ref, ...]
@@ -77,11 +173,11 @@ class _Tiles(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Of each tile."""
+        """Number of blocks in a tile."""
         return next(iter(self.arrays.values())).shape[1] // self.block
 
     def load(self, place: Place) -> tuple[Blocks, tuple[Array, ...]]:
-        """The arrays of a block, with zeros where there is nothing, and its ids, numbers as rows of two axes."""
+        """Arrays of a block, with zeros for absent tokens, and its ids; numbers as rows of matrices."""
         ids = tuple(triton.load(place._replace(head=None).of(x)) for x in self.ids)
         arrays = place.load(self.arrays.values(), ids[0] >= 0 if ids else None)
         found = zip(self.arrays, arrays, strict=True)
@@ -89,7 +185,7 @@ class _Tiles(NamedTuple):
 
 
 def _kernel(
-    program: Program,
+    program: FoldProgram,
     of_pairs: OfPairs,
     blocks: tuple[int, int],
     interpret: bool,
@@ -101,7 +197,7 @@ def _kernel(
     other: tuple[Blocks, tuple[Ref, ...]],
     refs: list[Ref],
 ) -> None:
-    """The own blocks of a program, one after the other; the tiles of the other side are folded by the tree."""
+    """Folds the other side by the tree, for one own block of the program after the other."""
     tiles, parts, heads, others, total, programs, depth, dense = (sizes[i] for i in range(8))
     results = refs[: len(program.results)]
     *waiting, forks = refs[len(results) :]
@@ -109,7 +205,7 @@ def _kernel(
     this = pl.program_id(0)
     nothing = tuple(
         jnp.full((rows.block, n), x, jnp.float32)
-        for n, x in zip(program.widths, program.identity, strict=True)
+        for n, x in zip(program.sizes, program.identity, strict=True)
     )
 
     def barrier() -> None:
@@ -126,16 +222,16 @@ def _kernel(
         there = ids[0][0] >= 0 if ids else None
         ids = tuple(x.T for x in ids)
         stack = Waiting(
-            waiting, forks, this * depth, there, program.join, program.identity, barrier
+            waiting, forks, this * depth, there, program.merge, program.identity, barrier
         )
         begin, end = first[at], stop[at]
         start = batch * others
 
-        def one_tile(index: Array) -> tuple[Item, Array]:
+        def one_tile(index: Array) -> tuple[Partial, Array]:
             """The item of a tile, block after block."""
             entry = start + begin + index
 
-            def more(block: Array | int, before: Item | None) -> Item:
+            def more(block: Array | int, before: Partial | None) -> Partial:
                 place = Place(entry, head, block * keys.block, keys.block)
                 others, other_ids = keys.load(place)
                 return program.term(loaded, others, of_pairs(ids, other_ids), before)
@@ -144,7 +240,7 @@ def _kernel(
             item = lax.fori_loop(0, keys.blocks, more, nothing) if several else more(0, None)
             return item, numbers[entry]
 
-        def some_items(index: Array) -> tuple[Item, Array]:
+        def some_items(index: Array) -> tuple[Partial, Array]:
             """The node over the items of a subtree of `GROUP`, or of one of these where numbers have gaps."""
             number = numbers[start + begin + (1 - dense) * index]
             group = lax.div(number, jnp.int32(GROUP)) + dense * index
@@ -159,25 +255,25 @@ def _kernel(
                 nodes.append(at.load(keys.arrays.values(), mask, program.identity))
             while len(nodes) > 1:
                 pairs = zip(nodes[::2], nodes[1::2], strict=True)
-                nodes = [program.join(*map(_as_columns, x)) for x in pairs]
+                nodes = [program.merge(*map(_as_columns, x)) for x in pairs]
             return nodes[0], jnp.where(dense == 1, group * GROUP, number)
 
         item_of, count = one_tile, end - begin
-        if program.of_items:
+        if program.of_partials:
             number = numbers[start + begin]
             low, high = (lax.div(number + x, jnp.int32(GROUP)) for x in (0, end - begin - 1))
             item_of = some_items
             count = jnp.where((dense == 1) & (count > 0), high - low + 1, count)
 
-        def step(index: Array, carry: tuple[Array, Array, Item]) -> tuple[Array, Array, Item]:
+        def step(index: Array, carry: tuple[Array, Array, Partial]) -> tuple[Array, Array, Partial]:
             count, last, node = carry
             item, number = item_of(index)
             fork = number ^ last
 
-            def beside() -> tuple[Array, Item]:
-                return count, program.join(node, item)
+            def beside() -> tuple[Array, Partial]:
+                return count, program.merge(node, item)
 
-            def above() -> tuple[Array, Item]:
+            def above() -> tuple[Array, Partial]:
                 left = stack.below(count, fork)
                 stack.push(stack.joined(node, count, left), left, fork)
                 return left + 1, item
@@ -190,15 +286,15 @@ def _kernel(
         carry = lax.fori_loop(0, count, step, (jnp.int32(0), numbers[start], nothing))
         node = stack.joined(carry[2], carry[0], jnp.int32(0))
         found = (x[0] if x.shape[0] == 1 else x for x in program.finish(loaded, node))
-        place._replace(entry=at).store(results, found, there if program.to_items else None)
+        place._replace(entry=at).store(results, found, there if program.to_partials else None)
         return turn
 
     turns = lax.div(total - this + programs - 1, programs)
     lax.fori_loop(0, turns, one, jnp.int32(0))
 
 
-def _as_columns(item: Sequence[Array]) -> Item:
-    """An item as its program has it, of which numbers were loaded as such."""
+def _as_columns(item: Sequence[Array]) -> Partial:
+    """A partial in the form of its program: numbers as columns."""
     return tuple(x if x.ndim == 2 else x[:, None] for x in item)
 
 

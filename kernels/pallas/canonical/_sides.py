@@ -1,26 +1,113 @@
-"""The operands of a call in tiles, and which of them each tile is folded with."""
+"""Inputs of the canonical kernels of a platform: queries and keys in tiles, the walk over them, and scores."""
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
-from ...call._operands import KernelCall
-from ...masks._visibility import visible
-from ...xla._canonical_call import CanonicalCall
-from ...xla._canonical_call import Side as Positions
-from ...xla._canonical_slots import AbstractSlots, Scattered
-from .._rows import block_spans, features_of, pairs_of
-from ._scores import Pairs
-from ._tiles import Ids, Side, Walk
+from ...call._operands import Operands, Settings
+from ...fold._programs import AbstractTileScores, Blocks, Pullback
+from .._score import score_of
+from .._score_program import Numbers, ScoreProgram, Target
 
-_LEAST = 16  # of a width, which is a power of two
+LEVELS = 32  # of a tree, at most
+TokenNumbers = tuple[Array, ...]  # positions, and what else masks compare
 
 
-class Sizes(NamedTuple):
+class Side(NamedTuple):
+    """Queries or keys in tiles.
+
+    Attributes:
+        arrays: by name, `[B, tiles, size, K, W]`, or numbers `[B, tiles, size, K]`.
+        ids: int32 `[B, tiles, size]` each: positions, negative where there is nothing, and what else masks compare;
+            none where all is there and all pairs are visible.
+    """
+
+    arrays: Blocks
+    ids: TokenNumbers
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch entries, tiles per entry, and key heads."""
+        batch, tiles, _, heads = next(iter(self.arrays.values())).shape[:4]
+        return batch, tiles, heads
+
+
+class Pairs(NamedTuple):
+    """Visibility and positions of the (own, other) pairs of two tiles; positions broadcast."""
+
+    seen: Bool[Array, "own other"]
+    query: Int[Array, "..."]
+    key: Int[Array, "..."]
+
+
+# of the ids of own and other tiles, which broadcast; None: partials, which are all there
+OfPairs = Callable[[TokenNumbers, TokenNumbers], Pairs | None]
+
+
+class Walk(NamedTuple):
+    """The tiles of the other side that are folded for each own tile.
+
+    Attributes:
+        numbers: of the other side's tiles in the tree, `[B, others]`, which increase.
+        first: the first tile of each part of the fold, `[B, tiles, parts]`.
+        stop: one past its last, likewise.
+        most: no part has more tiles.
+        consecutive: whether numbers are, so that they can be cut into subtrees.
+    """
+
+    numbers: Int[Array, "b others"]
+    first: Int[Array, "b tiles parts"]
+    stop: Int[Array, "b tiles parts"]
+    most: int
+    consecutive: bool
+
+    @property
+    def depth(self) -> int:
+        """How many nodes of a part may wait: one a level of the tree below it, or each where numbers have gaps."""
+        return (self.most - 1).bit_length() + 1 if self.consecutive else min(self.most, LEVELS)
+
+    def in_parts(self, wanted: int) -> tuple["Walk", Array]:
+        """The walk in about `wanted` parts, each one subtree, and their numbers, `[B, parts]`."""
+        count = self.numbers.shape[1]
+        size = subtree_for(count, wanted)
+        # the first subtree may be cut by the first tile
+        parts = -(-(count + size - 1) // size)
+        first = self.numbers[:, :1]
+        numbers = first // size + jnp.arange(parts, dtype=jnp.int32)[None]
+        return self._cut((numbers * size - first)[:, None], size), numbers
+
+    def in_runs(self, size: int) -> "Walk":
+        """The walk in one part per run of `size` tiles."""
+        parts = -(-self.numbers.shape[1] // size)
+        return self._cut(size * jnp.arange(parts, dtype=jnp.int32)[None, None], size)
+
+    def _cut(self, begin: Int[Array, "#b 1 parts"], size: int) -> "Walk":
+        first, stop = (jnp.clip(x, begin, begin + size) for x in (self.first, self.stop))
+        # a part is within one subtree of so many tiles
+        return self._replace(first=first, stop=stop, most=size, consecutive=True)
+
+    def of_parts(
+        self, found: list[Array], numbers: Array, consecutive: bool
+    ) -> tuple[Side, "Walk"]:
+        """Partials `[B, tiles, parts, ...]` as the other side, and the walk that folds them."""
+        batch, tiles, parts = self.first.shape
+        arrays = {str(i): lax.collapse(x, 1, 3) for i, x in enumerate(found)}
+        first = parts * jnp.arange(tiles, dtype=jnp.int32)[None, :, None]
+        first = jnp.broadcast_to(first, (batch, tiles, 1))
+        numbers = jnp.tile(numbers, (1, tiles))
+        return Side(arrays, ()), Walk(numbers, first, first + parts, parts, consecutive)
+
+
+def subtree_for(count: int, wanted: int) -> int:
+    """Size of the smallest subtrees that cut `count` tiles in at most about `wanted` parts."""
+    return 1 << (max(-(-count // wanted), 1) - 1).bit_length()
+
+
+class FormatSizes(NamedTuple):
     """The constants of a platform's format, powers of two.
 
     Attributes:
@@ -32,160 +119,63 @@ class Sizes(NamedTuple):
     queries: int
 
 
-class Sides:
-    """The queries and keys of a call in tiles of a platform's sizes."""
+FLOATS, FIXED = "score_float", "score_fixed"  # numbers of rows: names whose order is theirs
 
-    def __init__(self, call: KernelCall, sizes: Sizes, subtree: int):
-        """`subtree`: how many leaves of keys are one, where keys lie in such; 0 for keys in any order."""
-        self.subtree = subtree
-        self._settings = settings = call.settings
-        self.of = of = CanonicalCall(call.operands, settings, subtree > 0, sizes.rows)
-        operands = of.operands
-        self.size = sizes.queries  # of a tile of one head
-        self._pairs = pairs_of(operands, settings)
-        features = features_of(operands, self._pairs)
-        tokens = operands.tokens
-        self._has_segments = tokens.query_segments is not None
-        segments = (tokens.query_segments, tokens.key_segments)
-        self._ids = tuple(
-            (*(x for x in (segment,) if x is not None), *numbers)
-            for segment, numbers in zip(segments, features, strict=True)
+
+@dataclasses.dataclass(frozen=True)
+class ChipScores(AbstractTileScores):
+    """Scores as a static program of scaled products; None for the products themselves."""
+
+    scale: float
+    program: ScoreProgram | None
+
+    def masked(self, raw: Array, rows: Blocks, pairs: Pairs) -> Array:
+        if self.program is None:
+            return jnp.where(pairs.seen, raw, -jnp.inf)
+        scores = self.program.score(raw, *self._given(raw, rows, pairs))
+        return jnp.where(pairs.seen, scores, -jnp.inf)
+
+    def with_pullback(self, raw: Array, rows: Blocks, pairs: Pairs) -> tuple[Array, Pullback]:
+        if self.program is None:
+            return self.masked(raw, rows, pairs), lambda change: change
+        scores, pullback = self.program.vjp(raw, *self._given(raw, rows, pairs))
+
+        def to_products(change: Array) -> Array:
+            return jnp.where(pairs.seen, pullback(change)[0], 0.0)
+
+        return jnp.where(pairs.seen, scores, -jnp.inf), to_products
+
+    def along(
+        self, raw: Array, change: Array | None, rows: Blocks, pairs: Pairs
+    ) -> tuple[Array, Array | None]:
+        scores = self.masked(raw, rows, pairs)
+        if self.program is None or change is None:
+            return scores, change
+        found = self.program.jvp(raw, *self._given(raw, rows, pairs), change, None)
+        return scores, jnp.where(pairs.seen, found, 0.0)
+
+    def _given(self, raw: Array, rows: Blocks, pairs: Pairs) -> tuple[dict[str, Array], Numbers]:
+        """Positions and row numbers, in the shape of the products."""
+        assert self.program is not None
+        shape, are_own = raw.shape, pairs.query.shape[0] == raw.shape[0]
+        places = {}
+        if self.program.compares:
+            places = {"query": pairs.query, "key": pairs.key}
+            places = {name: jnp.broadcast_to(x, shape) for name, x in places.items()}
+
+        def numbers(kind: str) -> tuple[Array, ...]:
+            found = [rows[name] for name in sorted(rows) if name.startswith(kind)]
+            return tuple(jnp.broadcast_to(x.T if are_own else x, shape) for x in found)
+
+        return places, Numbers(numbers(FLOATS), (), numbers(FIXED))
+
+
+def scores_of(operands: Operands, settings: Settings, target: Target) -> ChipScores:
+    """The scores of a call. Raises `NotImplementedError` for a score that kernels do not compute."""
+    program = score_of(operands, settings, target)
+    if program is not None and program.sizes:
+        raise NotImplementedError(
+            f"score: wanted one without tables beside reproducible=True in a program for TPUs or GPUs, "
+            f"got {program.name}"
         )
-
-    def pairs(self, queries: Ids, keys: Ids) -> Pairs:
-        """Of queries and keys, by the ids of both, which broadcast."""
-        return Pairs(self._seen(queries, keys), queries[0], keys[0])
-
-    def _seen(self, queries: Ids, keys: Ids) -> Bool[Array, "..."]:
-        (query, *of_query), (key, *of_key) = queries, keys
-        first = int(self._has_segments)
-        if self._pairs is None:
-            see = visible(self._settings.mask.bind(), query, key)
-        else:
-            see = self._pairs.visible(query, key, of_query[first:], of_key[first:])
-        return see & (of_query[0] == of_key[0]) if self._has_segments else see
-
-    def rows(self, arrays: dict[str, Array]) -> Side:
-        """Rows of all heads of a key head, `[B, T, N, ...]`, in tiles together."""
-        ids = (
-            rows_of(x, self.of) for x in (self.of.operands.tokens.query_positions, *self._ids[0])
-        )
-        found = {name: in_tiles(x, self.of).swapaxes(2, 3) for name, x in arrays.items()}
-        return self._side(found, ids)
-
-    def keys(self, arrays: dict[str, Array]) -> Side:
-        """Keys `[B, S, K, W]` by leaves."""
-        held = self.of.held
-        found = {name: held.spread(x) for name, x in arrays.items()}
-        return self._side(found, (held.positions, *map(held.laid, self._ids[1])))
-
-    def queries(self, arrays: dict[str, Array]) -> tuple[AbstractSlots, Side]:
-        """Queries `[B, T, N, ...]` of one head by their positions, and their slots."""
-        of = self.of
-        group, held = of.group, of.queries_by_position(self.size)
-
-        def by_member(x: Array) -> Array:
-            x = held.spread(x.reshape(*x.shape[:2], of.key_heads, group, *x.shape[3:]))
-            x = jnp.moveaxis(x, 4, 2)  # [B, tiles, G, size, K, ...]
-            return lax.collapse(x, 1, 3)
-
-        found = {name: by_member(x) for name, x in arrays.items()}
-        ids = (held.positions, *map(held.laid, self._ids[0]))
-        return held, self._side(found, (jnp.repeat(x, group, 1) for x in ids))
-
-    def over_keys(self, rows: Side) -> Walk:
-        """The leaves that rows may see."""
-        numbers, held = self.of.held.numbers, self.of.held
-        is_one = held.tiles <= self.subtree  # of which leaves without keys have numbers, too
-        if is_one:
-            numbers = jnp.arange(held.tiles, dtype=jnp.int32)[None]
-        consecutive = is_one or self.of.counted or isinstance(held, Scattered)
-        return self._walk(self._met(rows), numbers, 1, consecutive)
-
-    def over_queries(self, held: AbstractSlots) -> Walk:
-        """The tiles of queries, by position and head, that may see a leaf."""
-        group = self.of.group
-        segments = self.of.operands.tokens.query_segments
-        laid = None if segments is None else held.laid(segments)
-        met = self.of.met(Positions(held.positions, laid)).swapaxes(1, 2)
-        numbers = held.numbers[:, :, None] * group + jnp.arange(group, dtype=jnp.int32)[None, None]
-        return self._walk(met, lax.collapse(numbers, 1, 3), group, True)
-
-    def of_rows(self, x: Array) -> Array:
-        """Results of rows `[B, tiles, 1, rows, K, ...]` as `[B, T, N, ...]`; NaN where two keys are one slot's."""
-        return self.of.held.checked(self._from_tiles(x.squeeze(2)))
-
-    def of_parts(self, x: Array) -> Array:
-        """Results of parts of rows, `[B, tiles, parts, rows, K, ...]`, as `[parts, B, T, N, ...]`."""
-        return jax.vmap(self._from_tiles, 2)(x)
-
-    def of_keys(self, x: Array, queries: AbstractSlots) -> Array:
-        """Results of keys `[B, leaves, 1, leaf, K, W]` as `[B, S, K, W]`, likewise."""
-        found = lax.collapse(x.squeeze(2), 1, 3)
-        held = self.of.held
-        return queries.checked(held.checked(held.unlaid(found)))
-
-    def _from_tiles(self, x: Array) -> Array:
-        return from_tiles(lax.collapse(x, 0, 2).swapaxes(1, 2), self.of)
-
-    def _met(self, rows: Side) -> Array:
-        segments = rows.ids[1] if self._has_segments else None
-        return self.of.met(Positions(rows.ids[0], segments))
-
-    def _walk(self, met: Array, numbers: Array, group: int, consecutive: bool) -> Walk:
-        first, stop = (group * x[..., None] for x in block_spans(met))
-        batch = self.of.batch
-        numbers, first, stop = (
-            jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (numbers, first, stop)
-        )
-        # a leaf without keys, which may be in the middle, is of the same place as that before it
-        numbers = numbers if consecutive else lax.cummax(numbers, axis=1)
-        return Walk(numbers, first, stop, numbers.shape[1], consecutive)
-
-    def _side(self, arrays: dict[str, Array], ids: Iterable[Array | None]) -> Side:
-        batch = self.of.batch
-        every = tuple(jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in ids if x is not None)
-        return Side({name: widened(x) for name, x in arrays.items()}, every)
-
-
-def widened(x: Array) -> Array:
-    """Matrices `[..., W]` of five axes with zeros behind `W`, to a power of two."""
-    missing = width_of(x.shape[-1]) - x.shape[-1] if x.ndim == 5 else 0
-    return jnp.pad(x, ((0, 0),) * 4 + ((0, missing),)) if missing else x
-
-
-def width_of(width: int) -> int:
-    """The width that a tile has for one of an array."""
-    return max(_LEAST, 1 << (width - 1).bit_length())
-
-
-def given(**arrays: Array | None) -> dict[str, Array]:
-    """Those that are not None, by name."""
-    return {name: x for name, x in arrays.items() if x is not None}
-
-
-def rows_of(x: Array | None, call: CanonicalCall) -> Array | None:
-    """Positions or segments `[#B, T]` of rows in tiles, as `in_tiles` of `[B, T, N]` does it."""
-    if x is None:
-        return None
-    x = jnp.repeat(x, call.group, axis=1)
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % call.rows)), constant_values=-1)
-    return x.reshape(len(x), -1, call.rows)
-
-
-def in_tiles(x: Array, call: CanonicalCall) -> Array:
-    """`[B, T, N, ...]` as `[B, tiles, K, rows, ...]`."""
-    rest = x.shape[3:]
-    x = x.reshape(call.batch, call.queries, call.key_heads, call.group, *rest)
-    x = jnp.moveaxis(x, 2, 3).reshape(call.batch, -1, call.key_heads, *rest)
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % call.rows), *[(0, 0)] * (x.ndim - 2)))
-    return jnp.moveaxis(x.reshape(call.batch, -1, call.rows, call.key_heads, *rest), 2, 3)
-
-
-def from_tiles(x: Array, call: CanonicalCall) -> Array:
-    """`[B * tiles, K, rows, ...]` as `[B, T, N, ...]`."""
-    rest = x.shape[3:]
-    x = jnp.moveaxis(x, 1, 2).reshape(call.batch, -1, call.key_heads, *rest)
-    x = x[:, : call.queries * call.group]
-    x = x.reshape(call.batch, call.queries, call.group, call.key_heads, *rest)
-    return jnp.moveaxis(x, 2, 3).reshape(call.batch, call.queries, -1, *rest)
+    return ChipScores(settings.scale, program)

@@ -12,17 +12,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from ..._varying import result_like
+from ...fold._programs import Blocks, FoldProgram
+from ...fold._tree import is_below
 from ..tpu._chip import target_chip
 from ..tpu._layout import LEAST_GRANTED
-from ._programs import Blocks, Program, is_below
-from ._tiles import OfPairs, Side, Walk
+from ._sides import OfPairs, Side, Walk
 
 # Nodes that may wait: one a level of the tree over 2^16 tiles in a row; else of that over all positions.
 IN_A_ROW, DEPTH = 17, 24
 
 
 def fold(
-    program: Program, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
+    program: FoldProgram, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
 ) -> list[Array]:
     """The results of a program for each own tile and part, `[B, tiles, parts, size, K(, W)]`."""
     batch, tiles, parts = walk.first.shape
@@ -73,8 +74,8 @@ def fold(
             in_specs=[specs(sides[0], of_own), specs(sides[1], of_other)],
             out_specs=([pl.BlockSpec((None, None, None, None, *x), of_result) for x in blocks],),
             scratch_shapes=[
-                [pltpu.VMEM((size, n), jnp.float32) for n in program.widths],
-                [pltpu.VMEM((depth, size, n), jnp.float32) for n in program.widths],
+                [pltpu.VMEM((size, n), jnp.float32) for n in program.sizes],
+                [pltpu.VMEM((depth, size, n), jnp.float32) for n in program.sizes],
                 pltpu.SMEM((depth,), jnp.int32),
                 pltpu.SMEM((2,), jnp.int32),
             ],
@@ -104,7 +105,7 @@ def _as_read(side: Side) -> Side:
 
 
 def _kernel(
-    program: Program,
+    program: FoldProgram,
     of_pairs: OfPairs,
     sizes: Ref,
     numbers: Ref,
@@ -128,7 +129,7 @@ def _kernel(
     index = first[at] + j
 
     def raise_node(fork: Array | None) -> None:
-        """Joins the node with those that wait at lower levels than that of a fork; with all."""
+        """Merges the node with nodes that wait below the level of a fork; with all where it is None."""
 
         def top(count: Array) -> Array:
             return forks[jnp.maximum(count - 1, 0)]
@@ -141,7 +142,7 @@ def _kernel(
         def climb(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             count = carry[0] - 1
             left = tuple(x[count] for x in waiting)
-            _write(node, program.join(left, tuple(x[...] for x in node)))
+            _write(node, program.merge(left, tuple(x[...] for x in node)))
             return count, top(count)
 
         state[0] = lax.while_loop(is_lower, climb, (state[0], top(state[0])))[0]

@@ -31,5 +31,6 @@ def test_all_bits(tmp_path):
     path = tmp_path / "found.json"
     said = spawn("-m", "energy_attn", "reproducible", "--json", path, devices=4)
     found = json.loads(path.read_text())
+    assert f"format {found['format']}," in said
     assert said.count("✓ all bits") == len(found["bits"]) > 10
     assert all(x["reproducible"] == 1 for x in found["bits"])

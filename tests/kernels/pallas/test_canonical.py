@@ -12,12 +12,12 @@ import pytest
 from energy_attn import masks, scores
 from energy_attn.kernels import AttentionState, KernelCall, local_attention
 from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._leaves import LEAF
 from energy_attn.kernels.call._operands import cotangents as cotangents_of
 from energy_attn.kernels.dispatch._lowering import platform_here
 from energy_attn.kernels.dispatch._registry import attend as attend_operands
 from energy_attn.kernels.pallas.canonical._kernel import CanonicalGPU, CanonicalTPU
 from energy_attn.kernels.xla._canonical import Canonical
-from energy_attn.kernels.xla._canonical_call import LEAF
 from tests.support.compare import close
 from tests.support.problems import Problem, cotangents
 from tests.support.prompts import (
@@ -233,10 +233,10 @@ def test_nodes(name):
             joined = [jax.numpy.concatenate(x) for x in zip(*nodes, strict=True)]
             return folds[0].of_nodes(joined, jax.numpy.concatenate(numbers, 1))
 
-        state, _ = own.rounded_state(calls[0], fold("state_over_keys"))
-        to_query = own.rounded_query(calls[0], fold("query_over_keys", state, cotangent))
+        state, _ = fold("state_fold")
+        to_query = fold("query_fold", state, cotangent)
         directions = cotangents_of(calls[0].operands.query, None, None, None)
-        moved = own.rounded_tangent(state, fold("tangent_over_keys", state, directions))
+        moved = fold("tangent_fold", state, directions)
         return state, to_query, moved
 
     def alone():

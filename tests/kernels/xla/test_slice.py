@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from energy_attn.kernels.xla._slice import add_at, slice_at
+from energy_attn.kernels._slice import add_at, slice_at
 from tests.support.arrays import array
 from tests.support.compare import close
 

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from energy_attn.kernels.xla import _canonical_tree as tree
-from energy_attn.kernels.xla._canonical_slots import depth_of
+from energy_attn.kernels.fold import _tree as tree
 
 
 def join(a, b):
@@ -28,7 +27,7 @@ def test_fold():
 
     @jax.jit
     def found(numbers, values, present):
-        depth = depth_of(20)
+        depth = tree.depth_of(20)
         fold = tree.start(jnp.float64(0), depth, numbers[present.argmax()])
         for number, value, here in zip(numbers, values, present, strict=True):
             more = tree.insert(fold, number, value, join)

@@ -1,0 +1,181 @@
+"""The operands of a canonical call, and what a platform's schedule makes of them."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from ..call._leaves import LEAF
+from ..call._operands import KernelCall, Operands, bound
+from ..call._state import lse_dtype, unfused
+from ..masks._visibility import meeting
+from ..scores._structure import floating
+from ._programs import AbstractTileScores, Arithmetic, Blocks, FoldProgram
+from ._tree import PositionSlots
+
+# The format: whoever changes one of these, `LEAF`, or a fold program, counts it up.
+FORMAT = 3
+QUERIES = 256  # queries of a tile of one head, of a fold over queries on a CPU
+
+Ids = tuple[Int[Array, "_ tiles size"], Int[Array, "_ tiles size"] | None]  # positions, segments
+
+
+@dataclasses.dataclass
+class AbstractRowsFold(abc.ABC):
+    """A fold of each row over its leaves, which may be run in nodes of the tree.
+
+    Attributes:
+        of: the call.
+        program: what is folded.
+        rows: arrays of rows by name, `[B, T, N, W]` or numbers `[B, T, N]`.
+        keys: arrays of keys, `[B, S, K, W]`.
+        width: of results and nodes that are no numbers.
+        wrap: is given the results.
+    """
+
+    of: Any
+    program: FoldProgram
+    rows: Blocks
+    keys: Blocks
+    width: int
+    wrap: Callable[..., Any]
+
+    @abc.abstractmethod
+    def whole(self) -> Any:
+        """The results, over all leaves."""
+
+    @abc.abstractmethod
+    def nodes(self, leaves: int) -> tuple[list[Array], Int[Array, "b nodes"]]:
+        """Folds over runs of `leaves` leaves, `[nodes, B, T, N, ...]`, with the number of one leaf per run, or -1.
+
+        `leaves` is a power of two, and the number of the first leaf a multiple of it.
+        """
+
+    @abc.abstractmethod
+    def of_nodes(self, nodes: Sequence[Array], numbers: Int[Array, "b nodes"]) -> Any:
+        """The results, over nodes of all devices."""
+
+
+class AbstractSchedule(abc.ABC):
+    """A call whose keys are in leaves by position, and the loops of a platform that run fold programs over it.
+
+    Attributes:
+        query_tile: queries of a tile of one head.
+        arithmetic: the platform's.
+        over_keys: its fold of rows over leaves.
+        operands: with positions, and with arrays of the score that are rounded.
+        counted: whether positions are indices.
+        dtype: of sums.
+        group: heads of queries for each of keys.
+    """
+
+    query_tile: int
+    arithmetic: Arithmetic
+    over_keys: type[AbstractRowsFold]
+
+    def __init__(self, call: KernelCall, in_order: bool):
+        """`in_order`: keys are in runs of whole leaves."""
+        self.counted = call.operands.tokens.query_positions is None
+        operands = call.operands.positioned()
+        self.operands = operands._replace(score_arrays=rounded(operands.score_arrays))
+        self.settings = call.settings
+        self.mask = bound(call.settings, operands)
+        self.dtype = lse_dtype(operands.query.dtype)
+        self.batch, self.queries, heads = operands.query.shape[:3]
+        self.key_heads = operands.key.shape[2]
+        self.group = heads // self.key_heads
+        self._in_order = in_order
+
+    @abc.abstractmethod
+    def scores(self, directions: Operands | None = None) -> AbstractTileScores:
+        """The scores of tiles, and their tangent in some directions."""
+
+    @abc.abstractmethod
+    def over_queries(self, program: FoldProgram, rows: Blocks, keys: Blocks) -> list[Array]:
+        """The results of a program for each key `[B, S, K, W]`, over tiles of queries and heads."""
+
+    @abc.abstractmethod
+    def of_rows(self, f: Callable[[Blocks], Array], rows: Blocks) -> Array:
+        """One number per row, `[B, T, N]`: `f` maps a tile of rows to numbers."""
+
+    @abc.abstractmethod
+    def computed(self, f: Callable[..., Any], *args: Any) -> Any:
+        """`f(*args)` of arrays, by the rules of tile programs."""
+
+    def width_of(self, width: int) -> int:
+        """The width of a tile of an array that is `width` wide."""
+        return width
+
+    @functools.cached_property
+    def held(self) -> PositionSlots:
+        """The slots of the keys."""
+        positions: Any = self.operands.tokens.key_positions
+        return PositionSlots(positions, LEAF, self.counted, self._in_order)
+
+    @functools.cached_property
+    def asked(self) -> PositionSlots:
+        """The slots of the queries, in tiles of successive positions."""
+        positions: Any = self.operands.tokens.query_positions
+        return PositionSlots(positions, self.query_tile, self.counted, False)
+
+    @functools.cached_property
+    def key_ids(self) -> Ids:
+        return in_slots(self.held, self.operands.tokens.key_segments)
+
+    @functools.cached_property
+    def query_ids(self) -> Ids:
+        return in_slots(self.asked, self.operands.tokens.query_segments)
+
+    def met(self, rows: Ids) -> Bool[Array, "_ tiles leaves"]:
+        """Whether a tile of rows may see a key of a leaf."""
+        (positions, of_rows), (at, of_keys) = rows, self.key_ids
+        segments = None if of_rows is None or of_keys is None else (of_rows, of_keys)
+        found = meeting(self.mask, (positions, at), segments)
+        assert found is not None
+        return found
+
+    def empty(self, *shape: int, fill: float = 0.0) -> Array:
+        """An array in the dtype of the scores, filled with `fill`."""
+        return lax.full_like(self.operands.query, fill, shape=shape, dtype=self.dtype)
+
+    def of_heads(self, x: Array | None, absent: float) -> Float[Array, "B T N"] | None:
+        """`[N]` or `[B, N]` for each row; another number where a query is absent."""
+        positions = self.operands.tokens.query_positions
+        if x is None or positions is None:
+            return None
+        x = unfused(jnp.atleast_2d(x).astype(self.dtype))[:, None]
+        x = jnp.where(positions[:, :, None] >= 0, x, absent)
+        return jnp.broadcast_to(x, self.operands.query.shape[:3])
+
+    def sink(self) -> Float[Array, "B T N"] | None:
+        """The sink of each row, minus infinity where a query is absent."""
+        return self.of_heads(self.operands.sink, -jnp.inf)
+
+    def node_numbers(self, leaves: int) -> Int[Array, "b nodes"]:
+        """The number of one leaf per run of `leaves` leaves; -1 for a run without keys."""
+        held = self.held
+        numbers = jnp.where((held.positions >= 0).any(-1), held.numbers, -1)
+        numbers = jnp.pad(numbers, ((0, 0), (0, -held.tiles % leaves)), constant_values=-1)
+        numbers = numbers.reshape(len(numbers), -1, leaves).max(-1)
+        return jnp.broadcast_to(numbers, (self.batch, numbers.shape[1]))
+
+
+def in_slots(held: PositionSlots, segments: Array | None) -> Ids:
+    """Positions and segments of tokens in slots."""
+    return held.positions, None if segments is None else held.spread(segments, -1)
+
+
+def rounded(arrays: PyTree[Array]) -> Any:
+    """Arrays whose products XLA fuses with no sum that follows."""
+    return jax.tree.map(lambda x: unfused(x) if floating(x) else x, arrays)
+
+
+def given(**arrays: Array | None) -> Blocks:
+    """The arrays that are not None, by name."""
+    return {name: x for name, x in arrays.items() if x is not None}

@@ -1,0 +1,261 @@
+"""The canonical kernel, whose bits depend only on a row and on the keys that it sees.
+
+A leaf holds the keys of `LEAF` successive positions. A tile of rows meets a leaf in one program, whose rows do not
+depend on how many they are, and leaves are merged by the binary tree over their numbers. A leaf of which a row sees
+nothing is the identity of a merge in every bit. So neither other rows, nor where keys lie in an array and what is
+beside them, change a bit.
+"""
+
+import abc
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from ..call._kernel import AbstractKernel
+from ..call._leaves import LEAF
+from ..call._operands import (
+    KernelCall,
+    Operands,
+    Settings,
+    cotangents,
+    differentiated,
+    map_some,
+    out_dtype,
+)
+from ..call._state import AttentionState, lse_dtype
+from . import _programs as programs
+from . import _tree as tree
+from ._call import AbstractRowsFold, AbstractSchedule, given
+from ._programs import Blocks, without_signs
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractCanonical(AbstractKernel):
+    """Bits of a row that depend on it, the keys that it sees and their positions, and on nothing else of a call.
+
+    It knows the keys of its call alone: methods that merge the states of several devices' keys do so in an order of
+    their own. It takes the sink of a call, the last partial of a row's fold. Derivatives of second order raise
+    `NotImplementedError`. In its methods, `given` are the state and its cotangent.
+
+    Attributes:
+        run: of how many keys each run of the array is, whose positions follow each other from a multiple of that number
+            on, but for absent ones, and later runs have larger positions: as in an array by position, and in blocks of
+            a cache. Whole leaves are then read where they lie, as they are where no positions are given. Not checked.
+            None: there are none.
+    """
+
+    run: int | None = None
+
+    scores = True
+    reproducible = True
+
+    @abc.abstractmethod
+    def schedule(self, call: KernelCall, in_order: bool) -> AbstractSchedule:
+        """The platform's loops over a call. `in_order`: keys are in runs of whole leaves."""
+
+    @property
+    def in_order(self) -> bool:
+        """Whether runs are of whole leaves."""
+        return self.run is not None and self.run % LEAF == 0
+
+    def forward(self, call: KernelCall) -> AttentionState:
+        """The softmax over leaves, merged."""
+        return self.forward_and_rest(call)[0]
+
+    def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
+        """`forward`, and the rounding error of `lse`, 0 where it is not known."""
+        operands = call.operands
+        if not _is_empty(operands):
+            return self.state_fold(call).whole()
+        sink = self.schedule(call, False).sink()
+        shape = (*operands.query.shape[:3], operands.value.shape[-1])
+        out = lax.full_like(operands.value, 0.0, out_dtype(operands, call.settings), shape)
+        lse = lax.full_like(out, -jnp.inf, lse_dtype(operands.query.dtype), shape[:3])
+        lse = lse if sink is None else sink
+        return AttentionState(out, lse), jnp.zeros_like(lse)
+
+    def state_fold(self, call: KernelCall) -> AbstractRowsFold:
+        """The state of each row over leaves, and its rest."""
+        of, operands = self.schedule(call, self.in_order), call.operands
+        width, dtype = operands.value.shape[-1], out_dtype(operands, call.settings)
+        program = programs.softmax(of.arithmetic, of.scores(), of.width_of(width), dtype)
+
+        def state(out: Array, lse: Array, *rest: Array) -> tuple[AttentionState, Array]:
+            return AttentionState(out, lse), rest[0] if rest else jnp.zeros_like(lse)
+
+        rows = {"query": operands.query} | given(sink=of.sink())
+        return of.over_keys(of, program, rows, _keys(operands), width, state)
+
+    def backward(
+        self, call: KernelCall, state: AttentionState, cotangent: AttentionState
+    ) -> Operands:
+        """Folds dQ over leaves, dK and dV over tiles of queries.
+
+        Gradients of a bias, of a score's arrays and of a sink are sums over all rows, computed only on request.
+        """
+        operands, settings, _ = call
+        args = call, state, cotangent
+        others = jax.tree.map(jnp.zeros_like, differentiated(operands))
+        if not _is_empty(operands):
+            if operands.bias is not None and settings.needs.bias_grad:
+                others = others._replace(bias=self.bias_cotangent(*args))
+            if jax.tree.leaves(others.score_arrays) and settings.needs.score_grad:
+                others = others._replace(score_arrays=self.array_cotangents(*args))
+        has_rows = 0 not in operands.query.shape[:2]
+        if operands.sink is not None and settings.needs.sink_grad and has_rows:
+            others = others._replace(sink=self.sink_cotangent(*args))
+        to_query, to_keys = self.query_cotangent(*args), self.key_cotangents(*args)
+        found = cotangents(to_query, *to_keys, others.bias, others.score_arrays, others.sink)
+        return map_some(lambda x, like: without_signs(x.astype(like.dtype)), found, operands)
+
+    def query_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
+        """The gradient of queries, in the dtype of the scores."""
+        if _is_empty(call.operands):
+            return self.schedule(call, False).empty(*call.operands.query.shape)
+        return self.query_fold(call, *given).whole()
+
+    def query_fold(self, call: KernelCall, *given: AttentionState) -> AbstractRowsFold:
+        """The gradient of each row over leaves."""
+        of, width = self.schedule(call, self.in_order), call.operands.query.shape[-1]
+        program = programs.to_queries(of.arithmetic, of.scores(), of.width_of(width))
+        rows, keys = backward_rows(call.operands, *given), _keys(call.operands)
+        return of.over_keys(of, program, rows, keys, width, lambda x: x)
+
+    def key_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Array, Array]:
+        """The gradients of keys and values, in the dtype of the scores: folded over tiles of queries."""
+        # the sums of a key are over queries alone, so that keys may be read as they lie
+        of, (_, key, value) = self.schedule(call, True), call.operands.qkv
+        if _is_empty(call.operands):
+            return of.empty(*key.shape), of.empty(*value.shape)
+        widths = [of.width_of(x.shape[-1]) for x in (key, value)]
+        program = programs.to_keys(of.arithmetic, of.scores(), widths)
+        rows = backward_rows(call.operands, *given)
+        to_key, to_value = of.over_queries(program, rows, _keys(call.operands))
+        return to_key[..., : key.shape[-1]], to_value[..., : value.shape[-1]]
+
+    def sink_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
+        """The gradient of the sink."""
+        found = self.sink_sums(call, self.sink_terms(call, *given))
+        sums, sink = PerHeadSums(found, unit_numbers(call.operands)), call.operands.sink
+        return found if sink is not None and sink.ndim == 2 else sums.of_heads()
+
+    def sink_terms(self, call: KernelCall, *state: AttentionState) -> Float[Array, "B T N"]:
+        """Terms of rows in the gradient of the sink."""
+        of = self.schedule(call, False)
+        rows = backward_rows(call.operands, *state) | given(sink=of.sink())
+        return of.of_rows(lambda x: programs.sink_terms(of.arithmetic, x), rows)
+
+    def sink_sums(self, call: KernelCall, terms: Float[Array, "B T N"]) -> Float[Array, "B N"]:
+        """Sums of one number per row."""
+        return sums_of_rows(self.schedule(call, False), terms)
+
+    def bias_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
+        """The gradient of the bias, if the kernel takes one."""
+        raise NotImplementedError("bias: wanted None, got an array")
+
+    @abc.abstractmethod
+    def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
+        """The gradients of the score's arrays. May raise `NotImplementedError`."""
+
+    def tangent(
+        self, call: KernelCall, state: AttentionState, directions: Operands
+    ) -> AttentionState:
+        """The tangent of the state, folded over leaves."""
+        if _is_empty(call.operands):
+            return AttentionState(*map(jnp.zeros_like, state))
+        return self.tangent_fold(call, state, directions).whole()
+
+    def tangent_fold(
+        self, call: KernelCall, state: AttentionState, directions: Operands
+    ) -> AbstractRowsFold:
+        """The tangent of each row over leaves."""
+        of, width = self.schedule(call, self.in_order), state.out.shape[-1]
+        scores = of.scores(directions)
+        program = programs.along(of.arithmetic, scores, of.width_of(width), state.out.dtype)
+        rows = {"query": call.operands.query, "out": state.out, "lse": state.lse}
+        rows |= given(d_sink=of.of_heads(directions.sink, 0.0), d_query=directions.query)
+        rows |= given(sink=of.sink())
+        keys = _keys(call.operands) | given(d_key=directions.key, d_value=directions.value)
+        return of.over_keys(of, program, rows, keys, width, AttentionState)
+
+
+def _is_empty(operands: Operands) -> bool:
+    return 0 in (*operands.query.shape[:2], operands.key.shape[1])
+
+
+def _keys(operands: Operands) -> Blocks:
+    return {"key": operands.key, "value": operands.value}
+
+
+def backward_rows(operands: Operands, state: AttentionState, cotangent: AttentionState) -> Blocks:
+    """Per-row inputs of the backward pass."""
+    d_out = cotangent.out.astype(operands.value.dtype)
+    rows = {"query": operands.query, "d_out": d_out, "out": state.out, "lse": state.lse}
+    return rows | given(d_lse=cotangent.lse)
+
+
+def check_whole(settings: Settings) -> None:
+    """Raises `NotImplementedError` for a part of the keys of a row, and for a score with a source."""
+    if settings.needs.unrounded:
+        raise NotImplementedError(
+            "key: wanted all keys of a row in one call, got a part whose state is merged with others, in an "
+            "order of its own"
+        )
+    if settings.scored_width is not None:
+        raise NotImplementedError("source: wanted None beside a score, got an array")
+
+
+HEADS = 1 << 12  # at most: each head of an entry of the batch has a number of its own
+
+
+class PerHeadSums(NamedTuple):
+    """Sums for each head and batch entry, `[B, N, ...]`, with their numbers in the tree over heads and batch."""
+
+    found: PyTree[Array]
+    numbers: Int[Array, "B N"]
+
+    def summed(self) -> Any:
+        """The sum over all."""
+        found, numbers = jax.tree.map(lambda x: lax.collapse(x, 0, 2), self)
+        return tree_sum(numbers, found)
+
+    def of_heads(self) -> Any:
+        """The sum of each head over the batch, `[N, ...]`."""
+        return jax.vmap(tree_sum, (1, 1))(self.numbers, self.found)
+
+
+def tree_sum(numbers: Int[Array, " items"], items: PyTree[Array]) -> Any:
+    """The sum of numbered items, by the canonical tree."""
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), items)
+    return tree.folded(numbers, items, zeros, lambda x, y: jax.tree.map(jnp.add, x, y))
+
+
+def unit_numbers(operands: Operands) -> Int[Array, "B N"]:
+    """Numbers of heads and batch entries in the tree over both. Raises as `unit_indices`."""
+    batches, heads = unit_indices(operands)
+    return batches[:, None] * HEADS + heads[None]
+
+
+def unit_indices(operands: Operands) -> tuple[Int[Array, " B"], Int[Array, " N"]]:
+    """Indices of a call's batch entries and heads. Raises `NotImplementedError` for too many."""
+    batch, _, heads, _ = operands.query.shape
+    if heads > HEADS or batch > (1 << 31) // HEADS:
+        raise NotImplementedError(
+            f"query: wanted at most {(1 << 31) // HEADS} entries of the batch and {HEADS} heads for gradients of "
+            f"sinks, biases and scores beside reproducible=True, got {batch} and {heads}"
+        )
+    return operands.part_indices()
+
+
+def sums_of_rows(of: AbstractSchedule, terms: Float[Array, "B T N"]) -> Float[Array, "B N"]:
+    """Sums of one number per row, for each head and batch entry; NaN where two queries have one position."""
+    there = of.asked.positions >= 0
+    terms = jnp.where(there[..., None], of.asked.spread(terms), 0.0)
+    found = of.computed(lambda x: x.sum(2), terms)
+    numbers = jnp.where(there.any(-1), of.asked.numbers, -1)
+    numbers = jnp.broadcast_to(numbers, found.shape[:2])
+    return of.asked.checked(without_signs(jax.vmap(tree_sum)(numbers, found)))

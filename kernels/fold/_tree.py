@@ -1,0 +1,279 @@
+"""The canonical tree, and its leaves and tiles: tokens in slots by their positions.
+
+A fold over numbered items follows one binary tree over their numbers, whichever of the items are there. A tile of slots
+has the positions from one multiple of its size to the next, and a number in the tree.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from .._slice import slice_at
+from ..call._leaves import leaves_for
+from ..masks._interval import interval
+
+Merge = Callable[[Any, Any], Any]  # of the items of smaller numbers and those of larger ones
+
+
+class Fold(NamedTuple):
+    """The items so far. Those that are not there are skipped, as the identity of a merge changes no bit.
+
+    At level `l` of the tree a node holds the items of numbers from `i 2^l` to `(i + 1) 2^l`. Items come in the order
+    of their numbers, so that the nodes that wait for their right neighbour are at most one a level.
+
+    Attributes:
+        waiting: the nodes that wait, those of higher levels first, `[depth, ...]` each.
+        held: the levels at which one waits, as bits.
+        node: that of the last item, at level 0.
+        last: its number.
+    """
+
+    waiting: Any
+    held: Int[Array, ""]
+    node: Any
+    last: Int[Array, ""]
+
+
+def start(identity: Any, depth: int, first: Int[Array, ""]) -> Fold:
+    """The fold of nothing, before an item of number `first` or none; at most `depth` nodes will wait."""
+    waiting = jax.tree.map(lambda x: jnp.broadcast_to(x, (depth, *x.shape)), identity)
+    return Fold(waiting, jnp.zeros_like(first), identity, first)
+
+
+def insert(fold: Fold, number: Int[Array, ""], item: Any, merge: Merge) -> Fold:
+    """The fold with one more item, of a larger number; the first of all has that given to `start`."""
+    # where the paths to both items part; -1 for the first item
+    level = 31 - lax.clz(number ^ fold.last)
+    bit = jnp.left_shift(jnp.ones_like(level), jnp.maximum(level, 0))
+    node, held = _raised(fold, bit - 1, merge)
+    place = lax.population_count(held)
+    waiting = jax.tree.map(
+        lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, place, 0), fold.waiting, node
+    )
+    return Fold(waiting, jnp.where(level < 0, held, held | bit), item, number)
+
+
+def result(fold: Fold, merge: Merge) -> Any:
+    """The fold of all items; the identity if there was none."""
+    return _raised(fold, jnp.full_like(fold.held, -1), merge)[0]
+
+
+def folded(numbers: Int[Array, " items"], items: Any, identity: Any, merge: Merge) -> Any:
+    """The fold of items in any order; items of negative number are absent."""
+    order = jnp.argsort(numbers)
+    absent = (numbers < 0).sum(dtype=jnp.int32)
+    first = numbers[order[jnp.minimum(absent, len(numbers) - 1)]]
+
+    def add(i: Array, fold: Fold) -> Fold:
+        item = jax.tree.map(lambda x: x[order[i]], items)
+        return insert(fold, numbers[order[i]], item, merge)
+
+    begin = start(identity, min(len(numbers), 32), first)
+    return result(lax.fori_loop(absent, jnp.full_like(absent, len(numbers)), add, begin), merge)
+
+
+def fold_live(
+    live: Int[Array, " following"],
+    numbers: Int[Array, " items"],
+    item: Callable[[Array], Any],
+    identity: Any,
+    depth: int,
+    merge: Merge,
+    between: tuple[Array, Array],
+) -> Any:
+    """The fold of `item(i)` over the live `i` between two; `live[i]` is the first live index from `i` on."""
+    first, stop = between
+
+    def step(carry: tuple[Array, Fold]) -> tuple[Array, Fold]:
+        i, fold = carry
+        return live[i + 1], insert(fold, numbers[i], item(i), merge)
+
+    begin = live[first], start(identity, depth, numbers[live[first]])
+    return result(lax.while_loop(lambda carry: carry[0] < stop, step, begin)[1], merge)
+
+
+def following(met: Bool[Array, "*b y"]) -> Int[Array, "*b z"]:
+    """For each `y`, the first `y' >= y` that is met, or their number; one entry more."""
+    count, axis = met.shape[-1], met.ndim - 1
+    numbers = jnp.where(met, lax.broadcasted_iota(jnp.int32, met.shape, axis), count)
+    numbers = jnp.pad(numbers, [(0, 0)] * axis + [(0, 1)], constant_values=count)
+    return lax.cummin(numbers, axis=axis, reverse=True)
+
+
+def is_below(low: Array, high: Array) -> Array:
+    """Whether the highest bit of `low` is below the highest bit of `high`."""
+    return (low < high) & (low < (low ^ high))
+
+
+def depth_of(count: int) -> int:
+    """Number of nodes that a fold over `count` consecutive items keeps."""
+    return (count - 1).bit_length() + 1
+
+
+def _raised(fold: Fold, levels: Array, merge: Merge) -> tuple[Any, Array]:
+    """The last node merged with those that wait at some levels, lower ones first, and what waits then."""
+
+    def climb(carry: tuple[Any, Array]) -> tuple[Any, Array]:
+        node, held = carry
+        place = lax.population_count(held) - 1
+        left = jax.tree.map(
+            lambda xs: lax.dynamic_index_in_dim(xs, place, 0, keepdims=False), fold.waiting
+        )
+        return merge(left, node), held & (held - 1)
+
+    return lax.while_loop(lambda carry: (carry[1] & levels) != 0, climb, (fold.node, fold.held))
+
+
+Share = tuple[Array | int, int]  # the index of a part, and how many there are
+Arrays = TypeVar("Arrays")
+
+
+class PositionSlots:
+    """The token of an array in each slot of each tile.
+
+    By default tokens may be in any order, and those of negative position have no slot; there is a tile more than they
+    would fill, as they may begin in the middle of one. In an array in the order of positions, token `i` is in slot `i`.
+
+    Attributes:
+        positions: of the tokens, -1 for an empty slot, `[#B, tiles, size]`.
+        numbers: of the tiles, in the tree over all; of tiles with a token they increase, `[#B, tiles]`.
+        tiles: how many there are.
+        depth: how many nodes a fold over them keeps.
+        tokens: the token in each slot; some token for an empty one, `[#B, tiles, size]`.
+        scattered: whether tokens may be in any order.
+    """
+
+    def __init__(self, positions: Int[Array, "b length"], size: int, counted: bool, sorted_: bool):
+        """`counted`: positions are indices, so that numbers of tiles are, too."""
+        batch, self._length = positions.shape
+        self._size, self.scattered = size, not (counted or sorted_)
+        self.tiles = leaves_for(self._length, size) if self.scattered else -(-self._length // size)
+        self.depth = depth_of(self.tiles) if counted or self.scattered else min(self.tiles, 32)
+        number, slots = jnp.arange(self.tiles, dtype=jnp.int32)[None], self.tiles * size
+        tokens = jnp.arange(self._length, dtype=jnp.int32)[None]
+        if not self.scattered:
+            self.positions, self.tokens = self.spread(positions, -1), self.spread(tokens, 0)
+            self.numbers = number if counted else lax.div(self.positions.max(-1), jnp.int32(size))
+            return
+        present = positions >= 0
+        base = lax.div(interval(positions).low, jnp.int32(size))[:, None]
+        place = positions - base * size
+        inside = present & (place < slots)
+        self._place = jnp.where(inside, place, slots)
+        tokens = jnp.broadcast_to(tokens, positions.shape)
+        entries = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], positions.shape)
+        token = jnp.full((batch, slots), -1, jnp.int32)
+        token = token.at[entries, self._place].set(tokens, mode="drop")
+        found = jnp.take_along_axis(token, jnp.minimum(self._place, slots - 1), 1)
+        self._sound = (~present | (inside & (found == tokens))).all(1)
+        token = token.reshape(batch, self.tiles, size)
+        self.tokens = jnp.maximum(token, 0)
+        self.numbers = base + number
+        offset = jnp.arange(size, dtype=jnp.int32)[None, None]
+        self.positions = jnp.where(token >= 0, self.numbers[:, :, None] * size + offset, -1)
+        self._first = _first(token, self._length)
+
+    def spread(self, x: Array, fill: int = 0) -> Array:
+        """Lays `[B, S, ...]` out as `[B, tiles, size, ...]`; empty slots have `fill` or anything."""
+        if self.scattered:
+            batch = max(len(x), len(self.tokens))
+            token = jnp.broadcast_to(
+                self.tokens.reshape(len(self.tokens), -1), (batch, self._slots)
+            )
+            x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
+            x = jnp.take_along_axis(x, _like(token, x), 1)
+        elif missing := self._slots - self._length:
+            pads = (0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)
+            x = jnp.pad(x, pads, constant_values=fill)
+        return x.reshape(len(x), self.tiles, self._size, *x.shape[2:])
+
+    def read(
+        self, arrays: Arrays, batch: Array, tile: Array, dtype: jnp.dtype, part: Share = (0, 1)
+    ) -> Arrays:
+        """A tile `[K, size, W]` of each array `[B, S, K, W]`, or part of its last axis; zeros in empty slots."""
+        present, size = entry(self.positions, batch)[tile] >= 0, self._size
+        index, parts = part
+
+        def as_read(x: Array) -> Array:
+            # in the branches that slice it, where XLA fuses this with the slice
+            return jnp.where(present[:, None, None], x.astype(dtype), 0).transpose(1, 0, 2)
+
+        def sliced(first: Array, size: int) -> Callable[[], Arrays]:
+            zero = jnp.zeros_like(first)
+
+            def one(x: Array) -> Array:
+                width = x.shape[3] // parts
+                corner, sizes = (
+                    (batch, first, zero, zero + index * width),
+                    (1, size, x.shape[2], width),
+                )
+                x = slice_at(x, corner, sizes)[0]
+                pads = (0, self._size - size), (0, 0), (0, 0)
+                return as_read(jnp.pad(x, pads) if size < self._size else x)
+
+            return lambda: jax.tree.map(one, arrays)
+
+        def one_by_one() -> Arrays:
+            token = entry(self.tokens, batch)[tile]
+
+            def one(x: Array) -> Array:
+                return as_read(x.reshape(*x.shape[:3], parts, -1)[batch, token, :, index])
+
+            return jax.tree.map(one, arrays)
+
+        if self.scattered:
+            if self._length < size:
+                return one_by_one()
+            first = entry(self._first, batch)[tile]
+            return lax.cond(first >= 0, sliced(jnp.maximum(first, 0), size), one_by_one)
+        whole, tail = sliced(tile * size, size), self._length % size
+        if tail == 0:
+            return whole()
+        last = sliced(jnp.full_like(tile, self._length - tail), tail)  # filled up
+        return last() if self.tiles == 1 else lax.cond(tile == self.tiles - 1, last, whole)
+
+    def taken(self, x: Array, batch: Array) -> Array:
+        """Takes `[S, ...]` out of the slots `[tiles * size, ...]` of a batch entry; zeros for absent tokens."""
+        if self.scattered:
+            place = entry(self._place, batch)
+            return jnp.where(_like(place < len(x), x), x[jnp.minimum(place, len(x) - 1)], 0.0)
+        present = entry(self.positions, batch).reshape(-1)[: self._length] >= 0
+        return jnp.where(_like(present, x), x[: self._length], 0.0)
+
+    def unlaid(self, x: Array) -> Array:
+        """`taken` for all batch entries: `[B, tiles * size, ...]` to `[B, S, ...]`."""
+        return jax.vmap(self.taken)(x, jnp.arange(len(x), dtype=jnp.int32))
+
+    def checked(self, x: Array) -> Array:
+        """`x` with NaN in batch entries where two tokens have one slot, or tokens are in too many tiles."""
+        if not self.scattered:
+            return x
+        return jnp.where(self._sound.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
+
+    @property
+    def _slots(self) -> int:
+        return self.tiles * self._size
+
+
+def entry(x: Array, batch: Array) -> Array:
+    """The entry of the batch of an array whose first axis is that, or 1."""
+    return lax.dynamic_index_in_dim(x, batch if x.shape[0] > 1 else 0, 0, keepdims=False)
+
+
+def _like(x: Array, like: Array) -> Array:
+    return x.reshape(*x.shape, *[1] * (like.ndim - x.ndim))
+
+
+def _first(token: Array, length: int) -> Array:
+    """Index of the first token of tiles whose tokens lie in a row; -1 for other tiles."""
+    size = token.shape[-1]
+    if length < size:
+        return jnp.full(token.shape[:-1], -1, jnp.int32)
+    shift = token - jnp.arange(size, dtype=jnp.int32)[None, None]
+    low = jnp.where(token >= 0, shift, length).min(-1)
+    high = jnp.where(token >= 0, shift, -size).max(-1)
+    return jnp.where((low == high) & (low >= 0) & (low <= length - size), low, -1)

@@ -1,0 +1,313 @@
+"""The schedule of Pallas: the operands of a call in tiles, which the kernels of a platform fold."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from ...call._operands import KernelCall, Operands
+from ...fold._call import AbstractRowsFold, AbstractSchedule, rounded
+from ...fold._programs import Arithmetic, Blocks, FoldProgram, FoldResult, Partial
+from ...masks._visibility import visible
+from .._rows import block_spans, features_of, pairs_of
+from .._score import score_numbers
+from ..gpu._chip import named_gpu
+from ..tile_program._dot import dot
+from ..tile_program._evaluated import chip_for, evaluated
+from ._sides import (
+    FIXED,
+    FLOATS,
+    ChipScores,
+    FormatSizes,
+    Pairs,
+    Side,
+    TokenNumbers,
+    Walk,
+    subtree_for,
+)
+
+_LEAST = 16  # of a width, which is a power of two
+
+
+class ChipArithmetic(Arithmetic):
+    """Arithmetic of tiles `[rows, width]`, whose products are summed in float32."""
+
+    def dot(self, a: Array, b: Array, over: tuple[int, int]) -> Array:
+        return dot(a, b, over)
+
+
+class FoldInParts(AbstractRowsFold):
+    """One kernel folds leaves; for few rows, one folds leaves to nodes of the tree, and another folds the nodes."""
+
+    of: "PallasSchedule"
+
+    def whole(self) -> Any:
+        own = self._own()
+        leaves = self.of.walk_keys(own)
+        wanted = self.of.least_tiles // math.prod(own.sizes)
+        if wanted < 2:
+            return self._results(self._over_leaves(self.program, own, leaves))
+        walk, numbers = self._in_parts(leaves, wanted)
+        found = self._over_leaves(of_part(self.program), own, walk)
+        return self._of(own, *walk.of_parts(found, numbers, leaves.consecutive))
+
+    def nodes(self, leaves: int) -> tuple[list[Array], Int[Array, "b nodes"]]:
+        own = self._own()
+        walk = self.of.walk_keys(own).in_runs(leaves)
+        nodes = self._over_leaves(of_part(self.program), own, walk)
+        found = [self._cut(self.of.from_parts(x), 5) for x in nodes]
+        return found, self.of.node_numbers(leaves)
+
+    def of_nodes(self, nodes: Sequence[Array], numbers: Int[Array, "b nodes"]) -> Any:
+        own, of = self._own(), self.of
+        batch, count = numbers.shape
+        order = jnp.argsort(numbers, axis=1)
+        numbers = jnp.take_along_axis(numbers, order, 1)
+        absent = (numbers < 0).sum(1, dtype=jnp.int32)[:, None, None]
+
+        def laid(x: Array) -> Array:
+            x = jnp.stack([of.in_tiles(node) for node in x], 1)  # [B, nodes, tiles, K, rows, ...]
+            index = order.reshape(batch, count, *[1] * (x.ndim - 2))
+            x = jnp.take_along_axis(x, index, 1)
+            return of.widened(lax.collapse(x.swapaxes(1, 2), 1, 3).swapaxes(2, 3))
+
+        tiles = own.sizes[1]
+        first = count * jnp.arange(tiles, dtype=jnp.int32)[None, :, None]
+        walk = Walk(
+            jnp.tile(numbers, (1, tiles)), first + absent, first + 0 * absent + count, count, False
+        )
+        return self._of(own, Side({str(i): laid(x) for i, x in enumerate(nodes)}, ()), walk)
+
+    def _own(self) -> Side:
+        return self.of.row_side(self.rows | self.of.numbers())
+
+    def _in_parts(self, walk: Walk, wanted: int) -> tuple[Walk, Array]:
+        """The walk over leaves in about `wanted` parts, and their numbers in the tree."""
+        if walk.consecutive:
+            return walk.in_parts(wanted)
+        # whole leaves in order, perhaps of a cache
+        size = min(subtree_for(walk.numbers.shape[1], wanted), self.of.subtree)
+        numbers = jnp.maximum(self.of.node_numbers(size), 0)
+        return walk.in_runs(size), lax.cummax(numbers, axis=1)
+
+    def _over_leaves(self, program: FoldProgram, own: Side, walk: Walk) -> list[Array]:
+        return self.of.fold(program, own, self.of.key_side(self.keys), walk, self.of.pairs)
+
+    def _of(self, own: Side, nodes: Side, walk: Walk) -> Any:
+        found = self.of.fold(of_parts(self.program), own, nodes, walk, lambda *_: None)
+        return self._results(found)
+
+    def _results(self, found: list[Array]) -> Any:
+        return self.wrap(*(self._cut(self.of.from_rows(x), 4) for x in found))
+
+    def _cut(self, x: Array, axes: int) -> Array:
+        return x[..., : self.width] if x.ndim == axes else x
+
+
+class PallasSchedule(AbstractSchedule):
+    """Queries and keys are laid out in tiles of a platform's sizes, which its kernel folds.
+
+    Attributes:
+        rows: of a tile.
+        subtree: how many leaves of keys are one, where keys lie in such; 0 for keys in any order.
+        least_tiles: a fold over keys of fewer tiles of rows is in parts.
+    """
+
+    arithmetic = ChipArithmetic()
+    over_keys = FoldInParts
+
+    def __init__(
+        self, kernel: Any, call: KernelCall, scores: ChipScores, sizes: FormatSizes, subtree: int
+    ):
+        super().__init__(call, subtree > 0)
+        self._kernel, self._call, self._scores = kernel, call, scores
+        self.least_tiles = kernel.least_tiles
+        self.subtree, (self.rows, self.query_tile) = subtree, sizes
+        operands, tokens = self.operands, self.operands.tokens
+        self._pairs = pairs_of(operands, self.settings)
+        features = features_of(operands, self._pairs)
+        self._has_segments = tokens.query_segments is not None
+        segments = (tokens.query_segments, tokens.key_segments)
+        self._ids = tuple(
+            (*(x for x in (segment,) if x is not None), *numbers)
+            for segment, numbers in zip(segments, features, strict=True)
+        )
+
+    def width_of(self, width: int) -> int:
+        return max(_LEAST, 1 << (width - 1).bit_length())
+
+    def pairs(self, queries: TokenNumbers, keys: TokenNumbers) -> Pairs:
+        """The pairs of queries and keys; ids broadcast."""
+        return Pairs(self._seen(queries, keys), queries[0], keys[0])
+
+    def _seen(self, queries: TokenNumbers, keys: TokenNumbers) -> Bool[Array, "..."]:
+        (query, *of_query), (key, *of_key) = queries, keys
+        first = int(self._has_segments)
+        if self._pairs is None:
+            see = visible(self.settings.mask.bind(), query, key)
+        else:
+            see = self._pairs.visible(query, key, of_query[first:], of_key[first:])
+        return see & (of_query[0] == of_key[0]) if self._has_segments else see
+
+    def row_side(self, arrays: Blocks) -> Side:
+        """Rows of all heads of a key head, `[B, T, N, ...]`, in tiles together."""
+        ids = (self._rows_of(x) for x in (self.operands.tokens.query_positions, *self._ids[0]))
+        found = {name: self.in_tiles(x).swapaxes(2, 3) for name, x in arrays.items()}
+        return self._side(found, ids)
+
+    def key_side(self, arrays: Blocks) -> Side:
+        """Keys `[B, S, K, W]` by leaves."""
+        found = {name: self.held.spread(x) for name, x in arrays.items()}
+        ids = (self.held.positions, *(self.held.spread(x, -1) for x in self._ids[1]))
+        return self._side(found, ids)
+
+    def query_side(self, arrays: Blocks) -> Side:
+        """Queries `[B, T, N, ...]` of one head by their positions."""
+        group, asked = self.group, self.asked
+
+        def by_member(x: Array) -> Array:
+            x = asked.spread(x.reshape(*x.shape[:2], self.key_heads, group, *x.shape[3:]))
+            x = jnp.moveaxis(x, 4, 2)  # [B, tiles, G, size, K, ...]
+            return lax.collapse(x, 1, 3)
+
+        found = {name: by_member(x) for name, x in arrays.items()}
+        ids = (asked.positions, *(asked.spread(x, -1) for x in self._ids[0]))
+        return self._side(found, (jnp.repeat(x, group, 1) for x in ids))
+
+    def walk_keys(self, rows: Side) -> Walk:
+        """The leaves that rows may see."""
+        numbers, held = self.held.numbers, self.held
+        is_one = held.tiles <= self.subtree  # of which leaves without keys have numbers, too
+        if is_one:
+            numbers = jnp.arange(held.tiles, dtype=jnp.int32)[None]
+        consecutive = is_one or self.counted or held.scattered
+        met = self.met((rows.ids[0], rows.ids[1] if self._has_segments else None))
+        return self._walk(met, numbers, 1, consecutive)
+
+    def walk_queries(self) -> Walk:
+        """The tiles of queries, by position and head, that may see a leaf."""
+        group, met = self.group, self.met(self.query_ids).swapaxes(1, 2)
+        numbers = self.asked.numbers[:, :, None] * group
+        numbers = numbers + jnp.arange(group, dtype=jnp.int32)[None, None]
+        return self._walk(met, lax.collapse(numbers, 1, 3), group, True)
+
+    def _walk(self, met: Array, numbers: Array, group: int, consecutive: bool) -> Walk:
+        first, stop = (group * x[..., None] for x in block_spans(met))
+        numbers, first, stop = (
+            jnp.broadcast_to(x, (self.batch, *x.shape[1:])) for x in (numbers, first, stop)
+        )
+        # a leaf without keys, which may be in the middle, is of the same place as that before it
+        numbers = numbers if consecutive else lax.cummax(numbers, axis=1)
+        return Walk(numbers, first, stop, numbers.shape[1], consecutive)
+
+    def from_rows(self, x: Array) -> Array:
+        """Results of rows `[B, tiles, 1, rows, K, ...]` as `[B, T, N, ...]`; NaN where two keys have one slot."""
+        return self.held.checked(self._from_tiles(x.squeeze(2)))
+
+    def from_parts(self, x: Array) -> Array:
+        """Results of parts of rows, `[B, tiles, parts, rows, K, ...]`, as `[parts, B, T, N, ...]`."""
+        return jax.vmap(self._from_tiles, 2)(x)
+
+    def from_keys(self, x: Array) -> Array:
+        """Results of keys `[B, leaves, 1, leaf, K, W]` as `[B, S, K, W]`; NaN where two tokens have one slot."""
+        found = lax.collapse(x.squeeze(2), 1, 3)
+        return self.asked.checked(self.held.checked(self.held.unlaid(found)))
+
+    def in_tiles(self, x: Array) -> Array:
+        """`[B, T, N, ...]` as `[B, tiles, K, rows, ...]`."""
+        rest = x.shape[3:]
+        x = x.reshape(self.batch, self.queries, self.key_heads, self.group, *rest)
+        x = jnp.moveaxis(x, 2, 3).reshape(self.batch, -1, self.key_heads, *rest)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.rows), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(self.batch, -1, self.rows, self.key_heads, *rest), 2, 3)
+
+    def _from_tiles(self, x: Array) -> Array:
+        """`[B, tiles, rows, K, ...]` as `[B, T, N, ...]`."""
+        x = x.reshape(self.batch, -1, *x.shape[3:])[:, : self.queries * self.group]
+        x = x.reshape(self.batch, self.queries, self.group, *x.shape[2:])
+        return jnp.moveaxis(x, 2, 3).reshape(self.batch, self.queries, -1, *x.shape[4:])
+
+    def _rows_of(self, x: Array | None) -> Array | None:
+        """Positions or segments `[#B, T]` of rows, in the tiles of `in_tiles`."""
+        if x is None:
+            return None
+        x = jnp.repeat(x, self.group, axis=1)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.rows)), constant_values=-1)
+        return x.reshape(len(x), -1, self.rows)
+
+    def _side(self, arrays: Blocks, ids: Iterable[Array | None]) -> Side:
+        every = (x for x in ids if x is not None)
+        every = tuple(jnp.broadcast_to(x, (self.batch, *x.shape[1:])) for x in every)
+        return Side({name: self.widened(x) for name, x in arrays.items()}, every)
+
+    def widened(self, x: Array) -> Array:
+        """Matrices `[..., W]` of five axes with zeros behind `W`, to a power of two."""
+        missing = self.width_of(x.shape[-1]) - x.shape[-1] if x.ndim == 5 else 0
+        return jnp.pad(x, ((0, 0),) * 4 + ((0, missing),)) if missing else x
+
+    def scores(self, directions: Operands | None = None) -> ChipScores:
+        del directions
+        return self._scores
+
+    def over_queries(self, program: FoldProgram, rows: Blocks, keys: Blocks) -> list[Array]:
+        other, own = self.query_side(rows | self.numbers()), self.key_side(keys)
+        found = self.fold(program, own, other, self.walk_queries(), lambda k, q: self.pairs(q, k))
+        return [self.from_keys(x) for x in found]
+
+    def of_rows(self, f: Callable[[Blocks], Array], rows: Blocks) -> Array:
+        # numbers as rows of matrices, as in a tile
+        rows = {name: x if x.ndim == 4 else x[..., None, :] for name, x in rows.items()}
+        return self.computed(lambda x: f(x)[..., 0, :], rows)
+
+    def fold(self, *args: Any) -> list[Array]:
+        """The results of `(program, own, other, walk, of_pairs)`, `[B, tiles, parts, size, K(, W)]`."""
+        return self._kernel.fold(self._call, *args)
+
+    def computed(self, f: Callable[..., Any], *args: Any) -> Any:
+        program, struct = jax.make_jaxpr(f, return_shape=True)(*args)
+        (platform,) = self._kernel.platforms
+        with named_gpu(self._call.platform):
+            chip = chip_for(platform, interpret=self._call.platform != platform)
+            given = rounded(jax.tree.leaves(args))
+            found = evaluated(program.jaxpr, program.consts, given, platform, chip)
+        return jax.tree.unflatten(jax.tree.structure(struct), found)
+
+    def numbers(self) -> Blocks:
+        """Numbers of the score for each row, `[B, T, N]`."""
+        program = self._scores.program
+        if program is None:
+            return {}
+        found = self.computed(lambda x: score_numbers(x, program), self._call.operands)
+        named = [(FLOATS, x) for x in found.floats] + [(FIXED, x) for x in found.fixed]
+        shape = self.operands.query.shape[:3]
+        return {
+            f"{kind}{i:03}": jnp.broadcast_to(x[:, None], shape)
+            for i, (kind, x) in enumerate(named)
+        }
+
+
+def of_part(program: FoldProgram) -> FoldProgram:
+    """The program with partials, unchanged, as results."""
+    results = tuple(FoldResult(width, jnp.float32) for width in program.widths)
+
+    def finish(own: Blocks, partial: Partial) -> Partial:
+        del own
+        pairs = zip(partial, results, strict=True)
+        return tuple(x.T if kind.width is None else x for x, kind in pairs)
+
+    name = f"{program.name}_leaves"
+    return program._replace(name=name, finish=finish, results=results, to_partials=True)
+
+
+def of_parts(program: FoldProgram) -> FoldProgram:
+    """The program with results of `of_part` in place of tiles of the other side."""
+
+    def term(own: Blocks, other: Blocks, pairs: None) -> Partial:
+        del own, pairs
+        return tuple(x.T if x.shape[0] == 1 else x for x in other.values())
+
+    return program._replace(name=f"{program.name}_parts", term=term, of_partials=True)
