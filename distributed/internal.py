@@ -4,24 +4,20 @@ import typing as _typing
 
 from energy_attn.kernels.internal import lazy as _lazy
 
-from .cost._chips import CHIPS as CHIPS
-from .cost._merges import exchanged as exchanged
-from .cost._merges import summed as summed
 from .cost._transfer import part_sent as part_sent
 from .cost._transfer import seconds as seconds
 from .hlo._kind import Kind as Kind
 from .hlo._schedule import waits as waits
 from .merge._packing import as_invariant as as_invariant
-from .merge._scatter import exchange as exchange
-from .merge._scatter import sums as sums
+from .merge._strategies import STRATEGIES as STRATEGIES
 from .methods._arguments import Axes as Axes
 from .methods._arguments import unbatched as unbatched
-from .methods._halo import near_plan as near_plan
 from .methods._layout import check_order as check_order
 from .methods._layout import place_tokens as place_tokens
 from .methods._layout import sequence_order as sequence_order
 from .methods._layout import warn_of_idle_devices as warn_of_idle_devices
-from .methods._methods import METHODS as METHODS
+from .methods._methods import METHOD_OPTIONS as METHOD_OPTIONS
+from .methods._near_plan import near_plan as near_plan
 from .methods._plan import ShardingPlan as ShardingPlan
 from .methods._plan import check_mesh as check_mesh
 from .methods._plan import in_shard_map as in_shard_map
@@ -31,7 +27,6 @@ from .methods._plan import reshard_explicit as reshard_explicit
 from .methods._plan import sharding_plan as sharding_plan
 from .methods._plan import split_along as split_along
 from .methods._plan import whole_along as whole_along
-from .methods._reproducible import laid_out as laid_out
 from .methods._sharded_attention import attend_sharded as attend_sharded
 from .methods._sharded_reduction import Reduction as Reduction
 from .methods._sharded_reduction import fold_covariances as fold_covariances
@@ -44,9 +39,10 @@ if _typing.TYPE_CHECKING:
     from .cache._arguments import check_counts as check_counts
     from .cache._arguments import check_reach as check_reach
     from .cache._arguments import check_stored as check_stored
-    from .cache._queries import canonical_of as canonical_of
+    from .cache._queries import run_of as run_of
     from .cache._tokens import AbstractTokens as AbstractTokens
     from .cache._write import positions_from as positions_from
+    from .plan._chips import CHIPS as CHIPS
     from .runtime import _files, _safetensors
     from .runtime._files import IDENTITY as IDENTITY
     from .runtime._files import UNFINISHED as UNFINISHED
@@ -64,9 +60,10 @@ else:
             "check_counts": ".cache._arguments",
             "check_reach": ".cache._arguments",
             "check_stored": ".cache._arguments",
-            "canonical_of": ".cache._queries",
+            "run_of": ".cache._queries",
             "AbstractTokens": ".cache._tokens",
             "positions_from": ".cache._write",
+            "CHIPS": ".plan._chips",
             "IDENTITY": ".runtime._files",
             "UNFINISHED": ".runtime._files",
             "check_file": ".runtime._files",

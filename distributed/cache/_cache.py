@@ -193,9 +193,9 @@ class KVCache(AbstractTokens):
                 `lengths` and `query_positions`, or the mesh, as for `append`.
             NotImplementedError: the implementation named declines the call.
         """
-        names, options = check_scores(options, mask, self.window)
+        policy, options = check_scores(options, mask, self.window)
         places = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
-        return state_of(self, query, places, names, options, source=source, mask=mask, sink=sink)
+        return state_of(self, query, places, policy, options, source=source, mask=mask, sink=sink)
 
     def at(
         self,

@@ -150,10 +150,10 @@ class ForkedCache(eqx.Module):
         [`KVCache.attend`][energy_attn.distributed.KVCache.attend], but for `mask`. A score that reads
         `at.batch` raises `NotImplementedError`: rows that share a prompt are one row of it.
         """
-        names, options = check_scores(options, None, self.prompt.window)
+        policy, options = check_scores(options, None, self.prompt.window)
         own, count, sharding = self.own, self.count, self.own._sharding()
         places = check_queries(query, own.key, own.dtype, own.lengths, lengths, query_positions)
-        given: Any = {"names": names, "options": options, "unrounded": True}
+        given: Any = {"policy": policy, "options": options, "unrounded": True}
         mine = state_of(own, query, places, source=source, **given)
         check_sink(sink, query.shape[:-1])
         _check_score(options.get("score"), mine.lse.dtype)

@@ -2,8 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ..hlo._kind import Kind
+from ._shape import Shape
 from ._topology import Link, Topology
 
 
@@ -35,6 +38,31 @@ class Transfer:
     count: int = 1
     distance: int = 1
     pairs: bool = False
+
+
+class SentDerivatives(NamedTuple):
+    """The derivatives whose transfers are counted, too.
+
+    Attributes:
+        tangent: whether the tangent of the state, in directions of query, key and value.
+        gradient_bytes: of a number of a gradient that goes around a ring; 0: no gradients are counted.
+    """
+
+    tangent: bool = False
+    gradient_bytes: int = 0
+
+
+def position_gather(
+    length: int, shape: Shape, topology: Topology, axes: tuple[int, ...]
+) -> Iterator[Transfer]:
+    """The gather, at the start, of the positions of `length` tokens where they are compared."""
+    if shape.causal:
+        yield Transfer("all-gather", 4 * -(-length // topology.devices), axes)
+
+
+def total_seconds(transfers: Iterable[Transfer], topology: Topology) -> float:
+    """Seconds of all runs of some transfers, one after the other."""
+    return sum(transfer.count * seconds(transfer, topology) for transfer in transfers)
 
 
 def sent(transfer: Transfer, topology: Topology) -> float:

@@ -1,6 +1,6 @@
 """The merge strategy of pairwise exchanges."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,11 +8,14 @@ from jax import lax
 
 from energy_attn.kernels import AttentionState, merge, merge_all
 
+from ..cost._shape import Shape
+from ..cost._topology import Topology
+from ..cost._transfer import Transfer
 from ._abstract import AbstractMessageMerge, Axes
 from ._packing import as_invariant, narrowed, permuted, promoted
 
 
-class Butterfly(AbstractMessageMerge):
+class ButterflyMerge(AbstractMessageMerge):
     r"""$\lceil \log_2 p \rceil$ exchanges, the last axis first.
 
     Every device folds the same states in the same order, so all results are bitwise equal.
@@ -34,6 +37,9 @@ class Butterfly(AbstractMessageMerge):
     ) -> Any:
         return unpack(exchanged(message, axes, unpack, pack))
 
+    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
+        return exchange_transfers(shape.rows * shape.state, topology, topology.axes)
+
 
 def exchanged(
     state: AttentionState,
@@ -52,6 +58,20 @@ def exchanged(
             state = pack(merge(unpack(state), unpack(permuted(state, axis, pairs))))
             step *= 2
     return state
+
+
+def exchange_transfers(size: int, topology: Topology, axes: tuple[int, ...]) -> Iterator[Transfer]:
+    """The permutes of `exchanged` over these axes, for states of `size` bytes."""
+    for axis in reversed(axes):
+        devices = topology.links[axis].devices
+        odd, held = devices // (devices & -devices), 1
+        while held < odd:
+            sent = min(held, odd - held)
+            yield Transfer("collective-permute", sent * size, (axis,), 1, held)
+            held += sent
+        while held < devices:
+            yield Transfer("collective-permute", size, (axis,), 1, held, pairs=True)
+            held *= 2
 
 
 def _neighbours(state: AttentionState, axis: str, count: int) -> AttentionState:

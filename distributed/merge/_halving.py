@@ -1,6 +1,6 @@
 """The merge strategy of recursive halving and doubling of the rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,11 +8,14 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, merge
 
+from ..cost._shape import Shape
+from ..cost._topology import Topology
+from ..cost._transfer import Transfer
 from ._abstract import AbstractMerge, Axes
 from ._packing import as_invariant, narrowed, permuted, promoted
 
 
-class Halving(AbstractMerge):
+class HalvingMerge(AbstractMerge):
     r"""A reduce-scatter of states, then a gather: $2 \lceil\log_2 p\rceil$ permutes for each axis, and one more.
 
     Each permute sends half of the remaining rows, in total $\frac{p-1}{p}$ of a state each way, as much as a
@@ -45,6 +48,19 @@ class Halving(AbstractMerge):
             part = _all_gather(part, axis, 1 if i == fast else 0)
         out, lse = (x[:rows] for x in part)
         return as_invariant(AttentionState(out.reshape(state.out.shape), lse.reshape(shape)), axes)
+
+    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
+        share = rows = -(-shape.rows // topology.devices)
+        sizes, back = [link.devices for link in topology.links], []
+        for axis, devices in enumerate(sizes):
+            for step, sent in reversed(rounds(devices)):
+                size, pairs = sent * rows * shape.state, 2 * step == devices
+                back.append(Transfer("collective-permute", size, (axis,), 1, step, pairs))
+            rows *= devices
+        fast = fast_axis(sizes)
+        yield from reversed(back)
+        yield Transfer("collective-permute", share * shape.state, (fast,), pairs=sizes[fast] == 2)
+        yield from back
 
 
 def rounds(devices: int) -> list[tuple[int, int]]:

@@ -1,17 +1,21 @@
 """The merge strategy of two levels: a fast axis, and slow ones."""
 
+from collections.abc import Iterator
+
 import jax.numpy as jnp
 from jax import lax
 
 from energy_attn.kernels import AttentionState
 
-from ._abstract import AbstractMerge, Axes
-from ._butterfly import exchanged
+from ..cost._shape import Shape
+from ..cost._topology import Topology
+from ..cost._transfer import Transfer
+from ._abstract import AbstractMerge, Axes, exchange
+from ._butterfly import exchange_transfers, exchanged
 from ._packing import as_invariant, narrowed, transfer
-from ._scatter import exchange
 
 
-class Hierarchical(AbstractMerge):
+class HierarchicalMerge(AbstractMerge):
     """Each device of the last axis folds its share of the rows; only shares are sent over the other axes.
 
     For states, this is what a reduce-scatter, an all-reduce and an all-gather are for sums.
@@ -34,3 +38,13 @@ class Hierarchical(AbstractMerge):
         gathered = transfer(lambda x: lax.all_gather(x, fast, tiled=True), folded)
         out, lse = (x[:rows] for x in gathered)
         return as_invariant(AttentionState(out.reshape(state.out.shape), lse.reshape(shape)), axes)
+
+    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
+        *slow, fast = topology.axes
+        devices = topology.links[fast].devices
+        share = -(-shape.rows // devices)
+        if devices > 1:
+            yield Transfer("all-to-all", share * devices * shape.state, (fast,))
+        yield from exchange_transfers(share * shape.state, topology, tuple(slow))
+        if devices > 1:
+            yield Transfer("all-gather", share * shape.state, (fast,))

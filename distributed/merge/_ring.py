@@ -1,16 +1,21 @@
 """The merge strategy of states that go around a ring."""
 
+from collections.abc import Iterator
+
 import jax.numpy as jnp
 from jax import lax
 
 from energy_attn.kernels import AttentionState, merge_all
 from energy_attn.kernels.internal import vary_together
 
+from ..cost._shape import Shape
+from ..cost._topology import Topology
+from ..cost._transfer import Transfer
 from ._abstract import AbstractMerge, Axes
 from ._packing import as_invariant, permuted
 
 
-class Ring(AbstractMerge):
+class RingMerge(AbstractMerge):
     """Every state goes around the ring of devices, in $p - 1$ steps.
 
     [`Ring`][energy_attn.distributed.methods.Ring] uses it where all devices have the same queries.
@@ -36,3 +41,7 @@ class Ring(AbstractMerge):
         first = lax.axis_index(axes) + 1
         ranked = AttentionState(*(jnp.roll(x, first, axis=0) for x in states))
         return as_invariant(merge_all(ranked, axis=0), axes)
+
+    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
+        hops = topology.devices - 1
+        yield Transfer("collective-permute", shape.rows * shape.state, topology.axes, hops)

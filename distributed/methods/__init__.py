@@ -2,7 +2,7 @@
 
 Examples:
     >>> from energy_attn.distributed import SequenceParallel, methods
-    >>> SequenceParallel("device", methods.Ring(bidirectional=True)).method.name
+    >>> SequenceParallel("device", methods.Ring(rotate="keys")).method.name
     'ring'
 """
 

@@ -14,13 +14,10 @@ from ._arguments import Axes
 Tree = TypeVar("Tree")
 
 
-def hop(tree: Tree, axes: Axes, way: int = 1) -> Tree:
-    """The arrays of a tree, passed to the next device of the ring, and those of the one before.
-
-    `way` is -1 for the other direction, or another number of places.
-    """
+def hop(tree: Tree, axes: Axes, places: int = 1) -> Tree:
+    """Sends the arrays of a tree this number of places around the ring, and returns those that arrive."""
     devices = lax.axis_size(axes)
-    pairs = [(i, (i + way) % devices) for i in range(devices)]
+    pairs = [(i, (i + places) % devices) for i in range(devices)]
 
     def pass_on(x: Array) -> Array:
         return lax.ppermute(x, axes, pairs)
@@ -28,9 +25,9 @@ def hop(tree: Tree, axes: Axes, way: int = 1) -> Tree:
     return jax.tree.map(functools.partial(moved, pass_on), tree)
 
 
-def origin(step: int | Array, axes: Axes, way: int = 1) -> Array:
+def origin(step: int | Array, axes: Axes) -> Array:
     """The device whose part is here after `step` hops."""
-    return (lax.axis_index(axes) - way * step) % lax.axis_size(axes)
+    return (lax.axis_index(axes) - step) % lax.axis_size(axes)
 
 
 def whole(x: Array | None, size: int, axes: Axes) -> Array | None:
@@ -43,6 +40,16 @@ def part(x: Array | None, axis: int, place: Array, size: int) -> Array | None:
     if x is None or x.shape[axis] == 1:
         return x
     return lax.dynamic_slice_in_dim(x, place * size, size, axis)
+
+
+def placed(found: Array, like: Array, axis: int, place: Array) -> Array:
+    """Returns one device's part in its place among zeros, as long as `like` along an axis; a broadcast one stays."""
+    if like.shape[axis] == 1:
+        return found
+    size = found.shape[axis]
+    shape = (*found.shape[:axis], like.shape[axis], *found.shape[axis + 1 :])
+    zeros = lax.full_like(found, 0.0, shape=shape)
+    return lax.dynamic_update_slice_in_dim(zeros, found, place * size, axis)
 
 
 def among(x: Array, axis: int, first: int, size: int) -> Array:

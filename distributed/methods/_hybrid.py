@@ -1,16 +1,25 @@
 """Ulysses and the ring together: heads exchanged along the fast axis, keys around the slow ones."""
 
 import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
+import numpy as np
 from jax.typing import DTypeLike
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import Operands, vary_together
 
-from ._abstract import AbstractMethod, LocalCall, Split
+from ..cost._shape import Shape
+from ..cost._topology import Topology
+from ..cost._transfer import SentDerivatives, Transfer
+from ._abstract import AbstractMethod, Axis, LocalCall, SeenPairs, Split, exchanging
 from ._arguments import Axes
-from ._ring import check_ring, keys_around
-from ._ulysses import exchange_heads
+from ._halo import Halo
+from ._ring import check_ring, ring_pairs
+from ._ring_keys import around_transfers, keys_around
+from ._ulysses import exchange_heads, exchange_transfers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +38,9 @@ class Hybrid(AbstractMethod):
 
     Attributes:
         gradient_dtype: as for `Ring`, of the keys that go around.
-        bidirectional: likewise.
 
     Raises:
-        TypeError: `bidirectional` is not a boolean, or `gradient_dtype` no floating dtype.
+        TypeError: `gradient_dtype` is no floating dtype.
         ValueError: in a call over one mesh axis, or whose heads the devices of the last one cannot share out.
 
     Source: unified sequence parallelism, USP (arXiv 2405.07719).
@@ -50,14 +58,13 @@ class Hybrid(AbstractMethod):
     """
 
     gradient_dtype: DTypeLike | None = None
-    bidirectional: bool = False
 
     name = "hybrid"
 
     def __post_init__(self) -> None:
         check_ring(self)
 
-    def check_axes(self, axes: Axes) -> None:
+    def check_axes(self, axes: Sequence[object]) -> None:
         """Raises `ValueError` for one axis."""
         if len(axes) < 2:
             raise ValueError(
@@ -65,7 +72,7 @@ class Hybrid(AbstractMethod):
                 "there are 'ulysses' and 'ring'"
             )
 
-    def exchanged(self, axes: Axes) -> Axes:
+    def exchanged(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         """The last axis."""
         return axes[-1:]
 
@@ -75,15 +82,65 @@ class Hybrid(AbstractMethod):
         return Split(heads=axes[-1:], queries=axes[:-1], keys=(), rows=axes[:-1])
 
     def attend(self, call: LocalCall) -> AttentionState:
-        """Raises as `attend` does, and as `check_both_ways` where keys go around both ways."""
+        """Raises as `attend` does."""
         around, exchanged = call.axes[:-1], call.axes[-1:]
 
         def run(operands: Operands) -> AttentionState:
             operands = vary_together(operands, around)
-            return self.around(call._replace(operands=operands, axes=around))
+            around_call = call._replace(operands=operands, axes=around)
+            return keys_around(around_call, self.gradient_dtype, self._sent_keys)
 
         return exchange_heads(run, call._replace(axes=exchanged), around)
 
-    def around(self, call: LocalCall) -> AttentionState:
-        """The attention of a device's heads over the keys of the devices along `call.axes`."""
-        return keys_around(self, call)
+    def transfers(
+        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
+    ) -> Iterator[Transfer]:
+        around, exchanged = topology.axes[:-1], topology.axes[-1:]
+        shared = exchanging(self, topology)
+        halo = self._sent_keys or Halo(topology.devices // shared, ())
+        run = functools.partial(
+            around_transfers,
+            length=-(-shape.keys // topology.devices) * shared,
+            halo=halo,
+            axes=around,
+            shape=shape,
+            derivatives=derivatives,
+        )
+        return exchange_transfers(exchanged, shape, topology, derivatives, run)
+
+    @property
+    def overlap(self) -> Literal["hops"]:
+        """Hops around the ring."""
+        return "hops"
+
+    def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
+        """A step for the keys of each group."""
+        return ring_pairs(seen, size)
+
+    def near(self, halo: Halo) -> AbstractMethod:
+        """The neighbouring groups' keys alone."""
+        return NeighbouringGroups(self.gradient_dtype, halo=halo)
+
+    @property
+    def _sent_keys(self) -> Halo | None:
+        """The keys of a group to send around; None: all keys."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeighbouringGroups(Hybrid):
+    """A hybrid in which keys come from those groups of devices alone whose keys some query may see.
+
+    Attributes:
+        halo: which keys of a group.
+    """
+
+    halo: Halo
+
+    def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
+        """One step."""
+        return AbstractMethod.pairs(self, seen, size)
+
+    @property
+    def _sent_keys(self) -> Halo:
+        return self.halo

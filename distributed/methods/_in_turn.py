@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -99,10 +99,6 @@ class AbstractTurns(abc.ABC):
         """The arrays of the turn after this one."""
 
     @abc.abstractmethod
-    def joined(self, here: Tree) -> Tree:
-        """The arrays of a turn, from the form in which they come."""
-
-    @abc.abstractmethod
     def cut(self, x: Array | None, axis: int, turn: int | Array) -> Array | None:
         """The part of an array of all keys for the keys of a turn; all of it if it is broadcast along them."""
 
@@ -149,10 +145,9 @@ def _own(operands: Operands) -> Keys:
 
 
 def _with_keys(
-    operands: Operands, keys: Any, turns: AbstractTurns, turn: int | Array, some: slice = ALL
+    operands: Operands, keys: Keys, turns: AbstractTurns, turn: int | Array, some: slice = ALL
 ) -> Operands:
     """The operands of one turn: the keys that are here, or some of them, and their part of what is of all keys."""
-    keys = turns.joined(keys)
     assert keys.key is not None and keys.value is not None
 
     def cut(x: Array | None, axis: int) -> Array | None:
@@ -200,8 +195,8 @@ def _attend(
     unrounded = with_unrounded_out(settings)
 
     def visit(
-        state: AttentionState, keys: Tree, turn: int | Array, in_flight: Tree | None
-    ) -> tuple[AttentionState, Tree | None]:
+        state: AttentionState, keys: Keys, turn: int | Array, in_flight: Keys | None
+    ) -> tuple[AttentionState, Keys | None]:
         here = _with_keys(operands, keys, turns, turn)
         return attend_and_merge(state, names, unrounded, here, in_flight)
 
@@ -240,9 +235,9 @@ class _OfTurns(AbstractDerivative):
         turns, operands, state = self.turns, saved.operands, saved.state
 
         def visit(
-            turn: int | Array, sums: TangentSums, here: Tree, in_flight: Tree | None
+            turn: int | Array, sums: TangentSums, here: tuple[Keys, Keys], in_flight: Tree | None
         ) -> tuple[TangentSums, Tree | None]:
-            keys, changes = cast("tuple[Keys, Keys]", turns.joined(here))
+            keys, changes = here
             bias = turns.cut(directions.bias, 3, turn)
             along = cotangents(directions.query, *changes, bias, directions.score_arrays)
             given = _with_keys(operands, keys, turns, turn)

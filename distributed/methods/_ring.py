@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
@@ -16,7 +18,6 @@ from energy_attn.kernels.internal import (
     attend,
     attend_and_merge,
     check_choice,
-    check_flag,
     check_floating_dtype,
     empty_like,
     lse_dtype,
@@ -24,16 +25,20 @@ from energy_attn.kernels.internal import (
     with_unrounded_out,
 )
 
+from ..cost._shape import Shape, kv_shard, local_rows, tangent_bytes
+from ..cost._topology import Topology
+from ..cost._transfer import SentDerivatives, Transfer, position_gather
 from ..merge._packing import transfer
-from ._abstract import AbstractMethod, LocalCall, Split
+from ..merge._strategies import STRATEGIES
+from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split
 from ._arguments import Axes, rounded
-from ._direction import BothWays, OneWay, by_halves, check_both_ways, joined_halves
+from ._halo import Halo
 from ._hops import hop, origin, part, whole
-from ._in_turn import Names, attend_in_turn
+from ._in_turn import Names
 from ._merge import fold_across
-from ._ring_keys import Around
+from ._ring_keys import Neighbours, around_transfers, keys_around
 
-ROTATED = ("keys", "queries", "auto")
+ROTATED = ("keys", "queries")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +73,9 @@ class Ring(AbstractMethod):
         gradient_dtype: in which gradients of keys and values travel: bfloat16 sends half of the bytes, and rounds
             in each of $p - 1$ hops; None: that of `lse`. For keys that rotate, by any implementation but
             `"reference"`.
-        bidirectional: whether keys and values of the first half of the heads go around in one direction, those of the
-            second half in the other, so that both links of a torus axis (TPU) carry half of the bytes; queries
-            and outputs are copied once, to lie by halves. For keys that rotate. Raises `ValueError` in a call with an
-            odd number of heads of keys, or with a score.
 
     Raises:
-        TypeError: `bidirectional` is not a boolean, or `gradient_dtype` no floating dtype.
+        TypeError: `gradient_dtype` is no floating dtype.
         ValueError: `rotate` is none of these.
 
     Source: Ring Attention (arXiv 2310.01889); for queries that rotate, Context Parallelism for
@@ -95,13 +96,12 @@ class Ring(AbstractMethod):
 
     rotate: Literal["keys", "queries", "auto"] = "auto"
     gradient_dtype: DTypeLike | None = None
-    bidirectional: bool = False
 
     name = "ring"
     replicated_queries = True
 
     def __post_init__(self) -> None:
-        check_choice("rotate", self.rotate, ROTATED)
+        check_choice("rotate", self.rotate, (*ROTATED, "auto"))
         check_ring(self)
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
@@ -112,46 +112,85 @@ class Ring(AbstractMethod):
         return Split(heads=(), queries=(), keys=axes, rows=())
 
     def attend(self, call: LocalCall) -> AttentionState:
-        """Raises as `attend` does, and as `check_both_ways` where keys go around both ways."""
+        """Raises as `attend` does."""
         call = call._replace(operands=vary_together(call.operands, call.axes))
-        names, settings, operands, axes, queries_sharded, _ = call
+        policy, settings, operands, axes, queries_sharded, _ = call
+        names = policy.kernels
         if self._rotates_keys(operands, queries_sharded):
-            return keys_around(self, call)
+            return keys_around(call, self.gradient_dtype)
         if queries_sharded:
             return _queries_around(names, settings, axes, operands)
         state = fold_across("ring", axes, attend(names, with_unrounded_out(settings), operands))
         return rounded(state, operands, settings)
 
+    def transfers(
+        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
+    ) -> Iterator[Transfer]:
+        devices, axes, keys = topology.devices, topology.axes, kv_shard(shape, topology)
+        rows = local_rows(shape, topology)
+        query, state = rows * shape.width * shape.bytes, rows * shape.state
+        if self._moves_keys(sum(keys), query + state, shape.queries_sharded):
+            yield from position_gather(shape.keys, shape, topology, axes)
+            yield from around_transfers(keys, 1, Halo(devices, ()), axes, shape, derivatives)
+        elif not shape.queries_sharded:
+            yield from STRATEGIES["ring"].transfers(shape, topology)
+            yield from [Transfer("all-reduce", state, axes)] * derivatives.tangent
+        else:
+            yield from position_gather(shape.queries, shape, topology, axes)
+            sizes = (query, state, tangent_bytes(query, shape), state)
+            # queries with the states of the keys that they have seen; the last hop brings them home
+            for size in sizes if derivatives.tangent else sizes[:2]:
+                yield Transfer("collective-permute", size, axes, devices)
+
+    @classmethod
+    def variants(cls) -> Mapping[str | None, AbstractMethod]:
+        """Rings of keys and of queries."""
+        return {"keys": cls("keys"), "queries": cls("queries")}
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether keys rotate."""
+        return self.rotate == "keys"
+
+    @property
+    def overlap(self) -> Literal["none", "hops"]:
+        """Hops of keys; states of queries need the products of their step."""
+        return "hops" if self.rotate == "keys" else "none"
+
+    def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
+        """A step for the keys of each device."""
+        return ring_pairs(seen, size)
+
+    def near(self, halo: Halo) -> AbstractMethod:
+        """The neighbours' keys alone."""
+        return Neighbours(halo, self.gradient_dtype)
+
     def _rotates_keys(self, operands: Operands, queries_sharded: bool) -> bool:
-        if self.rotate != "auto":
-            return self.rotate == "keys"
-        if (
-            not queries_sharded
-        ):  # around with the keys, each device would fold them in another order
-            return False
         query, key, value = operands[:3]
         state = (value.shape[-1] + 1) * lse_dtype(value.dtype).itemsize
         queries = query.nbytes + math.prod(query.shape[:-1]) * state
-        return key.nbytes + value.nbytes <= queries
+        return self._moves_keys(key.nbytes + value.nbytes, queries, queries_sharded)
+
+    def _moves_keys(self, keys: int, queries: int, queries_sharded: bool) -> bool:
+        """Whether keys rotate, from the bytes of keys and the bytes of queries with their states."""
+        if self.rotate != "auto":
+            return self.rotate == "keys"
+        # around with the keys, each device would fold those of equal queries in another order
+        return queries_sharded and keys <= queries
+
+
+def ring_pairs(seen: SeenPairs, size: int) -> list[np.ndarray]:
+    """The pairs of each device in each step of a ring of keys."""
+    pairs = seen(0, size)
+    here = np.arange(len(pairs))
+    return [pairs[here, here - step] for step in range(len(pairs))]
 
 
 def check_ring(method: Any) -> None:
     """Checks the fields of a method whose keys go around, and makes a dtype of `gradient_dtype`."""
-    check_flag("bidirectional", method.bidirectional)
     if method.gradient_dtype is not None:
         dtype = check_floating_dtype("gradient_dtype", method.gradient_dtype)
         object.__setattr__(method, "gradient_dtype", dtype)
-
-
-def keys_around(method: Any, call: LocalCall) -> AttentionState:
-    """The state of this device's queries, as keys go around, by a `Ring` or a `Hybrid`."""
-    names, settings, operands, axes, *_ = call
-    size, dtype = operands.key.shape[1], method.gradient_dtype
-    if not method.bidirectional:
-        return attend_in_turn(names, settings, Around(axes, size, dtype, OneWay()), operands)
-    check_both_ways(settings, operands)
-    turns = Around(axes, size, dtype, BothWays(operands.query.shape[0]))
-    return joined_halves(attend_in_turn(names, settings, turns, by_halves(operands)))
 
 
 def _queries_around(

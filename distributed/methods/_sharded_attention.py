@@ -11,20 +11,23 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    Candidate,
+    CallPolicy,
     Operands,
     Settings,
     attend,
     check_taylor,
     dequantized,
     differentiated_by_jax,
-    is_reproducible,
     positioned,
     with_default_positions,
+    with_sink,
+    with_unrounded_out,
+    without_lengths,
 )
 
-from ._abstract import LocalCall
-from ._arguments import Axes
+from ._abstract import AbstractMethod, LocalCall
+from ._arguments import Axes, rounded
+from ._methods import METHODS
 from ._plan import (
     ShardingPlan,
     is_explicit,
@@ -32,14 +35,12 @@ from ._plan import (
     other_explicit_axes,
     reshard_explicit,
 )
-from ._reproducible import has_shared, method_for
-from ._sink import beside_sink
 from ._tree import Tree
 
 
 def attend_sharded(
     plan: ShardingPlan | None,
-    names: tuple[Candidate, ...],
+    policy: CallPolicy,
     settings: Settings,
     operands: Operands,
 ) -> AttentionState:
@@ -48,25 +49,47 @@ def attend_sharded(
     A length that is no multiple of the number of devices is padded with absent keys and queries.
     The result is sharded as the queries are. Raises as the kernels do.
     """
-    if plan is not None or not differentiated_by_jax(names):
+    if plan is not None or not differentiated_by_jax(policy.kernels):
         check_taylor(operands)
-    run = attend if plan is None else functools.partial(_sharded, plan)
-    return beside_sink(functools.partial(run, names), names, settings, operands)
+    if plan is None:
+        run = functools.partial(attend, policy.kernels)
+    else:
+        run = functools.partial(_sharded, plan, policy)
+    return beside_sink(run, policy, settings, operands)
+
+
+def beside_sink(
+    run: Callable[[Settings, Operands], AttentionState],
+    policy: CallPolicy,
+    settings: Settings,
+    operands: Operands,
+) -> AttentionState:
+    """`run(settings, operands)`, merged with the sink of the call, unless kernels fold it, and then rounded."""
+    if operands.sink is None or policy.folds_sinks:
+        return run(settings, operands)
+    state = run(with_unrounded_out(settings), operands._replace(sink=None))
+    rows = without_lengths(operands).query_positions
+    return rounded(with_sink(state, operands.sink, rows), operands, settings)
+
+
+def method_of(policy: CallPolicy, method: AbstractMethod) -> AbstractMethod:
+    """The method of a policy, or `method`."""
+    return method if policy.method is None else METHODS[policy.method]()
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _sharded(
-    plan: ShardingPlan, names: tuple[Candidate, ...], settings: Settings, operands: Operands
+    plan: ShardingPlan, policy: CallPolicy, settings: Settings, operands: Operands
 ) -> AttentionState:
     plan = unsharded_if_empty(plan, operands)
-    plan = plan._replace(method=method_for(names, plan.method))
-    if is_reproducible(names) and plan.sequence:
+    plan = plan._replace(method=method_of(policy, plan.method))
+    if plan.method.reads_positions and plan.sequence:
         operands = positioned(operands)
     if not isinstance(plan.method, Tree):  # other methods take keys apart
         operands = dequantized(operands)
     operands = with_indices(plan, settings, operands)
-    return run_sharded(plan, functools.partial(_attend, plan, names, settings), operands)
+    return run_sharded(plan, functools.partial(_attend, plan, policy, settings), operands)
 
 
 def with_indices(plan: ShardingPlan, settings: Settings, operands: Operands) -> Operands:
@@ -160,12 +183,12 @@ def _run_sharded(
 
 
 def _attend(
-    plan: ShardingPlan, names: tuple[Candidate, ...], settings: Settings, operands: Operands
+    plan: ShardingPlan, policy: CallPolicy, settings: Settings, operands: Operands
 ) -> AttentionState:
     others = plan.batch + plan.heads
-    if not plan.sequence and not (is_reproducible(names) and has_shared(operands)):
-        return attend(names, settings, operands)
-    call = LocalCall(names, settings, operands, plan.sequence, plan.queries, others)
+    if not plan.sequence and not plan.method.attends_alone(operands):
+        return attend(policy.kernels, settings, operands)
+    call = LocalCall(policy, settings, operands, plan.sequence, plan.queries, others)
     return plan.method.attend(call)
 
 

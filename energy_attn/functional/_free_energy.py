@@ -17,7 +17,6 @@ from energy_attn.distributed.internal import (
     attend_sharded,
     check_order,
     in_shard_map,
-    laid_out,
     local_sharding_plan,
     near_plan,
     place_tokens,
@@ -27,16 +26,15 @@ from energy_attn.distributed.internal import (
 )
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
-    Candidate,
+    CallPolicy,
     Operands,
     Settings,
-    candidates,
+    call_policy,
     check_arrays,
     check_options,
     check_scored,
     check_source,
     differentiated_by_jax,
-    is_reproducible,
     is_static,
     received,
     split_mask,
@@ -58,7 +56,7 @@ class StaticCall(NamedTuple):
     array.
     """
 
-    names: tuple[Candidate, ...]
+    policy: CallPolicy
     plan: ShardingPlan | None
     settings: Settings
     batched: bool
@@ -163,7 +161,7 @@ def prepare(
     Returns the static part of the call and its arrays. Raises as `free_energy` does.
     """
     scored: dict[str, Any] = dict(options)
-    names = candidates(scored.pop("implementation", None), scored.get("reproducible", False))
+    policy = call_policy(scored.pop("implementation", None), scored.get("reproducible", False))
     parallel = scored.pop("parallel", None)
     inside = in_shard_map(parallel)
     if inside:
@@ -178,19 +176,19 @@ def prepare(
     given = any(options.get(name) is not None for name in ("query_positions", "key_positions"))
     rule = None if given else split_mask(mask)[0]
     plan = plan if given else near_plan(plan, parallel, call.settings, call.operands, rule)
-    if is_reproducible(names) and plan is not None and options.get("key_positions") is None:
+    if plan is not None and plan.sequence and options.get("key_positions") is None:
         layout = "contiguous" if parallel is None else parallel.layout
-        names = laid_out(plan, layout, sizes[1]) if plan.sequence else names
+        policy = policy.laid_out(plan.run(layout, sizes[1]))
     if call.operands.sink is not None:
         cite("sinks")
-    if not differentiated_by_jax(names):
+    if not differentiated_by_jax(policy.kernels):
         cite("milakov", "flash")
     if plan is not None and plan.axes:
         cite(plan.method.name)
         if parallel is not None:
             check_order(parallel, plan, options, *sizes)
             warn_of_idle_devices(parallel, plan, call.settings.mask.window, options, *sizes)
-    return StaticCall(names, plan, call.settings, call.batched), call.operands
+    return StaticCall(policy, plan, call.settings, call.batched), call.operands
 
 
 def _check_inside(bias: object, mask: object, options: Mapping[str, Any]) -> None:
@@ -242,7 +240,9 @@ def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
     if varying:
         zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
     if isinstance(zero, jax.Array):
-        calls = tuple(x._replace(at_zero=not differentiated_by_jax(x.names)) for x in calls)
+        calls = tuple(
+            x._replace(at_zero=not differentiated_by_jax(x.policy.kernels)) for x in calls
+        )
     return calls, zero
 
 
@@ -273,7 +273,7 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
     for call, operands in zip(calls, parts, strict=True):
         settings, operands = with_source(call.settings, operands, source)
         settings = settings._replace(unrounded=len(calls) > 1)  # rounded once, after the merge
-        states.append(attend_sharded(call.plan, call.names, settings, operands))
+        states.append(attend_sharded(call.plan, call.policy, settings, operands))
     out, lse = functools.reduce(merge, states)
     state = AttentionState(out.astype(value.dtype), lse)
     return state if batched else unbatched(state)
@@ -331,7 +331,7 @@ def _energy_jvp(
     source, parts = _unless_zero(primals[0]), primals[1]
     change, changes = jax.tree.map(lambda x: None if isinstance(x, SymbolicZero) else x, tangents)
     at_source, state = change is not None, functools.partial(state_at, calls, source)
-    if at_source and all(differentiated_by_jax(call.names) for call in calls):
+    if at_source and all(differentiated_by_jax(call.policy.kernels) for call in calls):
         both, at_source = (
             directional(lambda x: state_at(calls, *x), primals, (change, changes)),
             False,

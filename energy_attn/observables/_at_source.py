@@ -69,7 +69,7 @@ def covariance_at(calls: Calls, source: Source, parts: Parts) -> CovarianceState
     r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
 
     def one(call: StaticCall, operands: Operands) -> CovarianceState:
-        reduction = Reduction(HashablePartial(covariance, (call.names,)), fold_covariances)
+        reduction = Reduction(HashablePartial(covariance, (call.policy.kernels,)), fold_covariances)
         return run_reduction(call, reduction, source, operands)
 
     return functools.reduce(merge, map(one, calls, parts))
@@ -109,7 +109,7 @@ def attention_and_mean_over_keys(
     call: StaticCall, operands: Operands, term: BlockTerm, width: int
 ) -> AttentionState:
     """The state of a call, and behind its `out` the mean of a block term: two walks over the keys."""
-    find = HashablePartial(attention_and_expectation, (term, width, call.names))
+    find = HashablePartial(attention_and_expectation, (term, width, call.policy.kernels))
     return run_reduction(call, Reduction(find, fold_states), None, operands)
 
 
@@ -124,7 +124,9 @@ def mean_over_keys(
     """
 
     def one(call: StaticCall, operands: Operands) -> AttentionState:
-        reduction = Reduction(HashablePartial(expectation, (term, width, call.names)), fold_states)
+        reduction = Reduction(
+            HashablePartial(expectation, (term, width, call.policy.kernels)), fold_states
+        )
         return run_reduction(call, reduction, source, operands, *rows)
 
     return functools.reduce(merge, map(one, calls, parts))

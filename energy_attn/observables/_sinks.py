@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from energy_attn.kernels.internal import Operands, Settings, lse_dtype, window_structure
+from energy_attn.kernels.internal import CallPolicy, Operands, Settings, lse_dtype, window_structure
 
 from ..functional._free_energy import Calls, Parts, StaticCall
 
@@ -31,4 +31,4 @@ def _as_key(call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]
     # All devices have it, so that nothing is folded over them; one column of scores is dense.
     plan = None if call.plan is None else call.plan._replace(sequence=(), queries=False)
     settings = Settings(1.0, window_structure())
-    return call._replace(names=("reference",), plan=plan, settings=settings), own
+    return call._replace(policy=CallPolicy(("reference",)), plan=plan, settings=settings), own

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.distributed.internal import AbstractTokens, canonical_of
+from energy_attn.distributed.internal import AbstractTokens, run_of
 from energy_attn.kernels.internal import reproducible_kernels
 
 from ...functional._attention import attention
@@ -38,7 +38,7 @@ class How:
         """The same, for the keys and values of a cache."""
         if not self.reproducible:
             return self.function
-        return functools.partial(self.function, implementation=canonical_of(cache))
+        return functools.partial(self.function, implementation=reproducible_kernels(run_of(cache)))
 
     @property
     def rows(self) -> Callable[..., Any]:
