@@ -102,7 +102,7 @@ class Gather(AbstractMethod):
         count, parts = pieces(size), halves(size)
         piece = size // (parts * count)
         starts = [[(j * count + i) * piece for j in range(parts)] for i in range(count)]
-        return [sum(seen(x, x + piece) for x in runs).sum(1) for runs in starts]
+        return [np.sum([seen(x, x + piece).sum(1) for x in runs], axis=0) for runs in starts]
 
     def near(self, halo: Halo) -> AbstractMethod:
         """The neighbours' keys alone."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,8 @@ class Tree(AbstractMethod):
     @classmethod
     def variants(cls) -> Mapping[str | None, AbstractMethod]:
         """Trees by merge strategy."""
-        return {merge: cls(merge) for merge in STRATEGIES}
+        make: Any = cls  # from a name of the list, which types do not tell
+        return {merge: make(merge) for merge in STRATEGIES}
 
     @property
     def is_automatic(self) -> bool:
