@@ -307,3 +307,17 @@ def check_flag(name: str, x: object) -> bool:
     if not isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name}: wanted True or False, got {received(x)}")
     return bool(x)
+
+
+def check_taylor(arrays: object) -> None:
+    """Raises `NotImplementedError` under `jax.experimental.jet`, which only JAX's own derivatives pass.
+
+    Sees the tracers of a call that is not inside `jax.jit`. `jet` looks through rules of kernels,
+    down to loops, of which it knows none.
+    """
+    for x in jax.tree.leaves(arrays):
+        if type(x).__module__ == "jax.experimental.jet":  # by name, so that jet is not imported
+            raise NotImplementedError(
+                "implementation: wanted 'reference' on one device, or nested jax.jvp, which all "
+                "implementations have; got another under jax.experimental.jet"
+            )

@@ -19,6 +19,7 @@ from ._checks import check_integral as check_integral
 from ._checks import check_key as check_key
 from ._checks import check_names as check_names
 from ._checks import check_shape as check_shape
+from ._checks import check_taylor as check_taylor
 from ._checks import check_text as check_text
 from ._checks import is_concrete as is_concrete
 from ._checks import received as received
@@ -36,8 +37,9 @@ from .autodiff._function import function_call as function_call
 from .autodiff._function import with_zeros as with_zeros
 from .autodiff._linear import AbstractLinearMap as AbstractLinearMap
 from .autodiff._linear import linear_call as linear_call
-from .autodiff._taylor import check_taylor as check_taylor
+from .call._arguments import CheckedArrays as CheckedArrays
 from .call._arguments import CheckedCall as CheckedCall
+from .call._arguments import Place as Place
 from .call._arguments import check_arrays as check_arrays
 from .call._arguments import check_call as check_call
 from .call._arguments import check_scale as check_scale

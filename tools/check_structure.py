@@ -9,7 +9,8 @@ The rules:
 - A room imports from another one as users do, or from its `internal.py`; from no other module.
 - The folders of a room do not import each other in a circle.
 - Private names of JAX are in one module, which looks for them before they are called.
-- A module holds one concept: at most 400 lines.
+- A module holds one concept: at most 400 lines; a folder keeps within its budget of lines, `tools/budgets.toml`.
+- No class name has two meanings.
 - Every name that a package exports stands in the documentation's API pages.
 - Names and phrases that were replaced do not come back, nor do docstrings that end in "Raises" and "nothing".
 
@@ -22,6 +23,8 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from budgets import over_budget
 
 ROOMS = ("kernels", "distributed", "energy_attn")
 LINKED = ("kernels", "distributed")
@@ -301,6 +304,7 @@ RULES = (
     circles,
     private_names,
     long_modules,
+    over_budget,
     undocumented_exports,
     old_names,
     old_phrases,

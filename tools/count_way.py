@@ -1,90 +1,172 @@
 #!/usr/bin/env python3
-"""Count the functions between a user's call and its kernel, the lines of each folder, and the public names.
+"""Count what a call enters on the way to its kernel, and what the library has twice.
 
-    python tools/count_way.py
+    python tools/count_way.py            print the functions that each call enters, and the table
+    python tools/count_way.py --write    write the table into CONTRIBUTING.md
+    python tools/count_way.py --check    exit with status 1 if the table there is another one
 
-A stop is a function of the library on the stack when the kernel is called; a type is a class of the library among
-the arguments of these functions.
+A function counts if it is entered while a call of `ea.attention` and of its modules runs for the second time, with JAX
+on a CPU: by then what JAX compiles is compiled. Functions of kernels do not count.
 """
 
-import os
+import ast
+import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from check_structure import exports  # noqa: E402
+from budgets import ROOMS, budgets_of  # noqa: E402
+from check_structure import exports, sources  # noqa: E402
 
 import energy_attn as ea  # noqa: E402
-from energy_attn.kernels import AbstractJAXKernel, AttentionState, KernelCall  # noqa: E402
+from energy_attn.kernels import Operands, Settings  # noqa: E402
 
-FOLDERS = "kernels distributed energy_attn papers benchmarks tools examples tests".split()
-
-
-class Stop(AbstractJAXKernel):
-    """A kernel that keeps the functions by which it was called."""
-
-    name = "stop"
-    frames: tuple[FrameType, ...] = ()
-
-    def forward(self, call: KernelCall) -> AttentionState:
-        """A state of zeros."""
-        type(self).frames = type(self).frames or tuple(ours(sys._getframe(1)))
-        query, _, value = call.operands[:3]
-        out = jnp.zeros((*query.shape[:-1], value.shape[-1]), value.dtype)
-        return AttentionState(out, jnp.zeros(query.shape[:-1], jnp.float32))
+PAGE = ROOT / "CONTRIBUTING.md"
+TABLE = re.compile(r"(?<=<!-- tools/count_way.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
-def ours(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of the library's functions, from the innermost out."""
-    while frame is not None:
+class Function(NamedTuple):
+    """A function of the library, by its file and its qualified name."""
+
+    file: str
+    name: str
+
+
+def entered(call: Callable[[], object]) -> list[Function]:
+    """The functions of the library that a call enters when it runs for the second time, in their order."""
+    call()
+    functions: dict[Function, None] = {}
+
+    def profile(frame: FrameType, event: str, arg: object) -> None:
         path = Path(frame.f_code.co_filename)
-        if (
-            path.is_relative_to(ROOT)
-            and "energy_attn" in path.parts + ROOT.parts
-            and path.parent != ROOT / "tools"
-        ):
-            yield frame
-        frame = frame.f_back
+        if event == "call" and path.is_relative_to(ROOT / "energy_attn"):
+            functions[
+                Function(str(path.relative_to(ROOT / "energy_attn")), frame.f_code.co_qualname)
+            ] = None
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return list(functions)
 
 
-def types(x: Any) -> Iterator[str]:
-    """The classes of the library in an argument, one level deep."""
-    for value in (x, *(x if isinstance(x, tuple) else ())):
-        if type(value).__module__.startswith("energy_attn"):
-            yield type(value).__name__
-
-
-def main() -> None:
-    """Prints the three counts."""
-    query = jnp.ones((1, 4, 2, 8))
-    jax.eval_shape(lambda q: ea.attention(q, q, q, is_causal=False, implementation=Stop()), query)
-    frames = Stop.frames[::-1]
-    print(f"{len(frames)} stops of `query` from ea.attention to a kernel:")
-    for frame in frames:
-        place = Path(frame.f_code.co_filename).relative_to(ROOT)
-        print(f"    {place}:{frame.f_code.co_firstlineno} {frame.f_code.co_qualname}")
-    type_names = sorted({name for f in frames for x in f.f_locals.values() for name in types(x)})
-    print(f"{len(type_names)} types on it: {', '.join(type_names)}")
-    lines = {
-        folder: sum(
-            len((Path(place) / name).read_text(encoding="utf-8").splitlines())
-            for place, _, names in os.walk(ROOT / folder)  # without the links to other folders
-            for name in names
-            if name.endswith(".py")
-        )
-        for folder in FOLDERS
+def calls() -> dict[str, Callable[[], object]]:
+    """The calls that are counted, by what users write."""
+    x, tokens = jnp.ones((1, 4, 2, 8)), jnp.ones((4, 16))
+    energy = ea.FreeEnergy()
+    attend = ea.nn.MultiheadAttention(2, 16, key=jax.random.key(0))
+    return {
+        "ea.attention(q, k, v)": lambda: ea.attention(x, x, x),
+        "ea.FreeEnergy().attention(q, k, v)": lambda: energy.attention(x, x, x),
+        "ea.nn.MultiheadAttention(...)(x, x, x)": lambda: attend(tokens, tokens, tokens),
     }
-    print(f"{sum(lines.values())} lines of Python:", *(f"{k} {v}" for k, v in lines.items()))
-    names = sorted({name for _, name in exports(ROOT)})
-    print(f"{len(names)} public names")
+
+
+def trees() -> dict[str, ast.Module]:
+    """The syntax trees of the library's modules, by their paths."""
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
+        for room in ROOMS
+        for path in sources(ROOT, room)
+    }
+
+
+def readers_of_programs(modules: dict[str, ast.Module]) -> list[str]:
+    """Modules that read the equations of a jaxpr."""
+    return [
+        name
+        for name, tree in modules.items()
+        if any(isinstance(x, ast.Attribute) and x.attr == "eqns" for x in ast.walk(tree))
+    ]
+
+
+def class_names_twice(modules: dict[str, ast.Module]) -> list[str]:
+    """Names of which the library has more than one class."""
+    names = Counter(
+        x.name for tree in modules.values() for x in ast.walk(tree) if isinstance(x, ast.ClassDef)
+    )
+    return sorted(name for name, count in names.items() if count > 1)
+
+
+def asks_by_name(modules: dict[str, ast.Module]) -> list[str]:
+    """Comparisons of a method with a name in `distributed`, and `isinstance` of a canonical kernel anywhere."""
+    found = []
+    for name, tree in modules.items():
+        for node in ast.walk(tree):
+            text = ast.unparse(node) if isinstance(node, ast.Call | ast.Compare) else ""
+            by_class = re.match(r"isinstance\(.*Canonical", text)
+            by_name = name.startswith("distributed/cost") and re.match(r"method (==|!=|in) ", text)
+            if by_class or by_name:
+                found.append(f"{name}:{node.lineno} {text}")
+    return found
+
+
+def rows() -> dict[str, str]:
+    """What is counted, and the counts."""
+    ways = {name: entered(call) for name, call in calls().items()}
+    for name, functions in ways.items():
+        print(f"{name} enters:", *(f"    {x.file} {x.name}" for x in functions), sep="\n")
+    modules, budgets = trees(), budgets_of(ROOT)
+    readers, twice, asked = (
+        f(modules) for f in (readers_of_programs, class_names_twice, asks_by_name)
+    )
+    print("Modules that read jaxprs:", *readers)
+    print("Class names with two meanings:", *twice)
+    print("Classes and methods that are asked by name:", *asked, sep="\n    ")
+
+    def lines(*folders: str) -> int:
+        return sum(n for name, n in budgets.items() if name.split("/")[0] in folders)
+
+    return {
+        **{
+            f"functions / files / folders that `{name}` enters": " / ".join(
+                str(len(set(x)))
+                for x in (found, (f.file for f in found), (Path(f.file).parent for f in found))
+            )
+            for name, found in ways.items()
+        },
+        "fields of `Operands` and `Settings`": str(len(Operands._fields) + len(Settings._fields)),
+        "modules that read jaxprs": str(len(readers)),
+        "class names with two meanings": str(len(twice)),
+        "classes and methods that are asked by name": str(len(asked)),
+        "lines that `kernels`, `distributed`, `energy_attn` may have": " + ".join(
+            f"{lines(room):,}" for room in ROOMS
+        )
+        + f" = {lines(*ROOMS):,}",
+        "lines that `tests` may have": f"{lines('tests'):,}",
+        "public names": str(len({name for _, name in exports(ROOT)})),
+    }
+
+
+def table() -> str:
+    """The counts as a table of Markdown."""
+    return "\n".join(
+        ["", "| count | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows().items()), "", ""]
+    )
+
+
+def main() -> int:
+    """Prints the counts, and writes them into the page or compares them with it if that is asked for."""
+    text, page = table(), PAGE.read_text(encoding="utf-8")
+    print(text)
+    with_counts = TABLE.sub(lambda _: text, page)
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(with_counts, encoding="utf-8")
+    if sys.argv[1:] == ["--check"] and with_counts != page:
+        print(f"{PAGE.name} has other counts; run `python tools/count_way.py --write`")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,18 +21,18 @@ _MOST_ASKED = 64  # devices, for each pair of which a mask is asked once
 
 
 def near_plan(
-    plan: ShardingPlan | None,
+    plan: ShardingPlan,
     parallel: SequenceParallel | None,
     settings: Settings,
     operands: Operands,
     rule: AbstractMask | None,
-) -> ShardingPlan | None:
+) -> ShardingPlan:
     """The plan, by `Neighbours` where positions and the mask tell that queries see some of the keys.
 
     Positions are those of the layout. `rule` is the mask as it was given, whose segments may be known.
     """
     sizes = *operands.query.shape, *operands.key.shape
-    if plan is None or not plan.sequence or not plan.queries or not is_static(*sizes):
+    if not plan.sequence or not plan.queries or not is_static(*sizes):
         return plan
     layout = "contiguous" if parallel is None else parallel.layout
     arrays = operands.query, operands.key, operands.value

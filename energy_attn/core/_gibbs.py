@@ -20,7 +20,7 @@ from ..functional._free_energy import (
 )
 from ..observables._at_source import promoted
 from ..observables._sinks import sinks_as_keys
-from ._keys import KeySet, prepare_keys, sum_of_sources, tilt_keys
+from ._keys import Keys, prepare_keys, sum_of_sources, tilt_keys
 
 
 class Gibbs(AbstractConjugate):
@@ -54,7 +54,7 @@ class Gibbs(AbstractConjugate):
         (True, (5, 2))
     """
 
-    parts: tuple[KeySet, ...]
+    parts: tuple[Keys, ...]
     source: Float[Array, "*B T N Hv"] | None = None
 
     def __call__(
@@ -204,11 +204,11 @@ class Gibbs(AbstractConjugate):
         return calls, promoted(parts)
 
 
-def _calls(parts: tuple[KeySet, ...]) -> tuple[Calls, Parts]:
+def _calls(parts: tuple[Keys, ...]) -> tuple[Calls, Parts]:
     calls, arrays = zip(*map(prepare_keys, parts), strict=True)
     return calls, arrays
 
 
-def _tilted(measure: Gibbs) -> tuple[KeySet, ...]:
+def _tilted(measure: Gibbs) -> tuple[Keys, ...]:
     source = measure.source
     return measure.parts if source is None else tuple(tilt_keys(x, source) for x in measure.parts)

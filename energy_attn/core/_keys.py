@@ -48,12 +48,36 @@ class KeySet(eqx.Module):
     source: Float[Array, "*B T N Hv"] | None = None  # at which the scores are
 
 
+class PreparedKeys(eqx.Module):
+    """A prepared call as the keys of a measure."""
+
+    call: StaticCall = eqx.field(static=True)
+    operands: Operands
+    source: Float[Array, "*B T N Hv"] | None = None  # at which the scores are
+
+    @property
+    def query(self) -> Array:
+        """With a batch axis if the user's arrays had one, as the value."""
+        return self.operands.query if self.call.batched else self.operands.query[0]
+
+    @property
+    def value(self) -> Array:
+        """`[*B, S, K, Hv]`."""
+        return self.operands.value if self.call.batched else self.operands.value[0]
+
+
+Keys = KeySet | PreparedKeys
+
+
 # Functions, as a bound method of an Equinox module is a module, which takes time to make.
-def prepare_keys(keys: KeySet) -> tuple[StaticCall, Operands]:
+def prepare_keys(keys: Keys) -> tuple[StaticCall, Operands]:
     """The prepared call, with the source in its scores. Raises as `free_energy` does."""
-    arguments = keys.query, keys.key, keys.value, keys.bias, keys.mask
-    rows: Any = keys.rows
-    call, operands = prepare_at(keys.energy, *arguments, rows)
+    if isinstance(keys, PreparedKeys):
+        call, operands = keys.call, keys.operands
+    else:
+        arguments = keys.query, keys.key, keys.value, keys.bias, keys.mask
+        rows: Any = keys.rows
+        call, operands = prepare_at(keys.energy, *arguments, rows)
     if keys.source is None:
         return call, operands
     source = jnp.asarray(keys.source if call.batched else keys.source[None])
@@ -82,7 +106,7 @@ def prepare_at(
     return prepare(query, key, value, bias, mask, **energy._options(), **rows)
 
 
-def tilt_keys(keys: KeySet, source: Float[Array, "*B T N Hv"]) -> KeySet:
+def tilt_keys(keys: Keys, source: Float[Array, "*B T N Hv"]) -> Keys:
     r"""The same keys with the scores $s + \zeta \cdot v$."""
     return dataclasses.replace(keys, source=sum_of_sources(keys.source, source))
 

@@ -33,7 +33,7 @@ from ..functional._free_energy import (
     StaticCall,
     attention_and_energy,
     energy_at,
-    prepare_recorded,
+    prepare,
 )
 from ..functional._options import AttentionOptions, EnergyOptions, ModuleOptions
 from ..functional._tag import recorders, tagged
@@ -174,14 +174,11 @@ class FreeEnergy(AbstractEnergy):
             ValueError: shapes that do not match, values out of range.
             NotImplementedError: the energy has a regulariser, and so no measure of Gibbs.
         """
-        if recorders.value:
-            check_gibbs(self)
-            joined, options = join_masks(self.mask, mask), {**self._options(), **rows}
-            query = tagged(
-                self.name or "FreeEnergy", None, query, key, value, bias, joined, **options
-            )
         measure = measure_at(self, query, key, value, bias, mask, rows)
-        prepare_keys(measure.parts[0])  # raises for arguments that do not fit
+        prepared = prepare_keys(measure.parts[0])  # raises for arguments that do not fit
+        if recorders.value:
+            query = tagged(query, self.name or "FreeEnergy", *prepared, None)
+            measure = measure_at(self, query, key, value, bias, mask, rows)
         return measure
 
     def __call__(
@@ -303,8 +300,8 @@ def _prepare(
         check_gibbs(energy)
     check_rows(rows)
     arguments = query, key, value, bias, join_masks(energy.mask, mask)
-    name = energy.name or "FreeEnergy"
-    return prepare_recorded(name, source, *arguments, **energy._options(), **rows)
+    given: Any = {**energy._options(), **rows}
+    return prepare(*arguments, name=energy.name or "FreeEnergy", source=source, **given)
 
 
 def measure_at(

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.kernels.internal import check_flag, check_options
 from energy_attn.kernels.masks import AbstractMask
 
-from ._free_energy import attention_and_energy, prepare_recorded
+from ._free_energy import attention_and_energy, prepare
 from ._options import AttentionOptions
 
 
@@ -110,12 +110,11 @@ def attention(
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v, is_causal=True), atol=1e-5))
         True
     """
-    flags = {"return_energy": return_energy, "return_residual": return_residual}
-    check_options(options, AttentionOptions, "bias", "mask", *flags)
-    if all([check_flag(name, flag) for name, flag in flags.items()]):
+    check_options(options, AttentionOptions, "bias", "mask", "return_energy", "return_residual")
+    return_energy = check_flag("return_energy", return_energy)
+    if check_flag("return_residual", return_residual) and return_energy:
         raise ValueError("return_residual: wanted either it or return_energy, got both")
-    arguments = query, key, value, bias, mask
-    call, operands = prepare_recorded("attention", None, *arguments, **options)
+    call, operands = prepare(query, key, value, bias, mask, name="attention", **options)
     out, energy = attention_and_energy((call,), (operands,))
     if return_residual:
         return out, energy.astype(out.dtype)

@@ -130,7 +130,8 @@ def cite(*names: str) -> None:
 
     Raises `KeyError` for an unknown name.
     """
-    _used.update((name, _PAPERS[name]) for name in names)
+    for name in names:
+        _used[name] = _PAPERS[name]
 
 
 def citation() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 
@@ -15,9 +16,12 @@ def unmoved(tree: Any) -> Any:
 def directional(
     function: Callable[[Any], Any], primals: Any, tangents: Any
 ) -> tuple[Any, Any] | None:
-    """`jax.jvp` for tangents that are None where they are zero; None if all are."""
+    """`jax.jvp` for tangents that are None or symbolic zeros where they are zero; None if all are."""
     flat, tree = jax.tree.flatten(primals)
-    moving = {i: x for i, x in enumerate(tree.flatten_up_to(tangents)) if x is not None}
+    moving: dict[int, Array] = {}
+    for i, x in enumerate(tree.flatten_up_to(tangents)):
+        if x is not None and not isinstance(x, SymbolicZero):
+            moving[i] = x
     if not moving:
         return None
 

@@ -1,7 +1,6 @@
 """The free energy, and attention as its gradient."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -15,14 +14,10 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.distributed.internal import (
     ShardingPlan,
     attend_sharded,
-    check_order,
-    in_shard_map,
-    local_sharding_plan,
-    near_plan,
-    place_tokens,
-    sharding_plan,
+    fit_plan,
+    place_by,
+    plan_call,
     unbatched,
-    warn_of_idle_devices,
 )
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
@@ -36,8 +31,7 @@ from energy_attn.kernels.internal import (
     check_source,
     differentiated_by_jax,
     is_static,
-    received,
-    split_mask,
+    tried,
     varying_axes,
     with_source,
 )
@@ -62,6 +56,8 @@ class StaticCall(NamedTuple):
     batched: bool
     at_zero: bool = False
 
+
+_TRIED = CallPolicy(tried())  # of a call that names no implementation
 
 # A NumPy array is known to be zero or not when a call is traced; None is zero.
 Source = Array | np.ndarray | None
@@ -125,27 +121,10 @@ def free_energy(
         True
     """
     check_options(options, AttentionOptions, "source", "bias", "mask")
-    arguments = query, key, value, bias, mask
-    call, operands = prepare_recorded("free_energy", source, *arguments, **options)
+    call, operands = prepare(
+        query, key, value, bias, mask, name="free_energy", source=source, **options
+    )
     return energy_at((call,), source, (operands,))
-
-
-def prepare_recorded(
-    name: str,
-    source: Source,
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-    mask: object,
-    **options: Unpack[AttentionOptions],
-) -> tuple[StaticCall, Operands]:
-    """`prepare` for a call at a source, which is checked, and with what recorders at work ask of it by its name."""
-    query = tagged(name, source, query, key, value, bias, mask, **options)
-    prepared = prepare(query, key, value, bias, mask, **options)
-    if source is not None:
-        check_source(source, query, value)
-    return prepared
 
 
 def prepare(
@@ -154,62 +133,50 @@ def prepare(
     value: Array,
     bias: Array | None = None,
     mask: object = None,
+    *,
+    name: str | None = None,
+    source: Source = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[StaticCall, Operands]:
-    """Checks the arguments of a call before any tracing, so that errors name the user's argument.
+    """Checks a call before any tracing, so that errors name the user's argument; raises as `free_energy` does.
 
-    Returns the static part of the call and its arrays. Raises as `free_energy` does.
+    Returns its static part and its arrays. `name`: by which a recording at work finds the call at its source.
     """
     scored: dict[str, Any] = dict(options)
-    policy = call_policy(scored.pop("implementation", None), scored.get("reproducible", False))
-    parallel = scored.pop("parallel", None)
-    inside = in_shard_map(parallel)
-    if inside:
-        _check_inside(bias, mask, options)
+    implementation, parallel = scored.pop("implementation", None), scored.pop("parallel", None)
+    policy = _TRIED
+    if implementation is not None or scored.get("reproducible", False) is not False:
+        policy = call_policy(implementation, scored.get("reproducible", False))
     arrays = check_arrays(query, key, value)
-    sizes = arrays.query.shape[1], arrays.key.shape[1]
-    plan = (local_sharding_plan if inside else sharding_plan)(parallel, *arrays[:3])
-    place = None
-    if parallel is not None:
-        place = functools.partial(place_tokens, parallel, plan, *sizes)
-    call = check_scored(arrays, bias, mask, place=place, **scored)
-    given = any(options.get(name) is not None for name in ("query_positions", "key_positions"))
-    rule = None if given else split_mask(mask)[0]
-    plan = plan if given else near_plan(plan, parallel, call.settings, call.operands, rule)
-    if plan is not None and plan.sequence and options.get("key_positions") is None:
-        layout = "contiguous" if parallel is None else parallel.layout
-        policy = policy.laid_out(plan.run(layout, sizes[1]))
-    if call.operands.sink is not None:
+    plan = plan_call(parallel, arrays, bias, mask, options)
+    place = None if parallel is None else place_by(parallel, plan, arrays)
+    checked = check_scored(arrays, bias, mask, place=place, **scored)
+    if plan is not None:
+        plan, policy = fit_plan(plan, parallel, policy, checked, mask, options)
+    call, operands = StaticCall(policy, plan, checked.settings, checked.batched), checked.operands
+    _cite_call(call, operands)
+    if source is not None:
+        check_source(source, query, value)
+    if name is not None and recorders.value:
+        operands = operands._replace(query=tagged(operands.query, name, call, operands, source))
+    return call, operands
+
+
+def _cite_call(call: StaticCall, operands: Operands) -> None:
+    if operands.sink is not None:
         cite("sinks")
-    if not differentiated_by_jax(policy.kernels):
+    if not differentiated_by_jax(call.policy.kernels):
         cite("milakov", "flash")
-    if plan is not None and plan.axes:
-        cite(plan.method.name)
-        if parallel is not None:
-            check_order(parallel, plan, options, *sizes)
-            warn_of_idle_devices(parallel, plan, call.settings.mask.window, options, *sizes)
-    return StaticCall(policy, plan, call.settings, call.batched), call.operands
-
-
-def _check_inside(bias: object, mask: object, options: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for arguments that a single device of a `jax.shard_map` cannot give for all keys."""
-    arrays = {"bias": bias, "mask": split_mask(mask)[1], **options}
-    for name in ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths"):
-        if arrays.get(name) is not None:
-            other = "sharded_attention" if name in ("bias", "mask") else "positions"
-            raise ValueError(
-                f"{name}: wanted None where parallel's axes are those of a surrounding "
-                f"jax.shard_map, got {received(arrays[name])}; {other} will do"
-            )
+    if call.plan is not None and call.plan.axes:
+        cite(call.plan.method.name)
 
 
 def energy_at(calls: Calls, source: Source, parts: Parts) -> Array:
     """The energies of prepared calls over the union of their keys, at a checked source."""
-    return (
-        _shared(*state_at(calls, source, parts))[1]
-        if source is None
-        else _energy(calls, source, parts)
-    )
+    if source is not None:
+        return _energy(calls, source, parts)
+    state = state_at(calls, None, parts)
+    return both_computed(*state)[1] if recorders.value else state.lse
 
 
 def attention_and_energy(calls: Calls, parts: Parts, source: Source = None) -> tuple[Array, Array]:
@@ -221,7 +188,8 @@ def attention_and_energy(calls: Calls, parts: Parts, source: Source = None) -> t
         energy = _energy(calls, source, parts)
         return energy.sum(), energy
 
-    return _shared(*jax.grad(total, has_aux=True)(source))
+    found = jax.grad(total, has_aux=True)(source)
+    return both_computed(*found) if recorders.value else found
 
 
 def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
@@ -234,11 +202,12 @@ def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
         zero = np.broadcast_to(np.zeros((), value.dtype), shape)
     else:
         zero = jnp.zeros(shape, value.dtype)
-    # Inside shard_map the energies vary between devices, and so must the source: the gradient in
-    # a source that does not vary would be summed over the devices.
-    varying = frozenset().union(*map(_varying, calls, parts))
-    if varying:
-        zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
+    if not jax.sharding.get_abstract_mesh().empty:
+        # Inside shard_map the energies vary between devices, and so must the source: the gradient in
+        # a source that does not vary would be summed over the devices.
+        varying = frozenset().union(*map(_varying, calls, parts))
+        if varying:
+            zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
     if isinstance(zero, jax.Array):
         calls = tuple(
             x._replace(at_zero=not differentiated_by_jax(x.policy.kernels)) for x in calls
@@ -271,17 +240,14 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
         source = jnp.asarray(source if batched else source[None])
     states = []
     for call, operands in zip(calls, parts, strict=True):
-        settings, operands = with_source(call.settings, operands, source)
+        settings = call.settings
+        if source is not None:
+            settings, operands = with_source(settings, operands, source)
         settings = settings._replace(unrounded=len(calls) > 1)  # rounded once, after the merge
         states.append(attend_sharded(call.plan, call.policy, settings, operands))
     out, lse = functools.reduce(merge, states)
     state = AttentionState(out.astype(value.dtype), lse)
     return state if batched else unbatched(state)
-
-
-def _shared(out: Array, lse: Array) -> tuple[Array, Array]:
-    """The same arrays; what is recorded of a call finds both in its pass."""
-    return both_computed(out, lse) if recorders.value else (out, lse)
 
 
 def both_computed(out: Array, lse: Array) -> tuple[Array, Array]:
@@ -328,18 +294,18 @@ def _energy(calls: Calls, source: Source, parts: Parts) -> Array:
 def _energy_jvp(
     calls: Calls, primals: tuple[Any, Any], tangents: tuple[Any, Any]
 ) -> tuple[Array, Array]:
-    source, parts = _unless_zero(primals[0]), primals[1]
-    change, changes = jax.tree.map(lambda x: None if isinstance(x, SymbolicZero) else x, tangents)
-    at_source, state = change is not None, functools.partial(state_at, calls, source)
-    if at_source and all(differentiated_by_jax(call.policy.kernels) for call in calls):
-        both, at_source = (
-            directional(lambda x: state_at(calls, *x), primals, (change, changes)),
-            False,
-        )
-    else:
-        both = directional(state, parts, changes)
-    found, along = (state(parts), None) if both is None else both
-    if not at_source:
-        return found.lse, jnp.zeros_like(found.lse) if along is None else along.lse
-    rate = (found.out.astype(found.lse.dtype) * change.astype(found.lse.dtype)).sum(-1)
-    return found.lse, rate if along is None else rate + along.lse
+    parts, (change, changes) = primals[1], tangents
+    moves = not isinstance(change, SymbolicZero)
+    by_jax = moves
+    for call in calls:
+        by_jax = by_jax and differentiated_by_jax(call.policy.kernels)
+    if by_jax:
+        found: Any = directional(lambda x: state_at(calls, *x), primals, tangents)
+        return found[0].lse, found[1].lse
+    state = functools.partial(state_at, calls, primals[0])
+    found, along = directional(state, parts, changes) or (state(parts), None)
+    rate = None if along is None else along.lse
+    if moves:
+        by_source = (found.out.astype(found.lse.dtype) * change.astype(found.lse.dtype)).sum(-1)
+        rate = by_source if rate is None else by_source + rate
+    return found.lse, jnp.zeros_like(found.lse) if rate is None else rate

@@ -16,17 +16,8 @@ class AbstractRecorder(abc.ABC):
     """The figures that a recording computes of each energy that runs; hashable, as programs are cached by it."""
 
     @abc.abstractmethod
-    def observe(
-        self,
-        source: Any,
-        query: Array,
-        key: Array,
-        value: Array,
-        bias: Any,
-        mask: Any,
-        **options: Any,
-    ) -> Any:
-        """A tree of arrays, from the arguments of a call of `free_energy`."""
+    def observe(self, call: Any, operands: Any, source: Any) -> Any:
+        """A tree of arrays, from a prepared call and its checked source; None is zero."""
 
 
 # The recorders at work, the outermost first. JAX's caches tell programs with tags from those without.
@@ -42,32 +33,22 @@ def placed(place: str) -> contextlib.AbstractContextManager[Any]:
     return _place(place) if recorders.value else contextlib.nullcontext()
 
 
-def tagged(
-    name: str,
-    source: Any,
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-    mask: Any,
-    **options: Any,
-) -> Array:
-    """The query, which carries what the recorders at work ask of the energies of a call.
+def tagged(query: Array, name: str, call: Any, operands: Any, source: Any) -> Array:
+    """The query, which carries what the recorders at work ask of a prepared call.
 
     The query itself when nothing is recorded. The values are side inputs of a primitive that the call
     then depends on, so that no transformation of JAX drops them while the call is there.
     """
-    given, active = (source, query, key, value, bias, mask), recorders.value
-    if _place.value and not name.startswith(
-        _place.value
-    ):  # as the path of an energy in the model does
-        name = f"{_place.value}.{name}"
+    active, place = recorders.value, _place.value
+    if place and not name.startswith(place):  # as the path of an energy in the model does
+        name = f"{place}.{name}"
     for level, recorder in enumerate(active):
         with recorders(()):  # what is asked is not recorded itself
-            found = recorder.observe(*given, **options)
+            found = recorder.observe(call, operands, source)
         values, tree = jax.tree.flatten(found)
-        values = map(jnp.asarray, values)
-        query = tag_p.bind(query, *values, name=name, level=level, tree=tree, axes=())
+        query = tag_p.bind(
+            query, *map(jnp.asarray, values), name=name, level=level, tree=tree, axes=()
+        )
     return query
 
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import holds_keys, received
+from energy_attn.kernels.internal import Operands, holds_keys, received
 
 from ..core._gibbs import Gibbs
-from ..core._module import measure_of
+from ..core._keys import PreparedKeys
+from ..functional._free_energy import Source, StaticCall
 from ..functional._tag import AbstractRecorder
 from ..observables._entropy import row_observables
 
@@ -27,18 +28,9 @@ class _Fields(NamedTuple):
 class Recorder(_Fields, AbstractRecorder):
     """The figures and methods of given names, and functions of the measure."""
 
-    def observe(
-        self,
-        source: Any,
-        query: Array,
-        key: Array,
-        value: Array,
-        bias: Any,
-        mask: Any,
-        **options: Any,
-    ) -> dict[str, Any]:
+    def observe(self, call: StaticCall, operands: Operands, source: Source) -> dict[str, Any]:
         """The values by name."""
-        measure = measure_of(query, key, value, bias=bias, mask=mask, **options)
+        measure = Gibbs((PreparedKeys(call, operands),))
         if source is not None:
             measure = measure.tilt(source)
         figures = figures_of(measure, tuple(x for x in self.names if x in FIGURES))

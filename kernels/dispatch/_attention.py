@@ -5,7 +5,7 @@ from typing import Unpack
 import jax
 from jaxtyping import Array, Bool, Float
 
-from ..autodiff._taylor import check_taylor
+from .._checks import check_taylor
 from ..call._arguments import check_call
 from ..call._options import KernelOptions
 from ..call._state import AttentionState

@@ -98,6 +98,7 @@ def tried() -> tuple[str, ...]:
     return tuple(name for name in _REGISTRY if name not in _BY_NAME)
 
 
+@functools.lru_cache(maxsize=256)
 def differentiated_by_jax(names: Sequence[Candidate]) -> bool:
     """Whether JAX differentiates whatever computes a call, by its operations."""
     return all(_kernel_of(name).differentiated_by_jax for name in names)

@@ -13,6 +13,7 @@ import typing
 from functools import partial
 from pathlib import Path
 
+import budgets
 import check_structure
 import jax.numpy as jnp
 import jaxtyping
@@ -35,7 +36,7 @@ def test_repository(rule):
 @pytest.fixture
 def sound(tmp_path):
     """A small repository in which every rule holds."""
-    for folder in (*check_structure.ROOMS, "docs/api"):
+    for folder in (*check_structure.ROOMS, "docs/api", "tools"):
         (tmp_path / folder).mkdir(parents=True)
     for room in check_structure.LINKED:
         (tmp_path / "energy_attn" / room).symlink_to(Path("..", room))
@@ -46,6 +47,7 @@ def sound(tmp_path):
         "distributed/__init__.py": "from energy_attn import kernels\n",
         "energy_attn/__init__.py": "from .kernels import a\nfrom . import distributed\n",
         "docs/api/kernels.md": "::: energy_attn.kernels.a\n",
+        "tools/budgets.toml": "kernels = 5\ndistributed = 1\nenergy_attn = 2\n",
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -114,6 +116,28 @@ def test_long_module_is_found(sound):
     (sound / "kernels" / "_b.py").write_text("b = 1\n" * (check_structure.MAX_LINES + 1))
     (finding,) = check_structure.long_modules(sound)
     assert finding.startswith("kernels/_b.py:")
+
+
+def test_folder_above_its_budget_is_found(sound):
+    """A room that grows by half in a year, a mechanism at a time."""
+    (sound / "tools" / "budgets.toml").write_text("kernels = 4\ndistributed = 1\nvendor = 3\n")
+    findings = [finding.split(":")[0] for finding in check_structure.over_budget(sound)]
+    assert findings == ["energy_attn", "kernels", "tools/budgets.toml"]
+
+
+def test_budgets_are_lowered_and_never_raised(sound):
+    file = sound / "tools" / "budgets.toml"
+    file.write_text('# lines\nkernels = 9\n"distributed" = 0\ngone = 7\n')
+    budgets.lower(sound)
+    assert file.read_text() == '# lines\nkernels = 5\n"distributed" = 0\n'
+
+
+def test_counts_in_contributing():
+    """Counts of a year ago, by which nobody sees that a call has doubled its way."""
+    run = [sys.executable, "tools/count_way.py", "--check"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Compare the lines of each folder with its budget in `tools/budgets.toml`.
+
+    python tools/budgets.py            print each folder that is above its budget; the exit status is 1 if there is any
+    python tools/budgets.py --lower    write today's numbers where they are below the budgets
+
+`make check` fails above a budget. Raising one is a line in the commit that needs it, whose message says why.
+"""
+
+import os
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("kernels", "distributed", "energy_attn")
+WHOLE = ("tests", "benchmarks", "papers", "tools", "examples")  # one budget for all their folders
+FILE = "tools/budgets.toml"
+
+
+def lines_of_folders(root: Path) -> Counter[str]:
+    """Lines of Python in each folder of the rooms, and in each of the other folders as a whole."""
+    lines = Counter[str]()
+    for room in (*ROOMS, *WHOLE):
+        for place, _, names in os.walk(root / room):  # does not follow links to other rooms
+            folder = room if room in WHOLE else str(Path(place).relative_to(root))
+            for name in names:
+                if name.endswith(".py"):
+                    text = Path(place, name).read_text(encoding="utf-8")
+                    lines[folder] += len(text.splitlines())
+    return lines
+
+
+def budgets_of(root: Path) -> dict[str, int]:
+    """The budget of each folder."""
+    return tomllib.loads((root / FILE).read_text(encoding="utf-8"))
+
+
+def over_budget(root: Path) -> Iterator[str]:
+    """Folders with more lines than their budget, without a budget, and budgets of folders that are not there."""
+    budgets, lines = budgets_of(root), lines_of_folders(root)
+    for folder in sorted(lines.keys() | budgets.keys()):
+        if folder not in lines:
+            yield f"{FILE}: {folder!r} has no Python files; remove its line"
+        elif folder not in budgets:
+            yield f"{folder}: {lines[folder]} lines and no budget; add a line to {FILE}"
+        elif lines[folder] > budgets[folder]:
+            yield f"{folder}: {lines[folder]} lines, its budget is {budgets[folder]} ({FILE})"
+
+
+def lower(root: Path) -> None:
+    """Writes today's numbers where they are below the budgets; removes folders that are gone, adds no new ones."""
+    file = root / FILE
+    lines, kept = lines_of_folders(root), []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        name, _, number = line.partition(" = ")
+        if not number:
+            kept.append(line)
+        elif folder := lines[name.strip('"')]:
+            kept.append(f"{name} = {min(folder, int(number))}")
+    file.write_text("\n".join(kept) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Prints the findings, or lowers the budgets."""
+    if sys.argv[1:] == ["--lower"]:
+        lower(ROOT)
+    findings = list(over_budget(ROOT))
+    print(*findings, sep="\n", end="\n" if findings else "")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
