@@ -45,11 +45,11 @@ class SentDerivatives(NamedTuple):
 
     Attributes:
         tangent: whether the tangent of the state, in directions of query, key and value.
-        gradient_bytes: of a number of a gradient that goes around a ring; 0: no gradients are counted.
+        gradient: whether the gradients in query, key and value.
     """
 
     tangent: bool = False
-    gradient_bytes: int = 0
+    gradient: bool = False
 
 
 def position_gather(

@@ -4,12 +4,9 @@ import math
 from collections.abc import Iterator
 from typing import TypedDict, Unpack
 
-from jax.typing import DTypeLike
-
 from energy_attn.kernels.internal import (
     check_choice,
     check_flag,
-    check_floating_dtype,
     check_options,
 )
 
@@ -29,10 +26,6 @@ class Derivatives(TypedDict, total=False):
 
     gradient: bool
     """Whether to add what the gradient in query, key and value sends."""
-
-    gradient_dtype: DTypeLike | None
-    """In which a ring sends gradients of keys and values, as the field of this name of
-    [`Ring`][energy_attn.distributed.methods.Ring]."""
 
 
 def transfers(
@@ -94,9 +87,6 @@ def transfers(
     tangent, gradient = (
         check_flag(name, derivatives.get(name, False)) for name in ("tangent", "gradient")
     )
-    dtype, size = derivatives.get("gradient_dtype"), shape.lse_bytes
-    if dtype is not None:
-        size = check_floating_dtype("gradient_dtype", dtype).itemsize
     if gradient and tangent:
         raise ValueError("gradient: wanted False beside tangent=True, got True")
     if gradient and not found.sends_gradient:
@@ -104,7 +94,7 @@ def transfers(
             f"gradient: wanted False for {method!r} with merge={merge!r}, got True; the model has that of "
             "the ring of keys, of 'ulysses', of 'hybrid', of 'gather' and of 'reproducible'"
         )
-    return tuple(_sent(found, shape, topology, SentDerivatives(tangent, size if gradient else 0)))
+    return tuple(_sent(found, shape, topology, SentDerivatives(tangent, gradient)))
 
 
 def volume(

@@ -78,14 +78,14 @@ class Gather(AbstractMethod):
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
     ) -> Iterator[Transfer]:
-        axes, (tangent, gradient_bytes) = topology.axes, derivatives
+        axes, (tangent, gradient) = topology.axes, derivatives
         count = pieces(-(-shape.keys // topology.devices))
         yield from position_gather(shape.keys, shape, topology, axes)
         for size in kv_shard(shape, topology):
             # for a tangent again, but for the first piece, whose gathers XLA merges; and directions
             counts = (count, count - 1, count) if tangent else (count,)
             yield from (Transfer("all-gather", size // count, axes, n) for n in counts if n)
-            if gradient_bytes:
+            if gradient:
                 # the backward's gathers, of which XLA merges the first, or all of two, and scatters
                 if count > 2:
                     yield Transfer("all-gather", size // count, axes, count - 1)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
-from jax.typing import DTypeLike
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import Operands, vary_together
@@ -17,7 +16,7 @@ from ..cost._transfer import SentDerivatives, Transfer
 from ._abstract import AbstractMethod, Axis, LocalCall, SeenPairs, Split, exchanging
 from ._arguments import Axes
 from ._halo import Halo
-from ._ring import check_ring, ring_pairs
+from ._ring import ring_pairs
 from ._ring_keys import around_transfers, keys_around
 from ._ulysses import exchange_heads, exchange_transfers
 
@@ -36,11 +35,7 @@ class Hybrid(AbstractMethod):
     heads, the queries of the last axis's devices and all keys, in the order of the devices; broadcastable to
     `[B, N/f, f T, p S]`.
 
-    Attributes:
-        gradient_dtype: as for `Ring`, of the keys that go around.
-
     Raises:
-        TypeError: `gradient_dtype` is no floating dtype.
         ValueError: in a call over one mesh axis, or whose heads the devices of the last one cannot share out.
 
     Source: unified sequence parallelism, USP (arXiv 2405.07719).
@@ -57,12 +52,7 @@ class Hybrid(AbstractMethod):
         True
     """
 
-    gradient_dtype: DTypeLike | None = None
-
     name = "hybrid"
-
-    def __post_init__(self) -> None:
-        check_ring(self)
 
     def check_axes(self, axes: Sequence[object]) -> None:
         """Raises `ValueError` for one axis."""
@@ -88,7 +78,7 @@ class Hybrid(AbstractMethod):
         def run(operands: Operands) -> AttentionState:
             operands = vary_together(operands, around)
             around_call = call._replace(operands=operands, axes=around)
-            return keys_around(around_call, self.gradient_dtype, self._sent_keys)
+            return keys_around(around_call, self._sent_keys)
 
         return exchange_heads(run, call._replace(axes=exchanged), around)
 
@@ -119,7 +109,7 @@ class Hybrid(AbstractMethod):
 
     def near(self, halo: Halo) -> AbstractMethod:
         """The neighbouring groups' keys alone."""
-        return NeighbouringGroups(self.gradient_dtype, halo=halo)
+        return NeighbouringGroups(halo)
 
     @property
     def _sent_keys(self) -> Halo | None:
@@ -127,7 +117,7 @@ class Hybrid(AbstractMethod):
         return None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class NeighbouringGroups(Hybrid):
     """A hybrid in which keys come from those groups of devices alone whose keys some query may see.
 

@@ -132,9 +132,9 @@ def _node_transfers(
 ) -> Iterator[Transfer]:
     """The roots of the trees over a device's own keys, of rows, and their numbers."""
     rows = nodes * shape.batch * shape.queries * shape.heads
-    tangent, gradient_bytes = derivatives
+    tangent, gradient = derivatives
     state = shape.out_width, 1, 1  # numerator, denominator, maximum
-    found = [*state, *(state if tangent else ()), *([shape.width] if gradient_bytes else ())]
+    found = [*state, *(state if tangent else ()), *([shape.width] if gradient else ())]
     for size in (4 * nodes * shape.batch, *(rows * width * shape.lse_bytes for width in found)):
         if size:
             yield Transfer("all-gather", size, topology.axes)
@@ -144,7 +144,7 @@ def _key_transfers(
     shape: Shape, topology: Topology, derivatives: SentDerivatives
 ) -> Iterator[Transfer]:
     """Positions and keys; for gradients of keys what else a row has, where devices have rows of their own."""
-    tangent, gradient = derivatives.tangent, derivatives.gradient_bytes > 0
+    tangent, gradient = derivatives
     devices, axes, rows = topology.devices, topology.axes, local_rows(shape, topology)
     sizes = kv_shard(shape, topology)
     yield Transfer("all-gather", 4 * -(-shape.keys // devices), axes)

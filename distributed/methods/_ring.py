@@ -8,7 +8,6 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
@@ -18,7 +17,6 @@ from energy_attn.kernels.internal import (
     attend,
     attend_and_merge,
     check_choice,
-    check_floating_dtype,
     empty_like,
     lse_dtype,
     vary_together,
@@ -70,12 +68,8 @@ class Ring(AbstractMethod):
     Attributes:
         rotate: `"keys"`, `"queries"`, or `"auto"`: whichever is fewer bytes where queries are
             sharded, else queries, so that all devices find the same to the last bit.
-        gradient_dtype: in which gradients of keys and values travel: bfloat16 sends half of the bytes, and rounds
-            in each of $p - 1$ hops; None: that of `lse`. For keys that rotate, by any implementation but
-            `"reference"`.
 
     Raises:
-        TypeError: `gradient_dtype` is no floating dtype.
         ValueError: `rotate` is none of these.
 
     Source: Ring Attention (arXiv 2310.01889); for queries that rotate, Context Parallelism for
@@ -87,7 +81,7 @@ class Ring(AbstractMethod):
         >>> from energy_attn.distributed import SequenceParallel, make_mesh, methods
         >>> n = jax.device_count()
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2 * n, 2, 4))
-        >>> ring = SequenceParallel("device", methods.Ring(gradient_dtype=jnp.bfloat16))
+        >>> ring = SequenceParallel("device", methods.Ring(rotate="keys"))
         >>> with jax.set_mesh(make_mesh((n,), ("device",))):
         ...     out = ea.attention(q, k, v, parallel=ring)
         >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
@@ -95,14 +89,12 @@ class Ring(AbstractMethod):
     """
 
     rotate: Literal["keys", "queries", "auto"] = "auto"
-    gradient_dtype: DTypeLike | None = None
 
     name = "ring"
     replicated_queries = True
 
     def __post_init__(self) -> None:
         check_choice("rotate", self.rotate, (*ROTATED, "auto"))
-        check_ring(self)
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
         """Of what goes around, bias, mask, positions and segments are on all devices."""
@@ -117,7 +109,7 @@ class Ring(AbstractMethod):
         policy, settings, operands, axes, queries_sharded, _ = call
         names = policy.kernels
         if self._rotates_keys(operands, queries_sharded):
-            return keys_around(call, self.gradient_dtype)
+            return keys_around(call)
         if queries_sharded:
             return _queries_around(names, settings, axes, operands)
         state = fold_across("ring", axes, attend(names, with_unrounded_out(settings), operands))
@@ -163,7 +155,7 @@ class Ring(AbstractMethod):
 
     def near(self, halo: Halo) -> AbstractMethod:
         """The neighbours' keys alone."""
-        return Neighbours(halo, self.gradient_dtype)
+        return Neighbours(halo)
 
     def _rotates_keys(self, operands: Operands, queries_sharded: bool) -> bool:
         query, key, value = operands[:3]
@@ -184,13 +176,6 @@ def ring_pairs(seen: SeenPairs, size: int) -> list[np.ndarray]:
     pairs = seen(0, size)
     here = np.arange(len(pairs))
     return [pairs[here, here - step] for step in range(len(pairs))]
-
-
-def check_ring(method: Any) -> None:
-    """Checks the fields of a method whose keys go around, and makes a dtype of `gradient_dtype`."""
-    if method.gradient_dtype is not None:
-        dtype = check_floating_dtype("gradient_dtype", method.gradient_dtype)
-        object.__setattr__(method, "gradient_dtype", dtype)
 
 
 def _queries_around(

@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import InFlight, Operands, vary_together
 
-from ..cost._shape import Shape, kv_shard
+from ..cost._shape import Shape, kv_shard, tangent_bytes
 from ..cost._topology import Topology
 from ..cost._transfer import SentDerivatives, Transfer, position_gather
 from ._abstract import AbstractMethod, LocalCall, Split
@@ -43,11 +42,9 @@ class Neighbours(AbstractMethod):
 
     Attributes:
         halo: which keys.
-        gradient_dtype: as of a `Ring`.
     """
 
     halo: Halo
-    gradient_dtype: DTypeLike | None = None
 
     name = "ring"
 
@@ -59,7 +56,7 @@ class Neighbours(AbstractMethod):
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `attend` does."""
         operands = vary_together(call.operands, call.axes)
-        return keys_around(call._replace(operands=operands), self.gradient_dtype, self.halo)
+        return keys_around(call._replace(operands=operands), self.halo)
 
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
@@ -70,10 +67,10 @@ class Neighbours(AbstractMethod):
         yield from around_transfers(keys, size, self.halo, topology.axes, shape, derivatives)
 
 
-def keys_around(call: LocalCall, dtype: Any, halo: Halo | None = None) -> AttentionState:
+def keys_around(call: LocalCall, halo: Halo | None = None) -> AttentionState:
     """The state of this device's queries, as the keys of `halo` go around; None: all keys."""
     halo = halo or Halo(lax.axis_size(call.axes), ())
-    turns = Around(call.axes, call.operands.key.shape[1], dtype, halo)
+    turns = Around(call.axes, call.operands.key.shape[1], halo)
     return attend_in_turn(call.policy.kernels, call.settings, turns, call.operands)
 
 
@@ -89,21 +86,20 @@ def around_transfers(
 
     Gradients return in the dtypes of keys and values, or behind keys that go around.
     """
-    hops, (tangent, gradient_bytes) = halo.around - 1, derivatives
-    both = tangent or gradient_bytes > 0
+    hops, (tangent, gradient) = halo.around - 1, derivatives
     for size in sizes:
         if hops:
             # again for a derivative, but XLA merges an only hop with the same one before; and directions
-            count = 1 + (both and hops > 1) + tangent
+            count = 1 + ((tangent or gradient) and hops > 1) + tangent
             yield from [Transfer("collective-permute", size, axes, hops)] * count
-        if hops and gradient_bytes:  # gradients follow their keys, and return to their devices
-            moving = size // shape.bytes * gradient_bytes
+        if hops and gradient:  # gradients follow their keys, and return to their devices
+            moving = tangent_bytes(size, shape)
             yield Transfer("collective-permute", moving, axes, hops)
             yield Transfer("collective-permute", moving, axes)
         for span in halo.spans:
             part = size // length * (span.stop - span.start)
             # the backward's keys are the forward's, which XLA sends once
-            count = 1 + tangent + (gradient_bytes > 0)
+            count = 1 + tangent + gradient
             yield from [Transfer("collective-permute", part, axes)] * count
 
 
@@ -111,16 +107,14 @@ def around_transfers(
 class Around(AbstractTurns):
     """First the keys that go around whole, the own ones in front, then spans, each straight from its device.
 
-    Gradients travel with the keys that go around; those of spans return as they came.
+    Gradients travel with the keys that go around; those of spans return as they came, in the dtypes of keys.
 
     Attributes:
-        gradient_dtype: in which gradients go around, None: `lse`'s; those of spans return in the dtypes of keys.
         halo: which keys.
     """
 
     axes: Axes
     size: int
-    gradient_dtype: jnp.dtype | None
     halo: Halo
 
     @property
@@ -166,7 +160,7 @@ class Around(AbstractTurns):
             coming = self._fetch(own, spans[turn + 1 - self.count]) if more else None
             arrived, found = visit(here, found, turn, InFlight(coming, home))
             keys = self._with(keys, arrived.sums, spans[turn - 1 - self.count], turn > self.count)
-            home = hop(as_like(found.keys, own), self.axes, -span.distance)
+            home = hop(_as_like(found.keys, own), self.axes, -span.distance)
             here = arrived.others
         if spans:
             keys = self._with(keys, home, spans[-1], True)
@@ -181,12 +175,11 @@ class Around(AbstractTurns):
             onward: bool,
             some: slice = ALL,
         ) -> tuple[Any, Gradients]:
-            sums = None if so_far is None else self._travelling(so_far.keys)
+            sums = None if so_far is None else so_far.keys
             going = InFlight(keys if onward else None, sums)
             arrived, found = visit(keys, so_far, step, hop(going, self.axes), some)
             if so_far is not None:
-                sums = as_like(arrived.sums, so_far.keys)
-                found = found._replace(keys=added(sums, found.keys))
+                found = found._replace(keys=added(arrived.sums, found.keys))
             return arrived.others, found
 
         half, last = self.size // 2, self.count - 1
@@ -198,12 +191,11 @@ class Around(AbstractTurns):
         middle = jnp.arange(1, last, dtype=jnp.int32)
         carry, _ = lax.scan(lambda x, i: (turn(*x, i, onward=True), None), carry, middle)
         _, so_far = turn(*carry, last, onward=False)
-        home = hop(self._travelling(so_far.keys), self.axes, -last)
+        home = hop(so_far.keys, self.axes, -last)
         # else XLA cuts the second half before the loop, and keeps it
         here, so_far = lax.optimization_barrier((own, so_far))
         arrived, found = visit(here, so_far, 0, InFlight(None, home), slice(half, self.size))
-        sums = as_like(arrived.sums, found.keys)
-        return found._replace(keys=added(sums, found.keys))
+        return found._replace(keys=added(arrived.sums, found.keys))
 
     def _span(self, turn: int | Array) -> Span | None:
         is_later = isinstance(turn, int) and turn >= self.count
@@ -223,14 +215,8 @@ class Around(AbstractTurns):
 
         return added(keys, jax.tree.map(whole, more, keys))
 
-    def _travelling(self, sums: Keys) -> Keys:
-        """Gradients in the dtype in which they go around; if that is wide, they are rounded once, with all added."""
-        if self.gradient_dtype is None:
-            return sums
-        return Keys(*(None if x is None else x.astype(self.gradient_dtype) for x in sums))
 
-
-def as_like(gradients: Keys, like: Keys) -> Keys:
+def _as_like(gradients: Keys, like: Keys) -> Keys:
     """Gradients, unless they are None, in the dtypes of others."""
     pairs = zip(gradients, like, strict=True)
     return Keys(*(x if x is None or y is None else x.astype(y.dtype) for x, y in pairs))

@@ -144,10 +144,10 @@ def exchange_transfers(
     if devices == 1:
         return
     yield Transfer("all-to-all", state, axes)
-    tangent, gradient_bytes = derivatives
-    if tangent or gradient_bytes:  # an exchange's transpose is the one that undoes it
+    tangent, gradient = derivatives
+    if tangent or gradient:  # an exchange's transpose is the one that undoes it
         # XLA:TPU rounds gradients before it exchanges them
-        is_rounded = gradient_bytes and topology.platform == "tpu"
+        is_rounded = gradient and topology.platform == "tpu"
         for size in sizes:
             yield Transfer("all-to-all", size if is_rounded else tangent_bytes(size, shape), axes)
         yield Transfer("all-to-all", state, axes)

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jax.typing import DTypeLike
-
 from energy_attn.kernels.internal import check_flag, received
 
 from ..cost._shape import Shape
@@ -56,7 +54,6 @@ def step_time(
     *,
     tile: int = 1,
     gradient: bool = False,
-    gradient_dtype: DTypeLike | None = None,
 ) -> StepTime:
     r"""The seconds of an attention: products, and exposed transfers.
 
@@ -81,7 +78,6 @@ def step_time(
         chip: its devices.
         tile: as for `pairs`.
         gradient: whether to add the backward.
-        gradient_dtype: as for `transfers`.
 
     Returns:
         A [`StepTime`][energy_attn.distributed.plan.StepTime].
@@ -108,9 +104,7 @@ def step_time(
     forward = transfers(method, merge, shape, topology)
     passes = [(forward, 2 * (shape.width + shape.out_width))]
     if check_flag("gradient", gradient):
-        both = transfers(
-            method, merge, shape, topology, gradient=True, gradient_dtype=gradient_dtype
-        )
+        both = transfers(method, merge, shape, topology, gradient=True)
         backward = tuple(_without(both, forward))
         passes.append((backward, 2 * (3 * shape.width + 2 * shape.out_width)))
     total = StepTime(0.0, 0.0, 0.0)

@@ -311,8 +311,6 @@ PARALLEL = (
     (tree(queries_sharded=1), TypeError, "queries_sharded", "int 1", "True or False"),
     (tree(bias=a(B, N, T, S + 1)), ValueError, "bias", "[2,4,3,8]", "(2, 4, 3, 7)"),
     (partial(methods.Ring, "values"), ValueError, "rotate", "'values'", "'queries'"),
-    (partial(methods.Ring, gradient_dtype="int8"), TypeError, "gradient_dtype", "int8", "float"),
-    (partial(methods.Ring, bidirectional=1), TypeError, "bidirectional", "int 1", "True or False"),
     (sharded("star"), ValueError, "method", "'star'", "'ulysses'"),
     (sharded(3), TypeError, "method", "int 3", "methods.Ring()"),
     (gather(queries_sharded=False), ValueError, "queries_sharded", "False", "'gather'"),

@@ -47,7 +47,6 @@ def attention(method, merge, shape, implementation="reference", **options):
     """An attention of a `cost.Shape`, and its arguments: dtypes, shapes and the sharding of each."""
     assert merge is not None or shape.queries_sharded
     of_method = [] if merge is None else [merge]
-    fields = {name: options.pop(name) for name in ("gradient_dtype",) if name in options}
     widths = (
         (shape.queries, shape.heads, shape.width),
         (shape.keys, shape.kv_heads, shape.width),
@@ -57,7 +56,7 @@ def attention(method, merge, shape, implementation="reference", **options):
     specs = [shape.queries_sharded, True, True]
     f = functools.partial(
         sharded_attention,
-        method=METHODS[method](*of_method, **fields),
+        method=METHODS[method](*of_method),
         queries_sharded=shape.queries_sharded,
         implementation=implementation,
         **options,
@@ -262,8 +261,8 @@ def test_tangents_of_one_query():
     assert found == wanted
 
 
-def hold_gradient(method, merge, shape, sizes, **options):
-    f, arrays, specs = attention(method, merge, shape, implementation="blockwise", **options)
+def hold_gradient(method, merge, shape, sizes):
+    f, arrays, specs = attention(method, merge, shape, implementation="blockwise")
 
     def both(*given, axis_name):
         def state(*some):
@@ -273,17 +272,17 @@ def hold_gradient(method, merge, shape, sizes, **options):
         return found, back(found)
 
     found = sent(compiled(both, arrays, specs, sizes))
-    assert found == predicted(method, merge, shape, sizes, gradient=True, **options), method
+    assert found == predicted(method, merge, shape, sizes, gradient=True), method
 
 
-# method, merge, whether causal, devices, whether narrow. In the hybrid heads are exchanged and keys go around.
-HYBRID = ("hybrid", None, False, (4, 2), False)
+# method, merge, whether causal, devices. In the hybrid heads are exchanged and keys go around.
+HYBRID = ("hybrid", None, False, (4, 2))
 OTHERS = (
-    *(("ring", "keys", True, (4,), narrow) for narrow in (False, True)),
-    ("ring", "keys", False, (2,), False),
-    *(("gather", None, causal, sizes, False) for causal, sizes in ((True, (4,)), (False, (8,)))),
-    ("ulysses", None, False, (4,), False),
-    *(("hybrid", None, False, (2, 2), narrow) for narrow in (False, True)),
+    ("ring", "keys", True, (4,)),
+    ("ring", "keys", False, (2,)),
+    *(("gather", None, causal, sizes) for causal, sizes in ((True, (4,)), (False, (8,)))),
+    ("ulysses", None, False, (4,)),
+    ("hybrid", None, False, (2, 2)),
 )
 
 
@@ -293,14 +292,10 @@ OTHERS = (
     ids=["bfloat16", "bfloat16 others", "float32"],
 )
 def test_gradients_send_what_is_predicted(dtype, ways):
-    """Gradients of keys that go around in other numbers than asked for, a hop too far, or home in wide ones.
-
-    Pieces that are gathered once too often.
-    """
-    for method, merge, causal, sizes, narrow in ways:
+    """Gradients of keys that go around a hop too far; pieces that are gathered once too often."""
+    for method, merge, causal, sizes in ways:
         shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=causal, queries_sharded=True)
-        options = {"gradient_dtype": "bfloat16"} if narrow else {}  # only rings have this option
-        hold_gradient(method, merge, shape, sizes, **options)
+        hold_gradient(method, merge, shape, sizes)
 
 
 def test_a_query_that_moves_alone():
@@ -574,7 +569,6 @@ WRONG = {
     "TypeError tangent: wanted": lambda: cost.transfers(*ONE_HOST, TWO, tangent=1),
     "ValueError gradient: .* 'tree' with": lambda: cost.latency(*ONE_HOST, TWO, gradient=True),
     "ValueError gradient: .* tangent": lambda: cost.volume(*RING, TWO, gradient=True, tangent=True),
-    "TypeError gradient_dtype: wanted": lambda: cost.transfers(*RING, TWO, gradient_dtype="int8"),
     "TypeError shape: wanted a Shape": lambda: cost.choose_method(3, TWO),
     "ValueError method: .* for 'u": lambda: cost.volume("ulysses", None, DECODE, TWO),
     "ValueError method: .*share 4 heads of queries and 2 of keys .*, got 3": lambda: cost.volume(

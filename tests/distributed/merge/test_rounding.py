@@ -1,5 +1,6 @@
 """Arrays of 16 bits: what many devices hold of a row is rounded once, when it has been folded."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -74,28 +75,24 @@ def test_as_exact_as_one_device(dtype):
             assert error(state, name) <= limit * error(alone, name), (way, name)
 
 
-def test_gradients_that_travel_in_16_bits():
-    """Gradients of keys rounded where nobody asked for it, not rounded where somebody did, or far off then."""
+def test_gradients_around_a_ring_are_rounded_once():
+    """Gradients of 16-bit keys that are rounded in each hop."""
     problem = replace(_make("rounding", B=1, T=32, S=32, N=4, K=2, H=8), is_causal=True)
     arrays, rounded = cast(problem, jnp.bfloat16)
     query, key, value = (np.asarray(arrays[name]) for name in ("query", "key", "value"))
 
-    def run(query, key, value, **options):
-        def attend(*arrays):
-            return ea.attention(*arrays, is_causal=True, implementation="blockwise", **options)
-
-        out, back = jax.vjp(attend, query, key, value)
+    @jax.jit
+    def run(*arrays):
+        options = {
+            "implementation": "blockwise",
+            "parallel": SequenceParallel("device", methods.Ring("keys")),
+        }
+        attend = functools.partial(ea.attention, is_causal=True, **options)
+        out, back = jax.vjp(attend, *arrays)
         return out, *back(query)
 
-    @jax.jit
-    def everything(*arrays):
-        ways = (
-            SequenceParallel("device", methods.Ring(gradient_dtype=x)) for x in (None, "bfloat16")
-        )
-        return [run(*arrays, parallel=way) for way in ways]
-
     with jax.set_mesh(make_mesh((2,), ("device",), devices=jax.devices()[:2])):
-        found = jax.device_get(everything(query, key, value))
+        found = jax.device_get(run(query, key, value))
     exact, lse = dense(rounded)
     exact = exact, *dense_vjp(rounded, rounded.query, np.zeros_like(lse)).values()
 
@@ -104,8 +101,5 @@ def test_gradients_that_travel_in_16_bits():
         return np.asarray([np.abs(x.astype(np.float64) - y).mean() for x, y in pairs])
 
     once = errors([np.asarray(x, jnp.bfloat16) for x in exact])
-    wide, narrow = map(errors, found)
     # as on one device, where the gradient of queries is a sum of what is rounded
-    assert (wide <= [1.05, 1.3, 1.1, 1.05] * once).all()
-    assert (narrow[:2] == wide[:2]).all()  # out, and the gradient of queries
-    assert (narrow[2:] > wide[2:]).all() and (narrow[2:] <= 4 * once[2:]).all()
+    assert (errors(found) <= [1.05, 1.3, 1.1, 1.05] * once).all()
