@@ -40,6 +40,9 @@ class Transfer:
     pairs: bool = False
 
 
+Transfers = Iterator[Transfer]
+
+
 class SentDerivatives(NamedTuple):
     """The derivatives whose transfers are counted, too.
 
@@ -54,7 +57,7 @@ class SentDerivatives(NamedTuple):
 
 def position_gather(
     length: int, shape: Shape, topology: Topology, axes: tuple[int, ...]
-) -> Iterator[Transfer]:
+) -> Transfers:
     """The gather, at the start, of the positions of `length` tokens where they are compared."""
     if shape.causal:
         yield Transfer("all-gather", 4 * -(-length // topology.devices), axes)

@@ -1,7 +1,7 @@
 """The abstract class of a merge strategy."""
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from jax import lax
@@ -10,7 +10,7 @@ from energy_attn.kernels import AttentionState, merge_all
 
 from ..cost._shape import Shape
 from ..cost._topology import Topology
-from ..cost._transfer import Transfer
+from ..cost._transfer import Transfer, Transfers
 from ._packing import promoted, transfer
 
 Axes = tuple[str, ...]
@@ -37,14 +37,14 @@ class AbstractMerge(abc.ABC):
         """The fold of each device's state, equal on all devices of `axes`, `out` in its own dtype."""
 
     @abc.abstractmethod
-    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
+    def transfers(self, shape: Shape, topology: Topology) -> Transfers:
         """The collectives of `fold`, over several devices."""
 
     def scatter(self, states: AttentionState, axes: Axes) -> AttentionState:
         """The fold where queries are sharded: of states `[p, ...]`, device i keeps row i, in `lse`'s dtype."""
         return exchange(states, axes)
 
-    def scatter_transfers(self, rows: int, shape: Shape, topology: Topology) -> Iterator[Transfer]:
+    def scatter_transfers(self, rows: int, shape: Shape, topology: Topology) -> Transfers:
         """The collectives of `scatter`, for this many rows of all devices together."""
         yield Transfer("all-to-all", rows * shape.state, topology.axes)
 

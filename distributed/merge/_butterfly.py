@@ -1,6 +1,6 @@
-"""The merge strategy of pairwise exchanges."""
+"""Merge strategies of pairwise exchanges: of whole states, or of shares after an exchange along a fast axis."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ from energy_attn.kernels import AttentionState, merge, merge_all
 
 from ..cost._shape import Shape
 from ..cost._topology import Topology
-from ..cost._transfer import Transfer
-from ._abstract import AbstractMessageMerge, Axes
-from ._packing import as_invariant, narrowed, permuted, promoted
+from ..cost._transfer import Transfer, Transfers
+from ._abstract import AbstractMerge, AbstractMessageMerge, Axes, exchange
+from ._packing import as_invariant, flat_rows, narrowed, permuted, promoted, shaped_like, transfer
 
 
 class ButterflyMerge(AbstractMessageMerge):
@@ -37,8 +37,38 @@ class ButterflyMerge(AbstractMessageMerge):
     ) -> Any:
         return unpack(exchanged(message, axes, unpack, pack))
 
-    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
+    def transfers(self, shape: Shape, topology: Topology) -> Transfers:
         return exchange_transfers(shape.rows * shape.state, topology, topology.axes)
+
+
+class HierarchicalMerge(AbstractMerge):
+    """Each device of the last axis folds its share of the rows; only shares are sent over the other axes.
+
+    For states, this is what a reduce-scatter, an all-reduce and an all-gather are for sums.
+    """
+
+    name = "hierarchical"
+    least_axes = 2
+    automatic = True
+
+    def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
+        *slow, fast = axes
+        devices = lax.axis_size(fast)
+        rows = flat_rows(state, devices)
+        shares = AttentionState(*(x.reshape(devices, -1, *x.shape[1:]) for x in rows))
+        folded = narrowed(exchanged(exchange(shares, (fast,)), tuple(slow)), state)
+        gathered = transfer(lambda x: lax.all_gather(x, fast, tiled=True), folded)
+        return as_invariant(shaped_like(gathered, state), axes)
+
+    def transfers(self, shape: Shape, topology: Topology) -> Transfers:
+        *slow, fast = topology.axes
+        devices = topology.links[fast].devices
+        share = -(-shape.rows // devices)
+        if devices > 1:
+            yield Transfer("all-to-all", share * devices * shape.state, (fast,))
+        yield from exchange_transfers(share * shape.state, topology, tuple(slow))
+        if devices > 1:
+            yield Transfer("all-gather", share * shape.state, (fast,))
 
 
 def exchanged(
@@ -60,7 +90,7 @@ def exchanged(
     return state
 
 
-def exchange_transfers(size: int, topology: Topology, axes: tuple[int, ...]) -> Iterator[Transfer]:
+def exchange_transfers(size: int, topology: Topology, axes: tuple[int, ...]) -> Transfers:
     """The permutes of `exchanged` over these axes, for states of `size` bytes."""
     for axis in reversed(axes):
         devices = topology.links[axis].devices

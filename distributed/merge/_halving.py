@@ -1,6 +1,6 @@
 """The merge strategy of recursive halving and doubling of the rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,9 +10,9 @@ from energy_attn.kernels import AttentionState, merge
 
 from ..cost._shape import Shape
 from ..cost._topology import Topology
-from ..cost._transfer import Transfer
+from ..cost._transfer import Transfer, Transfers
 from ._abstract import AbstractMerge, Axes
-from ._packing import as_invariant, narrowed, permuted, promoted
+from ._packing import as_invariant, flat_rows, narrowed, permuted, promoted, shaped_like
 
 
 class HalvingMerge(AbstractMerge):
@@ -31,11 +31,7 @@ class HalvingMerge(AbstractMerge):
     automatic = True
 
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
-        shape, rows, width = state.lse.shape, state.lse.size, state.out.shape[-1]
-        missing = -rows % lax.axis_size(axes)
-        out = jnp.pad(state.out.reshape(rows, width), ((0, missing), (0, 0)))
-        lse = jnp.pad(state.lse.reshape(rows), (0, missing), constant_values=-jnp.inf)
-        part = promoted(AttentionState(out, lse))
+        part = promoted(flat_rows(state, lax.axis_size(axes)))
         for axis in reversed(axes):
             part = _reduce_scatter(part, axis)
         fast = fast_axis([lax.axis_size(axis) for axis in axes])
@@ -46,10 +42,9 @@ class HalvingMerge(AbstractMerge):
         part = permuted(narrowed(part, state), axes[fast], pairs)
         for i, axis in enumerate(axes):
             part = _all_gather(part, axis, 1 if i == fast else 0)
-        out, lse = (x[:rows] for x in part)
-        return as_invariant(AttentionState(out.reshape(state.out.shape), lse.reshape(shape)), axes)
+        return as_invariant(shaped_like(part, state), axes)
 
-    def transfers(self, shape: Shape, topology: Topology) -> Iterator[Transfer]:
+    def transfers(self, shape: Shape, topology: Topology) -> Transfers:
         share = rows = -(-shape.rows // topology.devices)
         sizes, back = [link.devices for link in topology.links], []
         for axis, devices in enumerate(sizes):

@@ -8,12 +8,9 @@ from ..cost._shape import Shape
 from ..cost._topology import Topology
 from ..cost._transfer import total_seconds
 from ._abstract import AbstractMerge, AbstractMessageMerge
-from ._allreduce import AllreduceMerge
-from ._butterfly import ButterflyMerge
-from ._gather import GatherMerge
+from ._butterfly import ButterflyMerge, HierarchicalMerge
+from ._direct import AllreduceMerge, GatherMerge, RingMerge
 from ._halving import HalvingMerge
-from ._hierarchical import HierarchicalMerge
-from ._ring import RingMerge
 
 # Type checkers need a literal; a test compares it with the list below.
 MergeName = Literal["allreduce", "gather", "butterfly", "hierarchical", "halving", "ring"]

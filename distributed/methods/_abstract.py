@@ -2,7 +2,7 @@
 
 import abc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from energy_attn.kernels.internal import CallPolicy, Operands, Settings
 
 from ..cost._shape import Shape, key_copies, local_rows
 from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer
+from ..cost._transfer import SentDerivatives, Transfers
 from ._arguments import Axes
 from ._halo import Halo
 
@@ -97,7 +97,7 @@ class AbstractMethod(abc.ABC):
     @abc.abstractmethod
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Iterator[Transfer]:
+    ) -> Transfers:
         """The collectives of `attend` over several devices, in the order in which they run."""
 
     @classmethod

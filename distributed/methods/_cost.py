@@ -1,7 +1,6 @@
 """The cost model of methods by name, and the choice by it."""
 
 import math
-from collections.abc import Iterator
 from typing import TypedDict, Unpack
 
 from energy_attn.kernels.internal import (
@@ -12,7 +11,7 @@ from energy_attn.kernels.internal import (
 
 from ..cost._shape import Shape, check_sizes, key_copies, kv_shard, local_rows
 from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer, sent, total_seconds
+from ..cost._transfer import SentDerivatives, Transfer, Transfers, sent, total_seconds
 from ._abstract import AbstractMethod, exchanging
 from ._halo import Meets, halo, has_groups
 from ._methods import VARIANTS
@@ -335,7 +334,7 @@ def _sent(
     shape: Shape,
     topology: Topology,
     derivatives: SentDerivatives = SentDerivatives(),  # noqa: B008
-) -> Iterator[Transfer]:
+) -> Transfers:
     """The transfers of a method that these sizes and axes allow; none over one device."""
     if topology.devices == 1:
         return iter(())

@@ -1,7 +1,6 @@
 """Attention over keys of all devices, gathered piece by piece."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Literal
 
 import jax
@@ -15,7 +14,7 @@ from energy_attn.kernels.internal import InFlight, Operands, vary_together
 
 from ..cost._shape import Shape, halves, kv_shard, pieces, tangent_bytes
 from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer, position_gather
+from ..cost._transfer import SentDerivatives, Transfer, Transfers, position_gather
 from ..merge._packing import joined
 from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split
 from ._arguments import Axes
@@ -77,7 +76,7 @@ class Gather(AbstractMethod):
 
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Iterator[Transfer]:
+    ) -> Transfers:
         axes, (tangent, gradient) = topology.axes, derivatives
         count = pieces(-(-shape.keys // topology.devices))
         yield from position_gather(shape.keys, shape, topology, axes)
@@ -94,18 +93,15 @@ class Gather(AbstractMethod):
 
     @property
     def overlap(self) -> Literal["pieces"]:
-        """Pieces that are gathered while the one before is attended to."""
         return "pieces"
 
     def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
-        """A step for each piece."""
         count, parts = pieces(size), halves(size)
         piece = size // (parts * count)
         starts = [[(j * count + i) * piece for j in range(parts)] for i in range(count)]
         return [np.sum([seen(x, x + piece).sum(1) for x in runs], axis=0) for runs in starts]
 
     def near(self, halo: Halo) -> AbstractMethod:
-        """The neighbours' keys alone."""
         return Neighbours(halo)
 
 

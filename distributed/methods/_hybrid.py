@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from energy_attn.kernels.internal import Operands, vary_together
 
 from ..cost._shape import Shape
 from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer
+from ..cost._transfer import SentDerivatives, Transfers
 from ._abstract import AbstractMethod, Axis, LocalCall, SeenPairs, Split, exchanging
 from ._arguments import Axes
 from ._halo import Halo
@@ -84,7 +84,7 @@ class Hybrid(AbstractMethod):
 
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Iterator[Transfer]:
+    ) -> Transfers:
         around, exchanged = topology.axes[:-1], topology.axes[-1:]
         shared = exchanging(self, topology)
         halo = self._sent_keys or Halo(topology.devices // shared, ())
@@ -100,20 +100,16 @@ class Hybrid(AbstractMethod):
 
     @property
     def overlap(self) -> Literal["hops"]:
-        """Hops around the ring."""
         return "hops"
 
     def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
-        """A step for the keys of each group."""
         return ring_pairs(seen, size)
 
     def near(self, halo: Halo) -> AbstractMethod:
-        """The neighbouring groups' keys alone."""
         return NeighbouringGroups(halo)
 
     @property
     def _sent_keys(self) -> Halo | None:
-        """The keys of a group to send around; None: all keys."""
         return None
 
 
@@ -128,7 +124,6 @@ class NeighbouringGroups(Hybrid):
     halo: Halo
 
     def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
-        """One step."""
         return AbstractMethod.pairs(self, seen, size)
 
     @property

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -39,7 +39,7 @@ from energy_attn.kernels.internal import (
 
 from ..cost._shape import Shape, kv_shard, local_rows
 from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer
+from ..cost._transfer import SentDerivatives, Transfer, Transfers
 from ..merge._packing import as_invariant, joined, moved
 from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
@@ -88,7 +88,7 @@ class Reproducible(AbstractMethod):
 
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Iterator[Transfer]:
+    ) -> Transfers:
         share = -(-shape.keys // topology.devices)
         run = {"contiguous": share, "zigzag": share // 2}.get(shape.layout)
         if not shape.queries_sharded and run is not None and run % LEAF == 0:
@@ -97,7 +97,6 @@ class Reproducible(AbstractMethod):
         return _key_transfers(shape, topology, derivatives)
 
     def attends_alone(self, operands: Operands) -> bool:
-        """Whether parts of the batch share arrays, so that gradients are sums over it."""
         return operands.sink is not None or any(map(floating, operands.score_arrays))
 
 
@@ -129,7 +128,7 @@ def _by_heads(
 
 def _node_transfers(
     nodes: int, shape: Shape, topology: Topology, derivatives: SentDerivatives
-) -> Iterator[Transfer]:
+) -> Transfers:
     """The roots of the trees over a device's own keys, of rows, and their numbers."""
     rows = nodes * shape.batch * shape.queries * shape.heads
     tangent, gradient = derivatives
@@ -140,9 +139,7 @@ def _node_transfers(
             yield Transfer("all-gather", size, topology.axes)
 
 
-def _key_transfers(
-    shape: Shape, topology: Topology, derivatives: SentDerivatives
-) -> Iterator[Transfer]:
+def _key_transfers(shape: Shape, topology: Topology, derivatives: SentDerivatives) -> Transfers:
     """Positions and keys; for gradients of keys what else a row has, where devices have rows of their own."""
     tangent, gradient = derivatives
     devices, axes, rows = topology.devices, topology.axes, local_rows(shape, topology)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from energy_attn.kernels.internal import (
 
 from ..cost._shape import Shape, kv_shard, local_rows, tangent_bytes
 from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer, position_gather
+from ..cost._transfer import SentDerivatives, Transfer, Transfers, position_gather
 from ..merge._packing import transfer
 from ..merge._strategies import STRATEGIES
 from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split
@@ -117,7 +117,7 @@ class Ring(AbstractMethod):
 
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Iterator[Transfer]:
+    ) -> Transfers:
         devices, axes, keys = topology.devices, topology.axes, kv_shard(shape, topology)
         rows = local_rows(shape, topology)
         query, state = rows * shape.width * shape.bytes, rows * shape.state
@@ -136,25 +136,20 @@ class Ring(AbstractMethod):
 
     @classmethod
     def variants(cls) -> Mapping[str | None, AbstractMethod]:
-        """Rings of keys and of queries."""
         return {"keys": cls("keys"), "queries": cls("queries")}
 
     @property
     def sends_gradient(self) -> bool:
-        """Whether keys rotate."""
         return self.rotate == "keys"
 
     @property
     def overlap(self) -> Literal["none", "hops"]:
-        """Hops of keys; states of queries need the products of their step."""
         return "hops" if self.rotate == "keys" else "none"
 
     def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
-        """A step for the keys of each device."""
         return ring_pairs(seen, size)
 
     def near(self, halo: Halo) -> AbstractMethod:
-        """The neighbours' keys alone."""
         return Neighbours(halo)
 
     def _rotates_keys(self, operands: Operands, queries_sharded: bool) -> bool:

@@ -1,7 +1,7 @@
 """Keys that go around a ring, all of them or those that queries may see."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from energy_attn.kernels.internal import InFlight, Operands, vary_together
 
 from ..cost._shape import Shape, kv_shard, tangent_bytes
 from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer, position_gather
+from ..cost._transfer import SentDerivatives, Transfer, Transfers, position_gather
 from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
 from ._halo import Halo, Span
@@ -60,7 +60,7 @@ class Neighbours(AbstractMethod):
 
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Iterator[Transfer]:
+    ) -> Transfers:
         yield from position_gather(shape.keys, shape, topology, topology.axes)
         size = -(-shape.keys // topology.devices)
         keys = kv_shard(shape, topology)
@@ -81,7 +81,7 @@ def around_transfers(
     axes: tuple[int, ...],
     shape: Shape,
     derivatives: SentDerivatives,
-) -> Iterator[Transfer]:
+) -> Transfers:
     """The transfers of `keys_around`, of keys and values of `sizes` bytes for a device's `length` tokens.
 
     Gradients return in the dtypes of keys and values, or behind keys that go around.

@@ -1,7 +1,7 @@
 """Tree attention: local kernels, then one associative reduction over the mesh."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from energy_attn.kernels.internal import Operands, attend, with_unrounded_out
 
 from ..cost._shape import Shape, local_rows, tangent_bytes
 from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer
+from ..cost._transfer import SentDerivatives, Transfer, Transfers
 from ..merge._abstract import AbstractMerge
 from ..merge._packing import joined
 from ..merge._strategies import STRATEGIES, MergeOption, check_merge, fastest_merge
@@ -97,7 +97,7 @@ class Tree(AbstractMethod):
 
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Iterator[Transfer]:
+    ) -> Transfers:
         rows, axes = local_rows(shape, topology), topology.axes
         if not shape.queries_sharded:
             merge = fastest_merge(shape, topology) if self.merge == "auto" else self.merge
@@ -114,31 +114,25 @@ class Tree(AbstractMethod):
 
     @classmethod
     def variants(cls) -> Mapping[str | None, AbstractMethod]:
-        """Trees by merge strategy."""
         make: Any = cls  # from a name of the list, which types do not tell
         return {merge: make(merge) for merge in STRATEGIES}
 
     @property
     def is_automatic(self) -> bool:
-        """Whether its merge is chosen."""
         return self.merge == "auto" or STRATEGIES[self.merge].automatic
 
     @property
     def sends_gradient(self) -> bool:
-        """No."""
         return False
 
     def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
-        """One step, of all queries with a device's keys."""
         return [seen(0, size).sum(0)]
 
     def state_rows(self, shape: Shape, topology: Topology) -> int:
-        """The rows of all devices where queries are sharded."""
         rows = local_rows(shape, topology)
         return rows * topology.devices if shape.queries_sharded else rows
 
     def near(self, halo: Halo) -> AbstractMethod:
-        """The neighbours' keys alone."""
         return Neighbours(halo)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,7 +14,7 @@ from energy_attn.kernels.internal import Operands, apply_in_float32, attend
 
 from ..cost._shape import Shape, key_copies, kv_shard, local_rows, tangent_bytes
 from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer, position_gather
+from ..cost._transfer import SentDerivatives, Transfer, Transfers, position_gather
 from ..merge._packing import moved, transfer
 from ._abstract import AbstractMethod, Axis, LocalCall, Split
 from ._arguments import Axes
@@ -69,7 +69,7 @@ class Ulysses(AbstractMethod):
 
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Iterator[Transfer]:
+    ) -> Transfers:
         return exchange_transfers(
             topology.axes, shape, topology, derivatives, lambda keys: iter(())
         )
@@ -123,8 +123,8 @@ def exchange_transfers(
     shape: Shape,
     topology: Topology,
     derivatives: SentDerivatives,
-    over_sequence: Callable[[Sequence[int]], Iterator[Transfer]],
-) -> Iterator[Transfer]:
+    over_sequence: Callable[[Sequence[int]], Transfers],
+) -> Transfers:
     """The transfers of `exchange_heads` along these axes, and of `over_sequence(keys)` in between.
 
     `keys` are the bytes of a device's keys and values after the exchange.
