@@ -6,8 +6,7 @@ from energy_attn.kernels.internal import lazy as _lazy
 
 from .cost._transfer import part_sent as part_sent
 from .cost._transfer import seconds as seconds
-from .hlo._kind import Kind as Kind
-from .hlo._schedule import waits as waits
+from .hlo._parse import Kind as Kind
 from .merge._packing import as_invariant as as_invariant
 from .merge._strategies import STRATEGIES as STRATEGIES
 from .methods._arguments import Axes as Axes
@@ -39,6 +38,7 @@ if _typing.TYPE_CHECKING:
     from .cache._queries import run_of as run_of
     from .cache._tokens import AbstractTokens as AbstractTokens
     from .cache._write import positions_from as positions_from
+    from .hlo._collectives import waits as waits
     from .plan._chips import CHIPS as CHIPS
     from .runtime import _files, _safetensors
     from .runtime._files import IDENTITY as IDENTITY
@@ -60,6 +60,7 @@ else:
             "run_of": ".cache._queries",
             "AbstractTokens": ".cache._tokens",
             "positions_from": ".cache._write",
+            "waits": ".hlo._collectives",
             "CHIPS": ".plan._chips",
             "IDENTITY": ".runtime._files",
             "UNFINISHED": ".runtime._files",

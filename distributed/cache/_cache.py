@@ -20,7 +20,6 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 
 from ..methods._parallel import SequenceParallel
-from ..methods._plan import reshard_explicit
 from ._arguments import check_room, layout
 from ._files import check_path, write
 from ._fork import ForkedCache, repeat_rows
@@ -264,7 +263,7 @@ class KVCache(AbstractTokens):
         starts, lengths = (repeat_rows(sharding, self.lengths, count) for _ in range(2))
         stored = own._stored()
         if sharding is not None:
-            stored = reshard_explicit(sharding.mesh, sharding.axes, stored, sharding.slots)
+            stored = sharding.put(stored, sharding.slots)
         is_ring = self.window is not None and self.window < own.capacity
         window = self.window if is_ring else None
         own = dataclasses.replace(

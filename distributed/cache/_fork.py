@@ -21,7 +21,6 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.scores import AbstractScore, At
 
-from ..methods._plan import reshard_explicit
 from ._arguments import check_rows
 from ._queries import check_queries, check_scores, state_of
 from ._tokens import AbstractTokens
@@ -219,7 +218,4 @@ def _by_rows(sharding: CacheSharding | None, function: Any, x: Array) -> Array:
     if sharding is None:
         return function(x)
     spec = PartitionSpec(*[*sharding.new, None][: x.ndim])
-    mapped = jax.shard_map(
-        function, mesh=sharding.mesh, in_specs=spec, out_specs=spec, axis_names=sharding.axes
-    )
-    return mapped(reshard_explicit(sharding.mesh, sharding.axes, x, spec))
+    return sharding.map(function, (spec,), spec, x)

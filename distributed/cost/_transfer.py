@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ..hlo._kind import Kind
+from ..hlo._parse import Kind
 from ._shape import Shape
 from ._topology import Link, Topology
 

@@ -13,6 +13,18 @@ import dataclasses
 import functools
 import math
 import re
+from typing import Literal
+
+# The kinds of collective operations, as HLO names them.
+Kind = Literal[
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+]
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[()\[\]{},]')
 _ARRAY = re.compile(r"([a-z]+(\d*)\w*)\[([\d<=, ]*)\](.*)")

@@ -55,7 +55,9 @@ class HierarchicalMerge(AbstractMerge):
         *slow, fast = axes
         devices = lax.axis_size(fast)
         rows = flat_rows(state, devices)
-        shares = AttentionState(*(x.reshape(devices, -1, *x.shape[1:]) for x in rows))
+        shares = AttentionState(
+            *(x.reshape(devices, len(x) // devices, *x.shape[1:]) for x in rows)
+        )
         folded = narrowed(exchanged(exchange(shares, (fast,)), tuple(slow)), state)
         gathered = transfer(lambda x: lax.all_gather(x, fast, tiled=True), folded)
         return as_invariant(shaped_like(gathered, state), axes)
