@@ -208,6 +208,26 @@ def check_finite_number(name: str, x: object) -> float:
     return number
 
 
+def check_positive(name: str, x: object, most: int | None = None) -> Any:
+    """Returns a number or a floating scalar array above 0 and at most `most`; traced ones are not read.
+
+    Raises `TypeError` for another type, and `ValueError` for another value or shape.
+    """
+    number = x
+    if isinstance(x, (jax.Array, np.ndarray)):
+        check_floating(name, x)
+        if x.ndim:
+            raise ValueError(f"{name}: wanted a number or a floating scalar, got {received(x)}")
+        if isinstance(x, jax.core.Tracer):
+            return x
+        number = float(x)
+    number = check_finite_number(name, number)
+    if number <= 0 or (most is not None and number > most):
+        bounds = "above 0" if most is None else f"above 0 and at most {most}"
+        raise ValueError(f"{name}: wanted a number {bounds}, got {number}")
+    return x if isinstance(x, jax.Array) else number
+
+
 def check_integer(name: str, x: object, least: int | None = None, *, is_wide: bool = False) -> int:
     """Returns `x` as a Python int.
 

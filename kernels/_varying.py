@@ -1,5 +1,6 @@
 """The mesh axes of a surrounding `jax.shard_map` that arrays vary over."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 _Tree = TypeVar("_Tree")
@@ -51,3 +53,13 @@ def axes_of(kind: Any) -> frozenset[str]:
     """The same of an array's type."""
     # its name before JAX 0.10
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+
+
+def result_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's result, which varies over the mesh axes of `x`."""
+    kind = jax.typeof(x)
+    varying = {"manual_axis_type": kind.manual_axis_type} if _NEW else {"vma": kind.vma}
+    return jax.ShapeDtypeStruct(shape, dtype, **varying)
+
+
+_NEW = "manual_axis_type" in inspect.signature(jax.ShapeDtypeStruct.__init__).parameters

@@ -18,6 +18,7 @@ from ._checks import check_integer as check_integer
 from ._checks import check_integral as check_integral
 from ._checks import check_key as check_key
 from ._checks import check_names as check_names
+from ._checks import check_positive as check_positive
 from ._checks import check_shape as check_shape
 from ._checks import check_taylor as check_taylor
 from ._checks import check_text as check_text

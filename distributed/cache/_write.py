@@ -53,7 +53,6 @@ class CacheSharding(NamedTuple):
 
     @property
     def axes(self) -> set[str]:
-        """All mesh axes."""
         return {*self.batch, *self.sequence, *self.heads}
 
     @property
@@ -357,7 +356,6 @@ class _InBranch(AbstractLinearMap):
         )
 
     def plain(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> Array:
-        """The scatter."""
         return _scatter(*self._both(fixed, moving), fixed)
 
     def transpose(self, fixed: Array, moving: Any, cotangent: Array) -> tuple[Any, Any]:
@@ -373,7 +371,6 @@ class _InBranch(AbstractLinearMap):
         )
 
     def _both(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> tuple[Array, Array]:
-        """The two arrays, with zeros for one that does not move."""
         buffer, new = moving
         if buffer is None:
             assert new is not None

@@ -27,16 +27,11 @@ ALONE = {
 
 
 class Compiled(NamedTuple):
-    """What a program sends and holds.
+    """Communication and memory of a program."""
 
-    Attributes:
-        sent: bytes that a device sends.
-        memory: bytes of a device's arguments, results and temporaries.
-        exposed: how many collectives of each kind have no products beside them; a loop's count once.
-    """
-
-    sent: float
-    memory: int
+    sent: float  # bytes that a device sends
+    memory: int  # bytes of a device's arguments, results and temporaries
+    # how many collectives of each kind have no products beside them; a loop's count once
     exposed: dict[str, int]
 
 
@@ -95,7 +90,6 @@ def compiled(
 
 
 def _devices(chip: str, sizes: tuple[int, ...]) -> list[Any]:
-    """The chips of a slice of that form, or of another form of as many; raises `ValueError` where there is none."""
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
     # without a chip, libtpu writes programs into JAX's cache that it cannot read again
@@ -113,7 +107,6 @@ def _devices(chip: str, sizes: tuple[int, ...]) -> list[Any]:
 
 
 def _form(count: int, dimensions: int) -> tuple[int, ...]:
-    """The sizes of a torus of so many chips that are the nearest to each other, small ones first."""
     if dimensions == 1:
         return (count,)
     root = round(count ** (1 / dimensions))

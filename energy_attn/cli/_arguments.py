@@ -1,13 +1,16 @@
-"""Arguments of commands, read from text."""
+"""Arguments of commands, and the devices that they run on, real or simulated."""
 
 import argparse
+import os
 import re
+from typing import Any
+
+import jax
 
 MOST = 2**31 - 1  # of 32 bits, as JAX counts
 
 
 def integer(text: str) -> int:
-    """An integer of 32 bits; raises `ArgumentTypeError`."""
     return numbers(text, None, "an integer")[0]
 
 
@@ -26,7 +29,6 @@ def numbers(text: str, separator: str | None, expected: str) -> tuple[int, ...]:
 
 
 def shown(text: str) -> str:
-    """A text as errors show it, cut where it is long."""
     return repr(text if len(text) < 60 else text[:57] + "...")
 
 
@@ -43,3 +45,27 @@ def count(text: str) -> int:
             f"wanted a number above 0 and at most {MOST}, got {shown(text)}"
         )
     return number
+
+
+_MOST = 4096  # simulated devices: each takes memory and threads
+
+
+def simulate_devices(count: int = 8) -> None:
+    """Asks for `count` CPU devices, unless the user has asked for a number, or there are too many.
+
+    JAX reads the flag when it starts its CPU backend. Accelerators stay the default devices.
+    """
+    if count > _MOST:
+        return
+    flag = "--xla_force_host_platform_device_count"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}={count}".strip()
+
+
+def enough_devices(count: int) -> list[Any]:
+    """`count` of the default devices, or of simulated ones where there are fewer."""
+    for devices in (jax.devices(), jax.devices("cpu")):
+        if len(devices) >= count:
+            return devices[:count]
+    raise ValueError(f"wanted {count} devices, real or simulated, got {len(jax.devices())}")

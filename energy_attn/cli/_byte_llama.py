@@ -14,19 +14,11 @@ HELD_OUT = ("argparse.py", "dataclasses.py", "tarfile.py", "typing.py")
 
 
 def byte_llama() -> Llama:
-    """The model, in float32; raises `ValueError`, as `Llama.load` does, where its files are damaged."""
     return Llama.load(FOLDER, dtype="float32", progress=False)
 
 
 def held_out_text(root: str | Path | None = None) -> np.ndarray:
-    """The sources of the modules in `HELD_OUT`, as uint8, with a zero byte between files.
-
-    Args:
-        root: the folder of the standard library; None: found by `sysconfig`.
-
-    Raises:
-        FileNotFoundError: none of them can be read, as where Python is one zip file.
-    """
+    """The sources of the modules in `HELD_OUT`, as uint8, with a zero byte between files."""
     root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
     sources = []
     for path in (root / name for name in HELD_OUT):

@@ -30,14 +30,14 @@ from ..models import (
 )
 from ..models.generation._prompts import tokens_of
 from ..models.text._tokenizer import special_ids
-from ._arguments import integer, numbers
-from ._devices import enough_devices, simulate_devices
+from ._arguments import enough_devices, integer, numbers, simulate_devices
 
 _EXAMPLE = '--prompt "if __name__ == " --stop ":"'  # which the model in this package answers
+_SAMPLING = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `generate`."""
+    """Adds the options of `generate`."""
     parser.usage = f"{parser.prog} --model DIR (--prompt TEXT | --prompt-file FILE) [options]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"example:\n  {parser.prog} --model demo {_EXAMPLE}"
@@ -101,10 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the text to standard output, that of one prompt as it comes, and a summary to standard error.
-
-    Returns 0, or 2 for an error. Raises `BrokenPipeError` where nobody reads the text any more.
-    """
+    """Writes the text to standard output and a summary to standard error; returns 0, or 2 for an error."""
     count = math.prod(args.mesh) * args.tensor
     if count > 1:
         simulate_devices(count)
@@ -169,12 +166,7 @@ def _run(args: argparse.Namespace, count: int) -> int:
             args.max_new_tokens,
             tokenizer=tokenizer,
             parallel=parallel,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            repetition_penalty=args.repetition_penalty,
-            presence_penalty=args.presence_penalty,
+            **{name: getattr(args, name) for name in _SAMPLING},
             eos_token_id=args.eos,
             stop=args.stop,
             key=jax.random.key(args.seed),
@@ -200,7 +192,6 @@ def _run(args: argparse.Namespace, count: int) -> int:
 
 
 def _text(file: Path, option: str) -> str:
-    """The text in a file, or in standard input; `option` names it."""
     is_stdin = str(file) == "-"
     try:
         data = sys.stdin.buffer.read() if is_stdin else file.read_bytes()
@@ -217,7 +208,6 @@ def _text(file: Path, option: str) -> str:
 
 
 def _tokens_of(args: argparse.Namespace, prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a prompt, or of the chat that it begins."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     chat = [*system, {"role": "user", "content": prompt}]
     tokens = tokens_of(chat if args.chat else prompt, tokenizer)
@@ -258,7 +248,6 @@ def _write_json(
     streams: Sequence[TextStream],
     ends: Sequence[int],
 ) -> None:
-    """A line for each prompt."""
     rows = zip(
         *(prompts, generation.texts or (), generation.tokens.tolist()),
         *(generation.lengths.tolist(), np.asarray(generation.logprobs).tolist(), streams),

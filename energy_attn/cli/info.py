@@ -49,7 +49,7 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `info`: a call to be explained, and the platform."""
+    """Adds the options of `info`."""
     parser.add_argument(
         "--platform", choices=PLATFORMS, default=None, help="explain for it; default: the machine's"
     )
@@ -128,10 +128,7 @@ def _describe() -> None:
 
 
 def choice(call: Example, platform: str, device: Device | None = None) -> list[str]:
-    """The implementation for a call on a platform, and the reasons why those before it decline.
-
-    Only shapes matter; nothing is computed.
-    """
+    """The implementation for a call on a platform, and the reasons why those before it decline."""
     with jax.enable_x64(call.dtype == "float64"):
         chosen = explain(tried(), *_operands(call), platform, device)
     declined = [f"  as {name} declines: {reason}" for name, reason in chosen.declined]

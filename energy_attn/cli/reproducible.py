@@ -1,4 +1,4 @@
-"""`python -m energy_attn reproducible`: whether a row has the same bits however it is computed here, and the cost."""
+"""`python -m energy_attn reproducible`: whether rows have the same bits in all computations, and the cost."""
 
 import argparse
 import hashlib
@@ -46,7 +46,7 @@ class Call(NamedTuple):
     weight: Array
 
 
-class Line(NamedTuple):
+class EqualBits(NamedTuple):
     """How many numbers have the same bits in another computation, with the option and without."""
 
     way: str
@@ -63,7 +63,7 @@ class Cost(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `reproducible`."""
+    """Adds the options of `reproducible`."""
     parser.add_argument(
         "--dtype", default="float32", choices=("float16", "bfloat16", "float32", "float64")
     )
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is equal and what it costs; returns 0 if all is that should be, 1 if not, 2 if it cannot run."""
+    """Prints the share of equal bits and the cost; returns 0 if all bits are equal, 1 if not, 2 if it cannot run."""
     if args.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     call = _draw(args.dtype)
@@ -128,7 +128,6 @@ def _gradients(call: Call, reproducible: bool, **options: Any) -> Any:
 
 
 def _gradients_of_few(call: Call, reproducible: bool) -> Any:
-    """Computes gradients of a short prompt, of a loss that squares its energies."""
     call = jax.tree.map(lambda x: x[:, :FEW], call)
 
     def loss(query: Array, key: Array, value: Array) -> Array:
@@ -141,8 +140,8 @@ def _gradients_of_few(call: Call, reproducible: bool) -> Any:
     return jax.grad(loss, (0, 1, 2))(*call[:3])
 
 
-def _lines(call: Call) -> list[Line]:
-    """Each other way to compute the prompt, or its gradients, beside one call of one device."""
+def _lines(call: Call) -> list[EqualBits]:
+    """Compares other computations of the prompt, or of its gradients, with one call on one device."""
     ways = {**_of_rows(call), **_over_devices(call), **_of_model()}
     found: dict[str, list[float]] = {}
     for reproducible in (True, False):
@@ -152,11 +151,10 @@ def _lines(call: Call) -> list[Line]:
             got, first = way(reproducible)
             wanted = jax.tree.map(lambda x, i=first: x[:, i:], whole[of])
             found.setdefault(name, []).append(_equal(got, wanted))
-    return [Line(name, *shares) for name, shares in found.items()]
+    return [EqualBits(name, *shares) for name, shares in found.items()]
 
 
 def _equal(found: PyTree[Array], wanted: PyTree[Array]) -> float:
-    """The share of numbers that have the same bits."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
     same = [(_bits(x) == _bits(y)).reshape(-1) for x, y in pairs]
     return float(np.mean(np.concatenate(same)))
@@ -170,7 +168,7 @@ Way = tuple[Callable[..., Any], Callable[[bool], tuple[Any, int]]]
 
 
 def _of_rows(call: Call) -> dict[str, Way]:
-    """By chunks, steps, batches, transformations: what is computed, and its rows from one on."""
+    """Computations by chunks, steps, batches and transformations, and the first of their rows."""
     rng = np.random.default_rng(1)
     others = jax.tree.map(lambda x: jnp.concatenate([x[:, ::-1], x, -x]), call)
     order = rng.permutation(LENGTH)
@@ -230,7 +228,6 @@ def _chunk(call: Call, begin: int, end: int, reproducible: bool) -> Array:
 
 @partial(jax.jit, static_argnums=1)
 def _steps(call: Call, reproducible: bool) -> Array:
-    """The last tokens, each a step of a scan."""
     first = LENGTH - STEPS
     cache = KVCache.empty(1, 2 * LENGTH, KEY_HEADS, WIDTH, dtype=call.key.dtype)
     cache = cache.append(call.key[:, :first], call.value[:, :first])
@@ -245,7 +242,6 @@ def _steps(call: Call, reproducible: bool) -> Array:
 
 
 def _over_devices(call: Call) -> dict[str, Way]:
-    """By each method, over all devices; none where there is one."""
     devices = jax.device_count()
     if devices == 1:
         return {}
@@ -313,8 +309,7 @@ def _of_model() -> dict[str, Way]:
     }
 
 
-def _one_core(call: Call, dtype: str) -> Line:
-    """In another process, whose XLA has one thread."""
+def _one_core(call: Call, dtype: str) -> EqualBits:
     command = [sys.executable, "-m", "energy_attn", "reproducible", "--digest", "--dtype", dtype]
     done = subprocess.run(
         command, env=os.environ | {"NPROC": "1"}, capture_output=True, text=True, check=True
@@ -322,13 +317,12 @@ def _one_core(call: Call, dtype: str) -> Line:
     wanted, found = (
         dict(x.split() for x in text.splitlines()) for text in (_digest(call), done.stdout)
     )
-    return Line(
+    return EqualBits(
         "another process, one thread", *(float(wanted[x] == found[x]) for x in ("with", "without"))
     )
 
 
 def _digest(call: Call) -> str:
-    """Of the prompt and of its gradients."""
     lines = []
     for name, reproducible in (("with", True), ("without", False)):
         found = [
@@ -339,7 +333,7 @@ def _digest(call: Call) -> str:
     return "\n".join(lines)
 
 
-def _table(lines: list[Line]) -> str:
+def _table(lines: list[EqualBits]) -> str:
     width = max(len(line.way) for line in lines)
     rows = [f"{'':<{width}}  reproducible=True  without"]
     for line in lines:
@@ -349,7 +343,6 @@ def _table(lines: list[Line]) -> str:
 
 
 def _costs(call: Call) -> list[Cost]:
-    """Medians of calls in turn."""
     programs = {
         "a prompt": _attend,
         f"{STEPS} steps of a scan": _steps,

@@ -18,8 +18,7 @@ from ..functional._free_energy import (
     energy_at,
     state_at,
 )
-from ..observables._at_source import promoted
-from ..observables._sinks import sinks_as_keys
+from ..observables._at_source import promoted, sinks_as_keys
 from ._keys import Keys, prepare_keys, sum_of_sources, tilt_keys
 
 

@@ -19,6 +19,7 @@ from energy_attn.kernels.internal import (
     check_floating_dtype,
     check_integer,
     check_key,
+    check_positive,
     check_shape,
     holds_keys,
     lse_dtype,
@@ -29,7 +30,6 @@ from energy_attn.kernels.masks import AbstractMask, Window
 
 from ..core._module import FreeEnergy
 from ..functional._citation import cite
-from ._checks import check_positive
 
 
 class EnergyAttentionBlock(eqx.Module):

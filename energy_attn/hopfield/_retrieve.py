@@ -13,6 +13,7 @@ from energy_attn.kernels.internal import (
     RowOptions,
     check_flag,
     check_floating,
+    check_positive,
     check_shape,
     holds_keys,
     received,
@@ -26,7 +27,6 @@ from ..functional._solution import Result, Solution, raise_on_failure, without_d
 from ..observables._at_source import promoted
 from ..solvers import FixedPoint
 from ..solvers._abstract import check_solver
-from ._checks import check_positive
 from ._fixed_point import (
     RetrievalOptions,
     energy_rises,

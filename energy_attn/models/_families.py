@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from .checkpoint._load import load as load_family
 from .decoder._decoder import Family
 from .encoder._encoder import BERT
-from .families._variants import VARIANTS
+from .families._mixtures import VARIANTS
 from .llama._llama import LLAMA
 
 # By the `model_type` of their checkpoints.
@@ -28,13 +28,20 @@ def load(
 ) -> Any:
     """Reads a checkpoint in Hugging Face's format, of the family that its `config.json` names.
 
-    Files are read as by [`Llama.load`][energy_attn.models.Llama.load].
+    The folder has a `config.json` and one or more safetensors files. Everything is checked before the
+    first weight is read, and nothing is unpickled. Each process reads the parts of a weight that its
+    devices hold, once; the host holds one weight at a time. Rotary frequencies in old files are ignored,
+    and so is a copy of the embedding as the output projection of tied embeddings. One that differs from
+    the embedding is used, with a warning, although `tie_word_embeddings` is true; each process reads both
+    to tell. If another process saves at the same time, each process reads the files of one save, which
+    need not be the same for all.
 
     Args:
         directory: the folder; `"demo"`: that of the library's own model of bytes, if there is no other one.
         mesh: of the devices that get the weights, placed as by [`shard`][energy_attn.models.shard];
             None: the mesh in force, else the default device.
-        dtype: of the weights; None: that of the files.
+        dtype: of the weights; None: that of the files, which must all have the same. float64 becomes
+            float32 unless JAX's 64-bit mode is on.
         tensor: the axis that weights are split over, if the mesh has it.
         progress: whether to show a bar on standard error, or a function called with the share
             done and a name; None: a bar if standard error is a terminal.
@@ -47,7 +54,11 @@ def load(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: a `model_type` that is none of those; or as `Llama.load`.
+        ValueError: a `model_type` that is none of those; as
+            [`from_json`][energy_attn.models.LlamaConfig.from_json]; no weights, or only pickled ones; a file
+            that is truncated, not safetensors, a pointer of Git LFS, outside the folder or of another `save`
+            than the rest; files that are replaced again and again; more layers than the files have; tensors
+            that are missing, unexpected, or of another shape or dtype; or a mesh that `shard` refuses.
 
     Examples:
         >>> import jax, tempfile

@@ -348,7 +348,6 @@ class MultiheadAttention(eqx.Module):
 
 
 def _unknown(name: str) -> TypeError:
-    """The error for an argument that a call does not take."""
     if name in ModuleOptions.__annotations__:
         return TypeError(
             f"{name}: wanted it where the layer is made, as MultiheadAttention(..., {name}=...) or "

@@ -60,7 +60,7 @@ def entropy_penalty(
     low: float | None = None,
     high: float | None = None,
 ) -> Float[Array, ""]:
-    r"""The mean square by which entropies leave an interval.
+    r"""The mean square of the distances of entropies from an interval.
 
     $$L = \frac{1}{|R|} \sum_{i \in R} \max(H_{low} - H_i,\ 0,\ H_i - H_{high})^2$$
 

@@ -132,7 +132,6 @@ def restore_attention(model: Model) -> Model:
 
 
 def _check_plain(path: str, energy: FreeEnergy) -> None:
-    """Raises `ValueError` for an energy that is not the default one."""
     for field in dataclasses.fields(energy):
         found = getattr(energy, field.name)
         if field.name not in _FREE and found is not field.default:
@@ -143,7 +142,6 @@ def _check_plain(path: str, energy: FreeEnergy) -> None:
 
 
 def _with_fields_of(layer: Any, kind: type, **sizes: int) -> Any:
-    """A layer of another class with the modules of this one."""
     names = (*_SIZES, *_BIASES)
     sizes |= {name: getattr(layer, name) for name in names}
     made = eqx.filter_eval_shape(kind, **sizes, key=jax.random.key(0))

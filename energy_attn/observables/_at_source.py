@@ -24,7 +24,9 @@ from energy_attn.distributed.internal import (
 from energy_attn.kernels import AttentionState, CovarianceState, merge
 from energy_attn.kernels.internal import (
     BlockTerm,
+    CallPolicy,
     Operands,
+    Settings,
     attention_and_expectation,
     centred,
     check_floating,
@@ -36,6 +38,7 @@ from energy_attn.kernels.internal import (
     score_maximum,
     score_sums,
     support_function,
+    window_structure,
     with_source,
 )
 
@@ -56,10 +59,7 @@ def promoted(parts: Parts) -> Parts:
 
 
 def check_row_vectors(name: str, x: object, calls: Calls, parts: Parts) -> Array:
-    """Returns an array with one vector of the values' width per row, in the dtype of the arrays.
-
-    Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
-    """
+    """Returns an array with one vector of the values' width per row, in the dtype of the arrays."""
     first, array = parts[0], check_floating(name, x)
     check_shape(name, array, row_shape(calls[0], first, first.value.shape[-1]))
     return jnp.asarray(array, first.query.dtype)
@@ -67,12 +67,10 @@ def check_row_vectors(name: str, x: object, calls: Calls, parts: Parts) -> Array
 
 def covariance_at(calls: Calls, source: Source, parts: Parts) -> CovarianceState:
     r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
-
-    def one(call: StaticCall, operands: Operands) -> CovarianceState:
-        reduction = Reduction(HashablePartial(covariance, (call.policy.kernels,)), fold_covariances)
-        return run_reduction(call, reduction, source, operands)
-
-    return functools.reduce(merge, map(one, calls, parts))
+    return _over_parts(
+        lambda call: HashablePartial(covariance, (call.policy.kernels,)),
+        *(fold_covariances, merge, calls, source, parts),
+    )
 
 
 def covariance_product(
@@ -122,14 +120,10 @@ def mean_over_keys(
     of the weights that is not linear that is another number, and `sum_over_keys` the right way. `rows` are
     `[*B, T, N, W]`. See `kernels.internal.expectation`. Raises as the kernels do.
     """
-
-    def one(call: StaticCall, operands: Operands) -> AttentionState:
-        reduction = Reduction(
-            HashablePartial(expectation, (term, width, call.policy.kernels)), fold_states
-        )
-        return run_reduction(call, reduction, source, operands, *rows)
-
-    return functools.reduce(merge, map(one, calls, parts))
+    return _over_parts(
+        lambda call: HashablePartial(expectation, (term, width, call.policy.kernels)),
+        *(fold_states, merge, calls, source, parts, *rows),
+    )
 
 
 def sum_over_keys(
@@ -145,33 +139,20 @@ def sum_over_keys(
     What the function needs to know of all keys, as the energy of a row in `exp(s - F)`, are `rows`, `[*B, T, N, W]`.
     See `kernels.internal.score_sums`.
     """
-
-    def one(call: StaticCall, operands: Operands) -> Array:
-        reduction = Reduction(HashablePartial(score_sums, (term, width)), fold_sums)
-        return run_reduction(call, reduction, source, operands, *rows)
-
-    return functools.reduce(operator.add, map(one, calls, parts))
+    find = HashablePartial(score_sums, (term, width))
+    return _over_parts(lambda _: find, fold_sums, operator.add, calls, source, parts, *rows)
 
 
 def support_at(calls: Calls, parts: Parts, direction: Array) -> Array:
     r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity in a fully masked row."""
-    direction = jax.lax.stop_gradient(direction)
-
-    def one(call: StaticCall, operands: Operands) -> Array:
-        reduction = Reduction(HashablePartial(support_function), fold_maxima)
-        return run_reduction(call, reduction, None, operands, direction)
-
-    return functools.reduce(jnp.maximum, map(one, calls, parts))
+    direction, find = jax.lax.stop_gradient(direction), HashablePartial(support_function)
+    return _over_parts(lambda _: find, fold_maxima, jnp.maximum, calls, None, parts, direction)
 
 
 def score_maximum_at(calls: Calls, parts: Parts, source: Source = None) -> Array:
     r"""$\max_a s_a$ over the keys that a row sees; minus infinity in a fully masked row."""
-
-    def one(call: StaticCall, operands: Operands) -> Array:
-        reduction = Reduction(HashablePartial(score_maximum), fold_maxima)
-        return run_reduction(call, reduction, source, operands)
-
-    return functools.reduce(jnp.maximum, map(one, calls, parts))
+    find = HashablePartial(score_maximum)
+    return _over_parts(lambda _: find, fold_maxima, jnp.maximum, calls, source, parts)
 
 
 class HashablePartial(NamedTuple):
@@ -184,16 +165,57 @@ class HashablePartial(NamedTuple):
         return self.function(*self.first, *others)
 
 
+def _over_parts(
+    find: Callable[[StaticCall], HashablePartial],
+    fold: Callable[..., Any],
+    join: Callable[[Any, Any], Any],
+    calls: Calls,
+    source: Source,
+    parts: Parts,
+    *rows: Array,
+) -> Any:
+    """Joins the reductions of all calls, each folded over its mesh."""
+    found = (
+        run_reduction(call, Reduction(find(call), fold), source, operands, *rows)
+        for call, operands in zip(calls, parts, strict=True)
+    )
+    return functools.reduce(join, found)
+
+
 def run_reduction(
     call: StaticCall, reduction: Reduction, source: Source, operands: Operands, *rows: Array
 ) -> Any:
-    """Runs a reduction at a source; that, the rows and the result have a batch axis if the user's arrays had one.
-
-    Raises as the reduction does.
-    """
+    """Runs a reduction at a source; source, rows and result have a batch axis if the user's arrays had one."""
     if not call.batched:
         source, rows = jax.tree.map(lambda x: x[None], (source, rows))
     source = None if source is None else jnp.asarray(source)
     at = with_source(call.settings, operands, source)
     found = sharded_reduction(call.plan, reduction, *at, *rows)
     return found if call.batched else jax.tree.map(lambda x: x[0], found)
+
+
+def sinks_as_keys(calls: Calls, parts: Parts) -> tuple[Calls, Parts]:
+    """Returns the measure without sinks: each becomes a part of one key, after all other parts, in order.
+
+    A sink of plus infinity has the largest score that there is: all the weight, and differences of scores
+    that are numbers.
+    """
+    plain = tuple(operands._replace(sink=None) for operands in parts)
+    own = [_as_key(*x) for x in zip(calls, parts, strict=True) if x[1].sink is not None]
+    return (*calls, *(call for call, _ in own)), (*plain, *(operands for _, operands in own))
+
+
+def _as_key(call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]:
+    """A key of zeros, whose value is zero and whose bias is the sink, for the queries that are there."""
+    key, value = (jnp.zeros((len(x), 1, *x.shape[2:]), x.dtype) for x in operands[1:3])
+    sink = jnp.asarray(operands.sink, lse_dtype(operands.query.dtype))
+    bias = jnp.where(jnp.isposinf(sink), jnp.finfo(sink.dtype).max, sink)[..., None, None]
+    bias, positions = bias if bias.ndim == 4 else bias[None], operands.query_positions
+    own = Operands(operands.query, key, value, bias, None, positions, None)
+    if positions is not None:
+        own = own._replace(key_positions=jnp.zeros((1, 1), positions.dtype))
+    own = own._replace(query_lengths=operands.query_lengths)
+    # All devices have it, so that nothing is folded over them; one column of scores is dense.
+    plan = None if call.plan is None else call.plan._replace(sequence=(), queries=False)
+    settings = Settings(1.0, window_structure())
+    return call._replace(policy=CallPolicy(("reference",)), plan=plan, settings=settings), own

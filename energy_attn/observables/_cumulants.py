@@ -25,7 +25,6 @@ _HIGHEST_ORDER = 8
 
 
 def cumulant(calls: Calls, parts: Parts, tangents: Sequence[Array]) -> Array:
-    """The joint cumulant of the values along tangents; see `AbstractMeasure.cumulant`."""
     directions = _check_tangents(tangents, calls, parts)
     if len(directions) == 1:
         return (_mean(calls, parts) * directions[0]).sum(-1)
@@ -55,7 +54,6 @@ def cumulant(calls: Calls, parts: Parts, tangents: Sequence[Array]) -> Array:
 
 
 def moment(calls: Calls, parts: Parts, tangents: Sequence[Array]) -> Array:
-    """The joint moment of the values along tangents; see `AbstractMeasure.moment`."""
     directions = _check_tangents(tangents, calls, parts)
     if len(directions) == 1:
         return (_mean(calls, parts) * directions[0]).sum(-1)

@@ -24,31 +24,21 @@ from energy_attn.kernels.internal import (
 )
 
 from ..functional._free_energy import Calls, Parts, StaticCall, row_shape, state_at
-from ._at_source import HashablePartial
+from ._at_source import HashablePartial, sinks_as_keys
 from ._entropy import is_linear, queries_of
-from ._sinks import sinks_as_keys
 
 
 class CrossScores(NamedTuple):
-    """What two measures say of each other, for each row; all `[*B, T, N]`.
+    """The scores and energies of two measures under the weights of the first, for each row; all `[*B, T, N]`."""
 
-    Attributes:
-        own: the mean of the first's scores under its weights.
-        other: that of the second's scores, of the keys that both see.
-        hidden: whether the second does not see a key that the first sees.
-        lse: the energies of the first.
-        other_lse: those of the second.
-    """
-
-    own: Array
-    other: Array
-    hidden: Array
-    lse: Array
-    other_lse: Array
+    own: Array  # the mean of the first's scores under its weights
+    other: Array  # that of the second's scores, of the keys that both see
+    hidden: Array  # whether the second does not see a key that the first sees
+    lse: Array  # the energies of the first
+    other_lse: Array  # those of the second
 
 
 def kl_divergence(found: CrossScores) -> Array:
-    """See `AbstractWeights.kl`."""
     difference = _cross_entropy(found) - (_finite(found.lse) - found.own)
     # Rounding makes it negative, at most; the derivative is that of the difference.
     least = lax.stop_gradient(jnp.maximum(difference, 0.0) - difference)
@@ -56,7 +46,6 @@ def kl_divergence(found: CrossScores) -> Array:
 
 
 def cross_entropy(found: CrossScores) -> Array:
-    """See `AbstractWeights.cross_entropy`."""
     return _of_seen(found, _cross_entropy(found))
 
 
@@ -74,10 +63,7 @@ def _finite(lse: Array) -> Array:
 
 
 def cross_scores(mine: tuple[Calls, Parts], theirs: tuple[Calls, Parts]) -> CrossScores:
-    """The scores of both under the weights of the first, from their prepared keys.
-
-    Raises `ValueError` for measures over other keys, and `TypeError` for another precision.
-    """
+    """The scores of both under the weights of the first, from their prepared keys."""
     _check(mine, theirs)
     calls, parts = sinks_as_keys(*mine)
     other_calls, others = sinks_as_keys(*theirs)
@@ -164,7 +150,7 @@ def _of_part(mine: Part, theirs: Part) -> tuple[AttentionState, Array | None]:
 
 
 def _with_heads(number: int, call: StaticCall, operands: Operands) -> Part:
-    """The same part with as many heads of keys, each of them repeated, and no wide values."""
+    """Repeats the heads of a part's keys up to a number, and drops wide values."""
     operands = operands._replace(value=operands.value[..., :1])
     times = number // operands.key.shape[2]
     if times == 1:
@@ -187,7 +173,7 @@ def _same_mask(mine: Part, theirs: Part) -> bool:
 
 
 def _linear(mine: Part, theirs: Part) -> AttentionState:
-    """Attention over the keys of both as values, by which linear scores have their means."""
+    """Computes means of linear scores by attention with the keys of both as values."""
     (call, operands), (other_call, other) = mine, theirs
     joined = operands._replace(value=jnp.concatenate([operands.key, other.key], -1))
     out, lse = state_at((call,), None, (joined,))

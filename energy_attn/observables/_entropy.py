@@ -1,6 +1,7 @@
-"""The scores under the attention weights: entropy, mean, variance, and covariance with the values."""
+"""The scores under the attention weights: entropies, mean, variance, and covariance with the values."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,18 +12,23 @@ from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     Operands,
     ScoreBlock,
+    check_finite_number,
     dot_rows,
     holds_keys,
     outer,
     precision,
     product,
+    received,
 )
 
 from ..functional._free_energy import Calls, Parts, StaticCall, both_computed, state_at
 from ._at_source import (
+    HashablePartial,
     attention_and_mean_over_keys,
     covariance_product,
     mean_over_keys,
+    score_maximum_at,
+    sum_over_keys,
 )
 
 
@@ -71,8 +77,6 @@ class AttentionStatistics(NamedTuple):
 
 
 class RowObservables(NamedTuple):
-    """The quantities of an energy report, for each row."""
-
     energy: Float[Array, "*B T N"]
     entropy: Float[Array, "*B T N"]
     heat_capacity: Float[Array, "*B T N"]
@@ -81,10 +85,7 @@ class RowObservables(NamedTuple):
 
 
 def row_observables(calls: Calls, parts: Parts) -> RowObservables:
-    """Energy, entropy, heat capacity and trace of the covariance of each row, and attention.
-
-    About three flash passes. Raises as the kernels do.
-    """
+    """Energy, entropy, heat capacity and trace of the covariance of each row, and attention."""
     found = score_statistics(calls, parts)
     trace = mean_over_keys(calls, None, parts, _squared_distance_term, 1, found.out).out[..., 0]
     return RowObservables(
@@ -104,9 +105,7 @@ def entropy_of(mean: Array, lse: Array) -> Array:
 
 
 def mean_score(calls: Calls, parts: Parts) -> tuple[Array, Array]:
-    """The means of the scores, and the energies, both `[*B, T, N]`. Raises as the kernels do."""
-    found = map(_mean_score, calls, parts)
-    mean, lse = _merged([AttentionState(mean[..., None], lse) for mean, lse in found])
+    mean, lse = _merged([*map(_mean_score, calls, parts)])
     return mean[..., 0], lse
 
 
@@ -126,7 +125,6 @@ def _merged(parts: list[AttentionState]) -> AttentionState:
 
 
 def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
-    """See `AbstractMeasure.statistics`."""
     found = _merged([*map(_attention_and_score, calls, parts)])
     out, lse = both_computed(*found)
     mean = out[..., -1]
@@ -134,7 +132,6 @@ def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
 
 
 def _attention_and_score(call: StaticCall, operands: Operands) -> AttentionState:
-    """The state with the mean of the scores behind attention."""
     if not is_linear(call, operands):
         return attention_and_mean_over_keys(call, operands, _score_term, 1)
     width = operands.value.shape[-1]
@@ -156,17 +153,15 @@ def queries_of(call: StaticCall, operands: Operands, lse: Array) -> Array:
 
 
 def is_linear(call: StaticCall, operands: Operands) -> bool:
-    """Whether the scores are linear in the keys: scaled products, and nothing else."""
     return operands.bias is None and call.settings.score is None
 
 
-def _mean_score(call: StaticCall, operands: Operands) -> tuple[Array, Array]:
+def _mean_score(call: StaticCall, operands: Operands) -> AttentionState:
     if not is_linear(call, operands):
-        mean, lse = mean_over_keys((call,), None, (operands,), _score_term, 1)
-        return mean[..., 0], lse
+        return mean_over_keys((call,), None, (operands,), _score_term, 1)
     # attention with the keys as values yields their mean
     _, lse, mean = _with_keys(call, operands, operands.key)
-    return mean, lse
+    return AttentionState(mean[..., None], lse)
 
 
 class ScoreStatistics(NamedTuple):
@@ -232,3 +227,38 @@ def _squared_distance_term(block: ScoreBlock, mean: Array) -> Array:
     cross = outer(mean, value, precision(mean.dtype))
     squares = (value**2).sum(-1)[:, None, :] + (mean**2).sum(-1, keepdims=True)
     return (block.weights * (squares - 2 * cross)).sum(-1, keepdims=True)
+
+
+def renyi(calls: Calls, parts: Parts, order: float) -> Array:
+    order = _checked(order)
+    if order == 1:
+        return entropy_of(*mean_score(calls, parts))
+    largest = score_maximum_at(calls, parts)
+    seen = holds_keys(largest)
+    largest = jnp.where(seen, largest, 0.0)
+    # The scores of both sums are rounded alike, and neither result depends on the score that is taken from all.
+    infinite = math.isinf(order)
+    shift = largest if infinite else lax.stop_gradient(largest)
+    power = HashablePartial(_powers, (1.0 if infinite else order,))
+    sums = sum_over_keys(calls, None, parts, power, 2, shift[..., None])
+    other, total = jnp.moveaxis(jnp.log(jnp.where(seen[..., None], sums, 1.0)), -1, 0)
+    found = total if infinite else (other - order * total) / (1 - order)
+    # a difference of two numbers, which only rounding makes negative
+    return jnp.where(seen, jnp.maximum(found, 0.0), 0.0)
+
+
+def _checked(order: object) -> float:
+    infinite = isinstance(order, float) and order == math.inf
+    number = math.inf if infinite else check_finite_number("order", order)
+    if number < 0:
+        raise ValueError(f"order: wanted at least 0, got {received(order)}")
+    return number
+
+
+def _powers(order: float, scores: Array, value: Array, largest: Array) -> Array:
+    """Sums of powers of the weights, and of the weights, relative to the largest."""
+    del value
+    hidden = jnp.isneginf(scores)
+    apart = jnp.where(hidden, 0.0, scores) - largest
+    terms = (jnp.where(hidden, 0.0, jnp.exp(x * apart)) for x in (order, 1.0))
+    return jnp.stack([x.sum(-1) for x in terms], -1)

@@ -13,10 +13,10 @@ from ._entropy import (
     attention_statistics,
     entropy_of,
     mean_score,
+    renyi,
     score_statistics,
 )
 from ._of_keys import AbstractWeights
-from ._renyi import renyi
 
 
 class AbstractMeasure(AbstractWeights):
@@ -121,15 +121,7 @@ class AbstractMeasure(AbstractWeights):
           = \frac{1}{Z} \frac{\partial^n Z(\sum_i t_i u_i)}
           {\partial t_1 \cdots \partial t_n}\Big|_{t = 0}, \qquad Z = e^F$$
 
-        Args:
-            tangents: the directions $u_i$, one to eight arrays `[B, T, N, Hv]`.
-
-        Returns:
-            `[B, T, N]`.
-
-        Raises:
-            TypeError: `tangents` is not a sequence of floating arrays.
-            ValueError: shapes that do not match, no tangents or more than eight.
+        Arguments, result and errors are those of [`cumulant`][energy_attn.Gibbs.cumulant].
 
         Source: Tree Attention (arXiv 2408.04093), equations 11 and 12.
 

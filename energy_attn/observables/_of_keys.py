@@ -1,4 +1,4 @@
-"""What a measure says of its keys: their weights, sums of these, draws, and the distance of another measure."""
+"""Weights of keys, their sums, draws of keys, and the divergence of another measure."""
 
 import abc
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from energy_attn.kernels.internal import check_integer, check_key, received
 
 from ..functional._free_energy import Calls, Parts
-from . import _divergence, _sample, _weights
+from . import _divergence, _weights
 from ._weights import Selection
 
 
@@ -21,7 +21,7 @@ class AbstractWeights(eqx.Module):
 
     @abc.abstractmethod
     def _prepared_keys(self) -> tuple[Calls, Parts]:
-        """The same of the keys alone, which have their sinks beside them."""
+        """The prepared calls of the keys alone, with their sinks apart."""
 
     def weights(
         self, *, rows: Selection | None = None, keys: Selection | None = None
@@ -132,7 +132,7 @@ class AbstractWeights(eqx.Module):
         """
         check_integer("count", count, least=1)
         check_key("key", key)
-        return _sample.sample_keys(*self._prepared(), key, count)
+        return _weights.sample_keys(*self._prepared(), key, count)
 
     def kl(self, other: "AbstractWeights") -> Float[Array, "*B T N"]:
         r"""The Kullback-Leibler divergence of another measure over the same keys from this one.

@@ -1,4 +1,4 @@
-"""The weights of given rows and keys, and their sums over rows."""
+"""The weights of given rows and keys, their sums over rows, and draws of keys."""
 
 import functools
 from collections.abc import Sequence
@@ -9,11 +9,20 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from energy_attn.distributed.internal import Reduction, fold_sums, whole_along
+from energy_attn.distributed.internal import (
+    Axes,
+    Reduction,
+    ShardingPlan,
+    as_invariant,
+    fold_sums,
+    whole_along,
+)
 from energy_attn.kernels.internal import (
+    Draw,
     Operands,
+    Settings,
     check_flag,
     check_floating,
     check_shape,
@@ -21,14 +30,15 @@ from energy_attn.kernels.internal import (
     holds_keys,
     is_static,
     lse_dtype,
+    merge_draws,
     received,
+    sample,
     take_rows,
     weights_of_keys,
 )
 
 from ..functional._free_energy import Calls, Parts, StaticCall, energy_at, row_shape, state_at
-from ._at_source import HashablePartial, run_reduction, sum_over_keys
-from ._sinks import sinks_as_keys
+from ._at_source import HashablePartial, run_reduction, sinks_as_keys, sum_over_keys
 
 MOST_WEIGHTS = 64_000_000
 
@@ -39,7 +49,6 @@ Selection = int | slice | Sequence[int] | Array | np.ndarray
 def weights(
     calls: Calls, parts: Parts, rows: Selection | None, keys: Selection | None
 ) -> Float[Array, "*B R N J"]:
-    """See `AbstractWeights.weights`."""
     batch, time, heads = parts[0].query.shape[:3]
     total = sum(map(_key_count, calls, parts))
     chosen, index = _indices("rows", rows, time), _indices("keys", keys, total)
@@ -79,13 +88,12 @@ def _weight_sum(scores: Array, value: Array, lse: Array) -> Array:
 
 
 def _key_count(call: StaticCall, operands: Operands) -> int:
-    """The number of keys of a part: inside a `jax.shard_map`, of those on all devices."""
+    """Counts the keys of a part on all devices, also inside a `jax.shard_map`."""
     devices = 1 if call.plan is None or not call.plan.local else call.plan.devices
     return operands.key.shape[1] * devices
 
 
 def _with_rows(chosen: Array, call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]:
-    """A part with the queries of the chosen rows, which all devices have."""
     whole = {
         name: None if x is None else whole_along(x, axis)
         for name, axis in (("query", 1), ("bias", 2), ("mask", 2))
@@ -129,7 +137,6 @@ def _indices(name: str, given: object, size: int) -> Any:
 def importance(
     calls: Calls, parts: Parts, rows: object, grouped: bool
 ) -> Float[Array, "*B S heads"]:
-    """See `AbstractWeights.importance`."""
     check_flag("grouped", grouped)
     first, shape = parts[0], row_shape(calls[0], parts[0])
     dtype = lse_dtype(first.query.dtype)
@@ -153,3 +160,39 @@ def importance(
     found = jnp.concatenate(jax.grad(total)(zeros), 1)
     found = found.sum(-1) if grouped else found.reshape(*found.shape[:2], heads)
     return found if calls[0].batched else found[0]
+
+
+def sample_keys(
+    calls: Calls, parts: Parts, key: PRNGKeyArray, count: int
+) -> Int[Array, "*B T N count"]:
+    parts = lax.stop_gradient(parts)
+    seeds = jax.random.bits(key, row_shape(calls[0], parts[0], 2), jnp.uint32)
+    drawn, first = [], 0
+    for call, operands in zip(calls, parts, strict=True):
+        drawn.append(_sample_part(call, operands, seeds, count, first))
+        first += operands.key.shape[1]
+    return functools.reduce(merge_draws, drawn).indices
+
+
+def _sample_part(
+    call: StaticCall, operands: Operands, seeds: Array, count: int, first: int
+) -> Draw:
+    axes = () if call.plan is None else call.plan.sequence
+    reduction = Reduction(HashablePartial(_drawn, (count, first, axes)), _fold_draws)
+    return run_reduction(call, reduction, None, operands, seeds)
+
+
+def _drawn(
+    count: int, first: int, axes: Axes, settings: Settings, operands: Operands, seeds: Array
+) -> Draw:
+    start = jnp.asarray(first, jnp.int32)
+    if axes:  # devices hold equal numbers of keys, in order
+        start = start + lax.axis_index(axes).astype(jnp.int32) * operands.key.shape[1]
+    return sample(count, settings, operands, seeds, start)
+
+
+def _fold_draws(mine: Draw, axes: Axes, plan: ShardingPlan) -> Draw:
+    del plan
+    parts: Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), mine)
+    each = (Draw(*(x[i] for x in parts)) for i in range(lax.axis_size(axes)))
+    return as_invariant(functools.reduce(merge_draws, each), axes)

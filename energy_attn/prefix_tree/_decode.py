@@ -165,7 +165,6 @@ def _partial_state(
     policy: CallPolicy,
     call: CheckedCall,
 ) -> AttentionState:
-    """The state of a part of the keys, to be merged with others. Raises as the kernels do."""
     return attend_sharded(plan, policy, with_unrounded_out(call.settings), call.operands)
 
 
@@ -222,10 +221,7 @@ def commit(
 
 
 def gather_path(cache: KVCache, path: Array, key: Array, value: Array) -> tuple[Array, Array]:
-    """Keys and values of the slots of `path` `[B, C]`, zeros for -1, sharded as `cache` appends them.
-
-    Each device that shares a row gathers for itself. Raises `ValueError` for another mesh.
-    """
+    """Keys and values of the slots of `path` `[B, C]`, zeros for -1, sharded as `cache` appends them."""
 
     def taken(key: Array, value: Array, path: Array) -> tuple[Array, Array]:
         return gather_slots(key, path), gather_slots(value, path)

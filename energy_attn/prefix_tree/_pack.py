@@ -114,10 +114,7 @@ def _first_entries(is_new: Array, number: Array, slots: int) -> Array:
 
 
 def check_beam(beam: Array, lengths: Array | None, name: str = "beam") -> tuple[Array, Array]:
-    """Returns a beam, the argument `name`, and its candidates' lengths `[B, M]` int32, as JAX arrays.
-
-    Raises as `pack` does.
-    """
+    """Returns a beam, the argument `name`, and its candidates' lengths `[B, M]` int32, as JAX arrays."""
     beam = check_integral(name, beam)
     check_shape(name, beam, ("B", "M", "C"))
     batch, rows, levels = beam.shape

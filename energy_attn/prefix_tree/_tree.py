@@ -115,12 +115,7 @@ def gather_slots(x: Array, slots: Array) -> Array:
 
 
 def check_tree(name: str, tree: object) -> PrefixTree:
-    """Returns `tree`, a `PrefixTree` of arrays that fit together.
-
-    Raises `TypeError` for another type or dtype. Raises `ValueError` for shapes that do not match
-    and, for concrete arrays, for a parent that does not come before its child, or a size or an
-    unpacker beyond the slots.
-    """
+    """Returns `tree`, a `PrefixTree` of arrays that fit together."""
     if not isinstance(tree, PrefixTree):
         raise TypeError(f"{name}: wanted a PrefixTree, got {received(tree)}")
     for field in ("tokens", "depth", "parent", "unpacker", "size"):
@@ -139,10 +134,7 @@ def check_tree(name: str, tree: object) -> PrefixTree:
 
 
 def check_logits(tree: PrefixTree, logits: Array) -> int:
-    """Returns the vocabulary size of floating `logits` `[B, L, V]` of the nodes of `tree`.
-
-    Raises `TypeError` for another type or dtype and `ValueError` for other shapes, as `check_tree`.
-    """
+    """Returns the vocabulary size of floating `logits` `[B, L, V]` of the nodes of `tree`."""
     check_tree("tree", tree)
     check_shape("logits", check_floating("logits", logits), (*tree.tokens.shape, "V"))
     if logits.shape[2] == 0:
@@ -151,7 +143,6 @@ def check_logits(tree: PrefixTree, logits: Array) -> int:
 
 
 def check_slots(name: str, tokens: Array) -> None:
-    """Raises `ValueError` unless `tokens` are `[B, L]` with at least one slot."""
     check_shape(name, tokens, ("B", "L"))
     if tokens.shape[1] == 0:
         raise ValueError(f"{name}: wanted at least 1 slot, got {received(tokens)}")

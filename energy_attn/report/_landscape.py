@@ -12,6 +12,7 @@ from energy_attn.kernels.internal import (
     check_finite_number,
     check_floating,
     check_integer,
+    check_positive,
     check_shape,
     lse_dtype,
     received,
@@ -19,7 +20,6 @@ from energy_attn.kernels.internal import (
 
 from ..core._gibbs import Gibbs
 from ..core._module import FreeEnergy
-from ..hopfield._checks import check_positive
 from ..observables._at_source import covariance_at
 
 _EXTENT = 3.0  # the default half width of the grids, in standard deviations

@@ -23,8 +23,13 @@ from energy_attn.kernels.internal import (
 from ..functional._citation import cite
 from ..functional._directions import directional, unmoved
 from ..functional._free_energy import Calls, Parts, Source
-from ..observables._at_source import HashablePartial, promoted, score_maximum_at, sum_over_keys
-from ..observables._sinks import sinks_as_keys
+from ..observables._at_source import (
+    HashablePartial,
+    promoted,
+    score_maximum_at,
+    sinks_as_keys,
+    sum_over_keys,
+)
 
 _MOST_STEPS = 200
 
@@ -114,14 +119,10 @@ class _Threshold(NamedTuple):
     r"""$\tau = (\alpha - 1) \max_a s_a + t$, in two numbers for each row.
 
     For a large score their sum is rounded by more than the weights are.
-
-    Attributes:
-        largest: $\max_a s_a$, held constant in derivatives; minus infinity in a fully masked row.
-        below: $t$, from -1 to 0, with the derivatives of $\tau$.
     """
 
-    largest: Array
-    below: Array
+    largest: Array  # $\max_a s_a$, held constant in derivatives; -inf in a fully masked row
+    below: Array  # $t$, from -1 to 0, with the derivatives of $\tau$
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +179,6 @@ def _sums(
     args: tuple[Parts, Array | None],
     threshold: _Threshold,
 ) -> Array:
-    """The sums of a block term over all keys, `[*B, T, N, width]`."""
     parts, source = args
     rows = (x[..., None] for x in threshold)
     return sum_over_keys(calls, source, parts, term, width, *rows)

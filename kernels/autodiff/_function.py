@@ -6,7 +6,6 @@ its body and differentiates the functions themselves; JAX 0.12.0 does not. A pri
 """
 
 import abc
-import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad, batching
 from jaxtyping import Array, PyTree
 
-from ._operation import operation
+from ._operation import TreeCall, axes_like, call_as_one, operation, unless_zero
 
 
 class AbstractFunction(abc.ABC):
@@ -43,34 +42,18 @@ def with_zeros(tangents: Any, primals: Any) -> Any:
 
 def function_call(function: AbstractFunction, args: PyTree) -> Any:
     """`function.apply(args)`, differentiable by its `jvp` to any order in both modes."""
-    flat, tree = jax.tree.flatten(args)
-    program, types = jax.make_jaxpr(function.apply, return_shape=True)(args)
-    call = _Call(function, tree, jax.tree.structure(types))
-    return call.result.unflatten(function_call_p.bind(*flat, program=program, call=call))
-
-
-# No tuple: JAX 0.8 makes weak references to static arguments, which tuples do not support.
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A function with the structures of its argument and of its result; static."""
-
-    function: AbstractFunction
-    args: Any
-    result: Any
-
-    def __call__(self, *flat: Array) -> list[Any]:
-        return jax.tree.leaves(self.function.apply(self.args.unflatten(flat)))
+    return call_as_one(function_call_p, function, args)
 
 
 function_call_p = operation("function_call")
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, program: ClosedJaxpr, call: _Call
+    primals: Sequence[Any], tangents: Sequence[Any], *, program: ClosedJaxpr, call: TreeCall
 ) -> tuple[list[Any], list[Any]]:
     del program
-    changes = (None if isinstance(x, ad.Zero) else x for x in tangents)
-    found, change = call.function.jvp(*map(call.args.unflatten, (primals, changes)))
+    (args,), (changes,) = call.split(primals), call.split(map(unless_zero, tangents))
+    found, change = call.owner.jvp(args, changes)
     results = jax.tree.leaves(found)
     pairs = zip(results, call.result.flatten_up_to(change), strict=True)
     return results, [_zero(x) if t is None else t for x, t in pairs]
@@ -92,20 +75,16 @@ class _MappedFunction(_Mapped, AbstractFunction):
     """A function under `jax.vmap`. The mapped axes of its results are in front."""
 
     def apply(self, args: Any) -> Any:
-        return self._each(self.function.apply, (self._of(args),))(args)
+        return self._each(self.function.apply, (axes_like(args, self.axes),))(args)
 
     def jvp(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        tree = jax.tree.structure(primals)
-        changes = tree.flatten_up_to(tangents)
-        kept = [None if x is None else axis for x, axis in zip(changes, self.axes, strict=True)]
-        axes = self._of(primals), tree.unflatten(kept)
+        changes = jax.tree.structure(primals).flatten_up_to(tangents)
+        kept = (None if x is None else axis for x, axis in zip(changes, self.axes, strict=True))
+        axes = axes_like(primals, self.axes), axes_like(primals, tuple(kept))
         return self._each(self.function.jvp, axes)(primals, tangents)
 
     def _each(self, f: Callable[..., Any], axes: tuple[Any, ...]) -> Callable[..., Any]:
         return jax.vmap(f, in_axes=axes, axis_name=self.name, axis_size=self.size)
-
-    def _of(self, args: Any) -> Any:
-        return jax.tree.structure(args).unflatten(self.axes)
 
 
 def _batch(
@@ -114,13 +93,13 @@ def _batch(
     axes: Sequence[int | None],
     *,
     program: ClosedJaxpr,
-    call: _Call,
+    call: TreeCall,
 ) -> tuple[list[Any], list[int | None]]:
     if all(x is None for x in axes):
         found = function_call_p.bind(*flat, program=program, call=call)
         return found, [None] * len(found)
-    mapped = _MappedFunction(call.function, tuple(axes), axis.name, axis.size)
-    found = jax.tree.leaves(function_call(mapped, call.args.unflatten(flat)))
+    mapped = _MappedFunction(call.owner, tuple(axes), axis.name, axis.size)
+    found = jax.tree.leaves(function_call(mapped, *call.split(flat)))
     return found, [0] * len(found)
 
 

@@ -1,7 +1,6 @@
 """Linear maps with a transpose of their own: one primitive, for both modes of differentiation."""
 
 import abc
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad, batching
 from jaxtyping import Array, PyTree
 
-from ._operation import operation
+from ._operation import TreeCall, axes_like, call_as_one, operation, unless_zero
 
 
 class AbstractLinearMap(abc.ABC):
@@ -43,68 +42,42 @@ def linear_call(linear_map: AbstractLinearMap, fixed: PyTree, moving: PyTree) ->
     With $y = L(x)\,u$, the derivative in $u$ is $L(x)$ again, whose transpose is the map's own; the
     derivative in $x$ is that of `plain`.
     """
-    flat = jax.tree.leaves((fixed, moving))
-    program, types = jax.make_jaxpr(linear_map.apply, return_shape=True)(fixed, moving)
-    call = _Call(linear_map, *map(jax.tree.structure, (fixed, moving, types)))
-    return call.result.unflatten(linear_call_p.bind(*flat, program=program, call=call))
-
-
-# No tuple: JAX 0.8 makes weak references to static arguments, which tuples do not support.
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A map with the structures of its arguments and of its result; static."""
-
-    linear_map: AbstractLinearMap
-    fixed: Any
-    moving: Any
-    result: Any
-
-    def __call__(self, *flat: Array) -> list[Any]:
-        return jax.tree.leaves(self.linear_map.apply(*self.split(flat)))
-
-    def split(self, flat: Sequence[Any]) -> tuple[Any, Any]:
-        """The trees of fixed and of moving arguments, of leaves that may be None."""
-        number = self.fixed.num_leaves
-        return self.fixed.unflatten(flat[:number]), self.moving.unflatten(flat[number:])
+    return call_as_one(linear_call_p, linear_map, fixed, moving)
 
 
 linear_call_p = operation("linear_call")
 
 
-def _unless_zero(x: Any) -> Any:
-    return None if isinstance(x, ad.Zero) else x
-
-
 def _jvp(
-    primals: Sequence[Array], tangents: Sequence[Any], *, program: ClosedJaxpr, call: _Call
+    primals: Sequence[Array], tangents: Sequence[Any], *, program: ClosedJaxpr, call: TreeCall
 ) -> tuple[list[Any], list[Any]]:
     found = linear_call_p.bind(*primals, program=program, call=call)
-    number = call.fixed.num_leaves
+    number = call.args[0].num_leaves
     moved = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
     if min(moved) >= number:
-        fixed, moving = call.split([*primals[:number], *map(_unless_zero, tangents[number:])])
-        return found, jax.tree.leaves(linear_call(call.linear_map, fixed, moving))
+        fixed, moving = call.split([*primals[:number], *map(unless_zero, tangents[number:])])
+        return found, jax.tree.leaves(linear_call(call.owner, fixed, moving))
 
     # in one pass, that in the moving arguments with that in the fixed ones
     def plain(*some: Array) -> list[Any]:
         flat = list(primals)
         for i, x in zip(moved, some, strict=True):
             flat[i] = x
-        return jax.tree.leaves(call.linear_map.plain(*call.split(flat)))
+        return jax.tree.leaves(call.owner.plain(*call.split(flat)))
 
     given = [primals[i] for i in moved], [tangents[i] for i in moved]
     return found, jax.jvp(plain, *given)[1]
 
 
 def _transpose(
-    cotangents: Sequence[Any], *flat: Any, program: ClosedJaxpr, call: _Call
+    cotangents: Sequence[Any], *flat: Any, program: ClosedJaxpr, call: TreeCall
 ) -> list[Any]:
     del program
-    number = call.fixed.num_leaves
+    number = call.args[0].num_leaves
     types = [x.aval for x in flat[number:]]
     fixed, moving = call.split([*flat[:number], *types])
-    cotangent = call.result.unflatten(map(_unless_zero, cotangents))
-    found = call.moving.flatten_up_to(call.linear_map.transpose(fixed, moving, cotangent))
+    cotangent = call.result.unflatten(map(unless_zero, cotangents))
+    found = call.args[1].flatten_up_to(call.owner.transpose(fixed, moving, cotangent))
     zeros = map(ad.Zero, types)
     return [None] * number + [z if x is None else x for x, z in zip(found, zeros, strict=True)]
 
@@ -127,7 +100,7 @@ class _MappedMap(_Mapped, AbstractLinearMap):
         return self._each(self.linear_map.plain, fixed, moving)
 
     def _each(self, function: Callable[[Any, Any], Any], fixed: Any, moving: Any) -> Any:
-        axes = _in_axes(fixed, self.fixed), _in_axes(moving, self.moving)
+        axes = axes_like(fixed, self.fixed), axes_like(moving, self.moving)
         return jax.vmap(function, in_axes=axes)(fixed, moving)
 
     def transpose(self, fixed: Any, moving: Any, cotangent: Any) -> Any:
@@ -136,7 +109,7 @@ class _MappedMap(_Mapped, AbstractLinearMap):
         def one(fixed: Any, cotangent: Any) -> Any:
             return self.linear_map.transpose(fixed, moving, cotangent)
 
-        found = jax.vmap(one, in_axes=(_in_axes(fixed, self.fixed), 0))(fixed, cotangent)
+        found = jax.vmap(one, in_axes=(axes_like(fixed, self.fixed), 0))(fixed, cotangent)
         tree = jax.tree.structure(moving)
         taken = (
             None if x is None else x.sum(0) if axis is None else jnp.moveaxis(x, 0, axis)
@@ -145,16 +118,12 @@ class _MappedMap(_Mapped, AbstractLinearMap):
         return tree.unflatten(taken)
 
 
-def _in_axes(tree: Any, axes: tuple[int | None, ...]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(tree), axes)
-
-
 def _batch(
-    flat: Sequence[Array], axes: Sequence[int | None], *, program: ClosedJaxpr, call: _Call
+    flat: Sequence[Array], axes: Sequence[int | None], *, program: ClosedJaxpr, call: TreeCall
 ) -> tuple[list[Any], list[int]]:
     del program
-    number = call.fixed.num_leaves
-    mapped = _MappedMap(call.linear_map, tuple(axes[:number]), tuple(axes[number:]))
+    number = call.args[0].num_leaves
+    mapped = _MappedMap(call.owner, tuple(axes[:number]), tuple(axes[number:]))
     found = jax.tree.leaves(linear_call(mapped, *call.split(flat)))
     return found, [0] * len(found)
 

@@ -1,37 +1,19 @@
-"""Operands in the layout of hand-written kernels: rows that share a key head, in whole blocks.
+"""What tiles of queries and of keys see of each other: their positions, and which tiles meet or need no mask."""
 
-A row is a query of one head. The rows of the `N / K` heads that share a key head are on one axis,
-ordered by (head, time) and padded to whole blocks with rows that see no keys. The heads of few
-queries thus fill a block, and keys are not repeated.
-"""
-
+import functools
 import math
-from typing import Any, NamedTuple
+import operator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from ..call._operands import Operands, Settings, with_default_positions
+from ..call._operands import Operands, Settings, bound, hide_unreachable
 from ..masks._abstract import AbstractMask
+from ..masks._interval import Interval, interval
 from ..masks._pairwise import Features, Pairwise, pairwise
-from ..masks._visibility import meeting
-
-
-def pack_rows(x: Array, kv_heads: int, block: int, fill: float = 0) -> Array:
-    """`[B, T, N, ...]` to rows `[B, K, R, ...]`, `R` a multiple of `block`."""
-    batch, query_len, heads, *trailing = x.shape
-    x = x.reshape(batch, query_len, kv_heads, heads // kv_heads, *trailing)
-    x = x.transpose(0, 2, 3, 1, *range(4, x.ndim)).reshape(batch, kv_heads, -1, *trailing)
-    return pad_to_blocks(x, 2, block, fill)
-
-
-def unpack_rows(x: Array, query_len: int, heads: int) -> Array:
-    """The inverse of `pack_rows`: rows `[B, K, R, ...]` to `[B, T, N, ...]`."""
-    batch, kv_heads, _, *trailing = x.shape
-    group = heads // kv_heads
-    x = x[:, :, : group * query_len].reshape(batch, kv_heads, group, query_len, *trailing)
-    return x.transpose(0, 3, 1, 2, *range(4, x.ndim)).reshape(batch, query_len, heads, *trailing)
+from ..masks._visibility import facing, meeting, must_meet
 
 
 def pairs_of(operands: Operands, settings: Settings) -> Pairwise | None:
@@ -75,30 +57,22 @@ class Visibility(NamedTuple):
     features: Features = Features()
 
 
-def visibility_of(
-    operands: Operands, settings: Settings, features: Features, row_block: int, key_block: int
+def padded_visibility(
+    operands: Operands, features: Features, row_tile: int, key_tile: int
 ) -> Visibility:
-    """The visibility of the rows of `pack_rows` and of the keys, both padded to whole blocks.
+    """Positions and segments of queries and keys, and the features of a mask, padded to whole tiles."""
 
-    Fields are None where all rows see all keys. Keys that pad the last block have position -1 if there
-    are positions; a kernel also hides them by their index.
-    """
-    operands = with_default_positions(operands, settings)
-    group = operands.query.shape[2] // operands.key.shape[2]
-
-    def rows(x: Array | None, fill: int) -> Any:
-        return None if x is None else pad_to_blocks(jnp.tile(x, (1, group)), 1, row_block, fill)
-
-    def keys(x: Array | None, fill: int) -> Any:
-        return None if x is None else pad_to_blocks(x, 1, key_block, fill)
+    def padded(x: Array | None, tile: int, value: int) -> Any:
+        return None if x is None else pad_to_blocks(x, 1, tile, value)
 
     return Visibility(
-        rows(operands.query_positions, -1),
-        keys(operands.key_positions, -1),
-        rows(operands.query_segments, 0),
-        keys(operands.key_segments, 0),
+        padded(operands.query_positions, row_tile, -1),
+        padded(operands.key_positions, key_tile, -1),
+        padded(operands.query_segments, row_tile, 0),
+        padded(operands.key_segments, key_tile, 0),
         Features(
-            tuple(rows(x, 0) for x in features.queries), tuple(keys(x, 0) for x in features.keys)
+            tuple(padded(x, row_tile, 0) for x in features.queries),
+            tuple(padded(x, key_tile, 0) for x in features.keys),
         ),
     )
 
@@ -107,15 +81,36 @@ def meeting_blocks(
     visibility: Visibility, mask: AbstractMask, row_block: int, key_block: int
 ) -> Bool[Array, "b row_blocks key_blocks"] | None:
     """Which blocks of rows might see any key of which blocks of keys; None for all."""
+    return meeting(mask, *_cut(visibility, row_block, key_block))
+
+
+def open_blocks(
+    visibility: Visibility, mask: AbstractMask, row_block: int, key_block: int
+) -> Bool[Array, "b row_blocks key_blocks"] | None:
+    """In which blocks of rows and of keys all present rows see all keys; None for all."""
+    positions, segments = _cut(visibility, row_block, key_block)
+    conditions = []
+    if positions is not None:
+        rows, keys = positions
+        of_keys = Interval(keys.min(-1), keys.max(-1))
+        conditions.append(must_meet(mask, *facing(interval(rows), of_keys)))
+    if segments is not None:
+        rows, keys = facing(*(Interval(x.min(-1), x.max(-1)) for x in segments))
+        # as low <= high, all four are then equal
+        conditions.append((rows.low == keys.high) & (rows.high == keys.low))
+    return functools.reduce(operator.and_, conditions) if conditions else None
+
+
+def _cut(visibility: Visibility, row_block: int, key_block: int) -> list[Any]:
+    """Positions and segments, each a pair `[b, blocks, block]` of rows and keys, or None."""
 
     def cut(rows: Array | None, keys: Array | None) -> Any:
         if rows is None or keys is None:
             return None
-        return tuple(
-            x.reshape(len(x), -1, block) for x, block in ((rows, row_block), (keys, key_block))
-        )
+        sides = (rows, row_block), (keys, key_block)
+        return tuple(x.reshape(len(x), -1, block) for x, block in sides)
 
-    return meeting(mask, cut(*visibility[:2]), cut(*visibility[2:4]))
+    return [cut(*visibility[:2]), cut(*visibility[2:4])]
 
 
 def block_spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:
@@ -170,3 +165,76 @@ def pad_to_blocks(x: Array, axis: int, block: int, fill: float) -> Array:
         return x
     widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=fill)
+
+
+@runtime_checkable
+class Tiling(Protocol):
+    """The tiling of a plan.
+
+    Attributes:
+        settings: those of the call.
+        pairs: its mask for tiles, None if that is a window.
+        key_len: `S`.
+        row_times, keys: the queries and the keys of a tile.
+        key_tiles: how many tiles the keys have.
+        head_tiles: how many tiles the heads of a group have.
+    """
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def pairs(self) -> Pairwise | None: ...
+    @property
+    def key_len(self) -> int: ...
+    @property
+    def row_times(self) -> int: ...
+    @property
+    def keys(self) -> int: ...
+    @property
+    def key_tiles(self) -> int: ...
+    @property
+    def head_tiles(self) -> int: ...
+
+
+def visibility_of(operands: Operands, plan: Tiling) -> Visibility:
+    """Positions and segments of queries and of keys, padded to whole tiles.
+
+    Positions that are None stay None: the kernels then count from 0.
+    """
+    compared = operands.query_positions, operands.query_segments, plan.pairs
+    if any(x is not None for x in compared):
+        operands = hide_unreachable(operands, plan.settings)
+    return padded_visibility(operands, features_of(operands, plan.pairs), plan.row_times, plan.keys)
+
+
+def tile_ranges(
+    operands: Operands, visibility: Visibility, plan: Tiling, *, of_keys: bool
+) -> Int[Array, "4 b tiles"] | BlockList | None:
+    """The range of tiles that each tile of queries, or of keys, iterates over; None without arrays.
+
+    The four numbers are the first and one past the last tile that it might see, then the first and one
+    past the last of a run of tiles in which every present row sees every key, so that no mask is
+    needed. Under a mask that is not a window, returns a `BlockList` of tiles of queries.
+    """
+    mask = bound(plan.settings, operands)
+    may_meet = meeting_blocks(visibility, mask, plan.row_times, plan.keys)
+    if may_meet is None:
+        return None
+    all_visible = jnp.arange(plan.key_tiles, dtype=jnp.int32) < plan.key_len // plan.keys
+    all_visible = all_visible[None, None, :]
+    all_seen = open_blocks(visibility, mask, plan.row_times, plan.keys)
+    all_visible = all_visible if all_seen is None else all_visible & all_seen
+    all_visible = jnp.broadcast_to(all_visible, may_meet.shape)
+    if of_keys:
+        may_meet, all_visible = may_meet.swapaxes(1, 2), all_visible.swapaxes(1, 2)
+    if plan.pairs is not None:
+        return block_list(may_meet, all_visible)
+    ranges = jnp.stack([*block_spans(may_meet), *block_run(all_visible)])
+    # each tile of queries occurs once for every tile of heads
+    return ranges * plan.head_tiles if of_keys else ranges
+
+
+def moving_arrays(directions: Operands) -> dict[str, Array]:
+    """The directions of query, key and value that are not None, by name."""
+    fields = zip(Operands._fields, directions[:3], strict=False)
+    return {name: x for name, x in fields if x is not None}

@@ -3,15 +3,14 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from .._varying import vary_together
 from ..call._operands import Operands, Settings
-from ..call._state import exp_from, lse_dtype
+from ..call._state import exp_from
 from ..xla._blocks import BlockedOperands
 from ..xla._grid import Index
-from ..xla._reduce import Arrays, reduce_blocks
+from ..xla._reduce import Arrays, reduce_blocks, reduced_of_nothing
 from ._expectation import weight_shift
 
 
@@ -31,10 +30,10 @@ def cross_sums(
     `mean_of_sums` divides by the last, which is 1 but for the rounding of `lse`.
     """
     operands, other, lse = vary_together((operands, other, lse))
-    (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
-    if 0 in (batch, query_len, key_len):
-        dtype = lse_dtype(operands.query.dtype)
-        return lax.full_like(operands.query, 0.0, dtype=dtype, shape=(batch, query_len, heads, 4))
+    query_len, key_len = operands.query.shape[1], operands.key.shape[1]
+    empty = reduced_of_nothing(operands, 0.0, (4,))
+    if empty is not None:
+        return empty[0]
     blocks = BlockedOperands(operands, settings)
     others = BlockedOperands(other, other_settings, on=blocks.grid)
     shift = weight_shift(lse)[..., None]
@@ -68,9 +67,9 @@ def sums_over_seen(
 ) -> Float[Array, "B T N 2"]:
     r"""Sums of the weights $e^{s_a - \mathrm{lse}}$ over the keys that another call sees, and over all keys."""
     operands, other, lse = vary_together((operands, other._replace(bias=None), lse))
-    (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
-    if 0 in (batch, query_len, key_len):
-        return lax.full_like(lse, 0.0, shape=(batch, query_len, heads, 2))
+    empty = reduced_of_nothing(operands, 0.0, (2,))
+    if empty is not None:
+        return empty[0]
     blocks = BlockedOperands(operands, settings)
     others = BlockedOperands(other, other_settings, on=blocks.grid)
 
@@ -81,5 +80,6 @@ def sums_over_seen(
         return (jnp.stack([jnp.where(seen, weights, 0.0).sum(-1), weights.sum(-1)], -1),)
 
     shift = weight_shift(lse)[..., None]
+    query_len = operands.query.shape[1]
     (result,) = reduce_blocks(terms, jnp.add, 0.0, (2,), blocks, query_len, shift, ())
     return result

@@ -14,7 +14,7 @@ from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype, preci
 from ..dispatch._registry import attend
 from ..xla._blocks import BlockedOperands, outer
 from ..xla._grid import Index
-from ..xla._reduce import Arrays, reduce_blocks
+from ..xla._reduce import Arrays, reduce_blocks, reduced_of_nothing
 
 
 class ScoreBlock(NamedTuple):
@@ -164,16 +164,15 @@ def _reduce_blocks(
     *rows: Array,
 ) -> Array:
     operands, rows = vary_together((operands, rows))
-    (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
-    dtype = lse_dtype(operands.query.dtype)
-    if 0 in (batch, query_len, key_len):
-        shape = (batch, query_len, heads, width)
-        return lax.full_like(operands.query, start, dtype=dtype, shape=shape)
+    empty = reduced_of_nothing(operands, start, (width,))
+    if empty is not None:
+        return empty[0]
     blocks = BlockedOperands(operands, settings)
 
     def terms(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
         return (block_terms(blocks.scores_of(query, key, index), *keys, *rows),)
 
+    query_len, dtype = operands.query.shape[1], lse_dtype(operands.query.dtype)
     values = (blocks.value.astype(dtype),)
     (result,) = reduce_blocks(terms, join, start, (width,), blocks, query_len, rows, values)
     return result

@@ -43,30 +43,26 @@ def weights_of_keys(
 
 def take_rows(settings: Settings, operands: Operands, index: Int[Array, " rows"]) -> Operands:
     """The same call with the queries of given indices; those out of range are NaN."""
-    operands = with_default_positions(operands, settings)
-    size = operands.query.shape[1]
-    of_scores = {name: _take(getattr(operands, name), index, 2, size) for name in _SCORES}
-    of_rows = ("query", "query_positions", "query_segments")
-    return operands._replace(
-        **of_scores, **{name: _take(getattr(operands, name), index, 1, size) for name in of_rows}
-    )
+    return _taken(settings, operands, index, ("query", "query_positions", "query_segments"), 2)
 
 
 def take_keys(settings: Settings, operands: Operands, index: Int[Array, " keys"]) -> Operands:
     """The same call with the keys of given indices, which are in range."""
+    return _taken(settings, operands, index, ("key", "value", "key_positions", "key_segments"), 3)
+
+
+def _taken(
+    settings: Settings, operands: Operands, index: Array, names: tuple[str, ...], axis: int
+) -> Operands:
+    """Entries of the second axis of operands, and of the axis of biases and masks that is of these."""
     operands = with_default_positions(operands, settings)
-    size = operands.key.shape[1]
-    of_scores = {name: _take(getattr(operands, name), index, 3, size) for name in _SCORES}
-    of_keys = ("key", "value", "key_positions", "key_segments")
-    return operands._replace(
-        **of_scores, **{name: _take(getattr(operands, name), index, 1, size) for name in of_keys}
-    )
+    size = getattr(operands, names[0]).shape[1]
 
+    def take(name: str, axis: int) -> Any:
+        x = getattr(operands, name)
+        if x is None or x.shape[axis] != size:  # absent, or broadcast
+            return x
+        return jnp.take(x, index, axis, mode="fill")
 
-_SCORES = ("bias", "mask")
-
-
-def _take(x: Array | None, index: Array, axis: int, size: int) -> Any:
-    if x is None or x.shape[axis] != size:  # absent, or broadcast
-        return x
-    return jnp.take(x, index, axis, mode="fill")
+    axes = {"bias": axis, "mask": axis} | dict.fromkeys(names, 1)
+    return operands._replace(**{name: take(name, axis) for name, axis in axes.items()})

@@ -201,7 +201,7 @@ def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
 def after_products(gradients: Gradients, in_flight: InFlight) -> tuple[Gradients, InFlight]:
     """Returns both behind optimization barriers, so that the transfers overlap with the products of a backward.
 
-    Red without the first barrier: `test_a_ring_sends_both_ways_while_it_computes` of tests/tpu.
+    XLA:TPU needs the first barrier where more than five transfers, its limit, overlap at a time.
     A program that uses no gradients of keys and values does not wait for the sums of these.
     """
     if not jax.tree.leaves(in_flight):

@@ -7,6 +7,8 @@ import jax
 from jax import lax
 from jaxtyping import Array, PyTree
 
+from ..call._operands import Operands
+from ..call._state import lse_dtype
 from ._blocks import BlockedOperands
 from ._grid import Index, cut_keys, cut_queries, join_queries, numbers
 
@@ -14,6 +16,17 @@ Arrays = tuple[Array, ...]
 # From the index of a block, its queries and keys, and trees of more arrays of its rows [B, rows, W]
 # and of its keys [B, keys, W], to terms [B, rows, width].
 BlockFunction = Callable[[Index, Array, Array, Any, Any], Arrays]
+
+
+def reduced_of_nothing(operands: Operands, start: float, widths: tuple[int, ...]) -> Arrays | None:
+    """The result of `reduce_blocks` for a call with an empty axis; None for others."""
+    (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
+    if 0 not in (batch, query_len, key_len):
+        return None
+    dtype, shape = lse_dtype(operands.query.dtype), (batch, query_len, heads)
+    return tuple(
+        lax.full_like(operands.query, start, dtype=dtype, shape=(*shape, width)) for width in widths
+    )
 
 
 def reduce_blocks(

@@ -18,22 +18,19 @@ from energy_attn.distributed import SequenceParallel, make_mesh
 
 from ... import attention
 from ...models import Llama, LlamaConfig, shard
-from .._arguments import integer
+from .._arguments import enough_devices, integer
 from .._byte_llama import byte_llama, held_out_text
-from .._devices import enough_devices
-from ._checks import errors, expected
+from ._checks import WINDOW, errors, expected, parameters, score
 from ._decode import Decoded, Sent, compile_loop, decode, gathered, one_device, sent
-from ._picture import draw
-from ._report import Line, readable, table
-from ._score import WINDOW, parameters, score
-from ._times import Parts, Run, medians, parts
+from ._report import TableRow, draw, readable, table
+from ._times import Parts, TimedLoop, medians, parts
 
 _MESH = (2, 4)
 DEVICES = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `demo`."""
+    """Adds the options of `demo`."""
     parser.add_argument(
         "--context", type=integer, default=8192, help="bytes of prompt (%(default)s)"
     )
@@ -89,7 +86,7 @@ def _run(args: argparse.Namespace, text: np.ndarray, devices: list[Any], model: 
 
     print(f"\n{_passage(prompt, tree.tokens)}\n")
     lines = [
-        Line(
+        TableRow(
             "loss on the prompt's end",
             f"{loss.far:.2f} nats",
             f"given its last {WINDOW}: {loss.near:.2f} nats",
@@ -133,20 +130,20 @@ def _passage(prompt: np.ndarray, decoded: np.ndarray) -> str:
     return f"  │ the prompt, its end\n  ┃ and what the model wrote\n\n{ruled}\n{decoded_lines}"
 
 
-def _equalities(tree: Decoded, alone: Decoded, dense: Decoded, context: int) -> list[Line]:
+def _equalities(tree: Decoded, alone: Decoded, dense: Decoded, context: int) -> list[TableRow]:
     wrong = errors(tree.traces, tree.cache_content, context)
     count = len(tree.tokens)
     same = [int((tree.tokens == other.tokens).sum()) for other in (dense, alone)]
     lines = [
-        Line("bytes equal to dense decoding", f"{same[0]} of {count}", "all", same[0] == count),
-        Line("bytes equal to one device's", f"{same[1]} of {count}", "all", same[1] == count),
-        Line(
+        TableRow("bytes equal to dense decoding", f"{same[0]} of {count}", "all", same[0] == count),
+        TableRow("bytes equal to one device's", f"{same[1]} of {count}", "all", same[1] == count),
+        TableRow(
             "energies, largest error against float64",
             f"{wrong.energy:.1e} nats",
             f"at most {wrong.energy_allowed:.1e}",
             bool(wrong.energy <= wrong.energy_allowed),
         ),
-        Line(
+        TableRow(
             "outputs, largest error against float64",
             f"{wrong.out:.1e}",
             f"at most {wrong.out_allowed:.1e}",
@@ -158,53 +155,53 @@ def _equalities(tree: Decoded, alone: Decoded, dense: Decoded, context: int) -> 
 
 def _traffic(
     config: LlamaConfig, step: Sent, longer: Sent, fetched: Sent, tree: Decoded
-) -> list[Line]:
+) -> list[TableRow]:
     operations, size = expected(config)
     layers = config.num_hidden_layers
     return [
-        Line(
+        TableRow(
             "collectives a step",
             f"{step.operations} {'/'.join(step.kinds)}",
             f"{operations} = {layers} layers × 1",
             (step.kinds, step.operations) == (("all-gather",), operations),
         ),
-        Line(
+        TableRow(
             "bytes handed to them",
             f"{step.bytes:,}",
             f"{size:,} = {layers} layers × B·T·N·(H + 1) × 4",
             step.bytes == size,
         ),
-        Line(
+        TableRow(
             f"both for a cache of {2 * tree.slots:,} slots",
             f"{longer.operations}, {longer.bytes:,}",
             f"as for {tree.slots:,}",
             longer[:3] == step[:3],
         ),
-        Line(
+        TableRow(
             "peak memory of decoding, on each device",
             f"{step.peak / 2**20:.2f} MiB",
             f"{fetched.peak / 2**20:.2f} MiB if keys and values were gathered,",
             kernel=tree.kernels,
         ),
-        Line("", "", f"and {fetched.bytes * DEVICES:,} bytes would arrive"),
+        TableRow("", "", f"and {fetched.bytes * DEVICES:,} bytes would arrive"),
     ]
 
 
-def _durations(tree: Decoded, alone: Decoded, dense: Decoded) -> list[Line]:
+def _durations(tree: Decoded, alone: Decoded, dense: Decoded) -> list[TableRow]:
     runs = {"tree": tree, "alone": alone, "dense": dense}
-    took = medians({name: Run(decoded, decoded.loop) for name, decoded in runs.items()})
+    took = medians({name: TimedLoop(decoded, decoded.loop) for name, decoded in runs.items()})
     step = {name: f"{1e3 * seconds:.1f} ms" for name, seconds in took.items()}
     prompt = {name: f"{decoded.prefill_seconds:.1f} s" for name, decoded in runs.items()}
     compared = "{alone} on one device ({kernels}), {dense} with jax.nn's attention"
-    simulated = [Line("", "", "(simulated devices share the cores: this is no speed-up)")]
+    simulated = [TableRow("", "", "(simulated devices share the cores: this is no speed-up)")]
     return [
-        Line(
+        TableRow(
             "time a byte, in one loop, median",
             step["tree"],
             compared.format(**step, kernels=alone.kernels),
             kernel=tree.kernels,
         ),
-        Line(
+        TableRow(
             "time for the prompt",
             prompt["tree"],
             compared.format(**prompt, kernels=alone.prefill_kernels),
@@ -214,20 +211,20 @@ def _durations(tree: Decoded, alone: Decoded, dense: Decoded) -> list[Line]:
     ]
 
 
-def _differences(took: Parts) -> list[Line]:
+def _differences(took: Parts) -> list[TableRow]:
     def ms(seconds: float) -> str:
         return f"{1e3 * seconds:.2f} ms"
 
     return [
-        Line("a byte's difference from one device:", ""),
-        Line("  the merges", ms(took.merging), "a step less one in which nothing is merged"),
-        Line(
+        TableRow("a byte's difference from one device:", ""),
+        TableRow("  the merges", ms(took.merging), "a step less one in which nothing is merged"),
+        TableRow(
             "  attention to eight parts",
             ms(took.attending),
             "each device to its own, less all by one",
         ),
-        Line("  the rest of the model", ms(took.repeating), "by every device, less by one"),
-        Line(
+        TableRow("  the rest of the model", ms(took.repeating), "by every device, less by one"),
+        TableRow(
             "a call for each byte adds", ms(took.calling), f"{ms(took.calling_one)} on one device"
         ),
     ]

@@ -1,19 +1,22 @@
-"""The checks of the demo: attention in float64 NumPy, and the predicted communication."""
+"""The checks of the demo: attention in float64 NumPy, the predicted communication, and the loss on the text."""
 
 from typing import NamedTuple
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, PyTree
 
-from ...models import LlamaConfig
-from ...models.decoder._output import Trace
-from ._decode import CacheContent
+from ...models import Llama, LlamaConfig
+from ...models.decoder._cache import Trace
+from ._decode import CacheContent, kernels
 
 _EPS = float(np.finfo(np.float32).eps)
 
 
 class Errors(NamedTuple):
-    """The largest errors of energies and outputs, and the errors that float32 rounding allows."""
-
     energy: float
     energy_allowed: float
     out: float
@@ -47,14 +50,6 @@ def float64_attention(
 
 
 def errors(trace: Trace, cache_content: CacheContent, first: int) -> Errors:
-    """Compares the attention of every layer and step with float64, from the same q, k and v.
-
-    Args:
-        trace: of the steps, `[layers, 1, steps, ...]`.
-        cache_content: the content of the cache after the last step; slots are written once, so it is that of
-            all steps.
-        first: the position of the first step.
-    """
     query, outs, energies = (np.asarray(x)[:, 0] for x in trace)
     steps = first + np.arange(query.shape[1])
     seen = (cache_content.positions >= 0) & (cache_content.positions <= steps[:, None])
@@ -78,3 +73,34 @@ def expected(config: LlamaConfig, batch: int = 1, time: int = 1) -> tuple[int, i
     """
     layers, heads, width = config.num_hidden_layers, config.num_attention_heads, config.head_dim
     return layers, layers * batch * time * heads * (width + 1) * 4
+
+
+WINDOW = 512  # bytes of the pieces that the library's model has read for most of its training
+
+
+def parameters(model: PyTree) -> int:
+    return sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+
+
+def surprise(model: Llama, tokens: Int[Array, "batch read"]) -> Float[Array, "batch time"]:
+    r"""$-\log P$ of each byte after those before it, in nats."""
+    logits = model(tokens[:, :-1]).logits
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+
+
+class Score(NamedTuple):
+    """The loss on the last `WINDOW` bytes, given at most `WINDOW` bytes each, and given all of them by `kernels`."""
+
+    near: float
+    far: float
+    kernels: str
+
+
+def score(model: Llama, text: np.ndarray) -> Score:
+    half = WINDOW // 2
+    pieces = np.stack([text[-WINDOW - half - 1 : -half], text[-WINDOW - 1 :]])
+    losses = jax.jit(surprise)
+    near = losses(model, jnp.asarray(pieces, jnp.int32))[:, -half:]
+    whole = losses.trace(model, jnp.asarray(text[None], jnp.int32))
+    far = losses(model, jnp.asarray(text[None], jnp.int32))[:, -WINDOW:]
+    return Score(float(near.mean()), float(far.mean()), kernels(whole))

@@ -1,24 +1,51 @@
 """Decoding in one program, a loop over bytes, compiled ahead of time so that its communication can be counted."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Jaxpr
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from energy_attn.distributed import SequenceParallel, collectives
+from energy_attn.kernels.internal import Attention, explain, platform_here
 
 from ... import attention
 from ...models import DecoderCache, Llama
-from ...models.decoder._output import Trace
+from ...models.decoder._cache import Trace
 from ...models.decoder._read import read_on
 from ...models.decoder._see import How
-from ._kernels import kernels
+from ...record._lift import programs
+
+
+def kernels(traced: jax.stages.Traced) -> str:
+    """The names of the kernels that a program runs on this machine, each once, in order, joined by commas.
+
+    Neither `reference`, which leaves only its operations in a program, nor any under `jax.vmap`.
+    """
+    return ", ".join(dict.fromkeys(_names(traced.jaxpr.jaxpr)))
+
+
+def _names(program: Jaxpr) -> Iterator[str]:
+    for equation in program.eqns:
+        call: Any = equation.params.get("call")
+        if isinstance(getattr(call, "owner", None), Attention):
+            yield _name(call, [x.aval for x in equation.invars])
+        else:
+            for inner in programs(equation.params):
+                yield from _names(inner)
+
+
+def _name(call: Any, avals: list[Any]) -> str:
+    names = [kernel.name for kernel in call.owner.kernels]
+    (operands,) = call.split(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
+    return explain(names, call.owner.settings, operands, platform_here(), jax.devices()[0]).name
+
 
 _CHUNK = 512  # bytes of the prompt read at a time
 _TEMPERATURE, _SEED = 0.5, 0  # of the draws: greedy text soon repeats itself
@@ -33,31 +60,20 @@ class CacheContent(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """The results of decoding.
+    """The results of decoding."""
 
-    Attributes:
-        tokens: int `[count]`, the decoded bytes.
-        prefill_seconds: the time for the prompt, without compilation.
-        prefill_kernels: the kernels that read the prompt; empty without any of this library's.
-        kernels: those of a step.
-        traces: query, output and energy of each layer and step, on the host.
-        cache_content: the content of the cache after the last step, on the host.
-        start: the model, the first byte and the cache of the prompt, from which the loop decodes.
-        loop: the compiled loop, which consumes the cache that it is given.
-    """
-
-    tokens: np.ndarray
-    prefill_seconds: float
-    prefill_kernels: str
-    kernels: str
-    traces: Trace
-    cache_content: CacheContent
+    tokens: np.ndarray  # int `[count]`, the decoded bytes
+    prefill_seconds: float  # the time for the prompt, without compilation
+    prefill_kernels: str  # the kernels that read the prompt; empty without any of this library's
+    kernels: str  # those of a step
+    traces: Trace  # query, output and energy of each layer and step, on the host
+    cache_content: CacheContent  # the content of the cache after the last step, on the host
+    # the model, the first byte and the cache of the prompt, from which the loop decodes
     start: tuple[Llama, Array, DecoderCache]
-    loop: jax.stages.Compiled
+    loop: jax.stages.Compiled  # the compiled loop, which consumes the cache that it is given
 
     @property
     def slots(self) -> int:
-        """The number of slots of the cache."""
         return self.start[2].capacity
 
 
@@ -116,8 +132,6 @@ def absent(query: Array, key: Array, value: Array, **_: object) -> tuple[Array, 
 
 
 def _loop(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Decodes `count` bytes, the first of which is given; also traces, and the cache with the bytes."""
-
     def loop(model: Llama, first: Array, cache: DecoderCache) -> tuple[Array, Trace, DecoderCache]:
         one = jnp.ones(1, jnp.int32)
 
@@ -133,7 +147,6 @@ def _loop(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 
 def _drawn(logits: Array, cache: DecoderCache) -> Array:
-    """Draws the next byte after those of the cache; the noise depends on its position alone."""
     key = jax.random.fold_in(jax.random.key(_SEED), cache.lengths[0])
     return jax.random.categorical(key, logits / _TEMPERATURE).astype(jnp.int32)
 
@@ -158,7 +171,6 @@ def compile_loop(
     parallel: SequenceParallel | None,
     attend: Callable[..., Any],
 ) -> jax.stages.Compiled:
-    """The loop, compiled."""
     return trace_loop(model, slots, count, parallel, attend).lower().compile()
 
 
@@ -169,10 +181,7 @@ def decode(
     parallel: SequenceParallel | None = None,
     attend: Callable[..., Any] = attention,
 ) -> Decoded:
-    """Reads `prompt` and decodes `count` bytes; with `parallel`, over the mesh in force.
-
-    The model is on the devices of the cache.
-    """
+    """Reads `prompt` and decodes `count` bytes; with `parallel`, over the mesh in force."""
 
     def prefill(model: Llama, tokens: Array, cache: DecoderCache) -> tuple[Array, DecoderCache]:
         out = model.prefill(tokens, cache, chunk_size=_CHUNK, attend=attend)
@@ -212,12 +221,10 @@ def decode(
 
 @jax.jit
 def copied(cache: DecoderCache) -> DecoderCache:
-    """A copy, for a loop to consume."""
     return jax.tree.map(jnp.copy, cache)
 
 
 def sent(loop: jax.stages.Compiled, count: int) -> Sent:
-    """Counts the collectives of a step of a compiled loop of `count` bytes, their bytes, and the peak memory."""
     operations = collectives(loop)
     memory: Any = loop.memory_analysis()
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes

@@ -15,7 +15,7 @@ from ._decode import Decoded, absent, compile_loop, copied, unmerged
 _ROUNDS = 5
 
 
-class Run(NamedTuple):
+class TimedLoop(NamedTuple):
     """A compiled loop over bytes, its start, and the number of calls in a row."""
 
     decoded: Decoded
@@ -24,35 +24,27 @@ class Run(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of the time of a byte over a mesh, in seconds.
+    """The parts of the time of a byte over a mesh, in seconds."""
 
-    Attributes:
-        merging: how much longer a step takes than one in which each device attends to its own keys, and
-            nothing is merged.
-        attending: the time of attention without merges, less that of attention on one device.
-        repeating: the time of a step without attention, which every device computes, less that on one device.
-            The three sum up to the difference from one device.
-        calling: how much longer a byte takes where each is a call of a program.
-        calling_one: the same on one device.
-    """
-
+    # how much longer a step takes than one in which each device attends to its own keys, and nothing is merged
     merging: float
-    attending: float
+    attending: float  # the time of attention without merges, less that of attention on one device
+    # the time of a step without attention, which every device computes, less that on one device. The three sum up to
+    # the difference from one device.
     repeating: float
-    calling: float
-    calling_one: float
+    calling: float  # how much longer a byte takes where each is a call of a program
+    calling_one: float  # the same on one device
 
 
 def parts(tree: Decoded, alone: Decoded, mesh: jax.sharding.Mesh, over: SequenceParallel) -> Parts:
-    """Times the parts of a step of `tree`, which decodes over the mesh, beside those on one device."""
     count = len(tree.tokens)
 
-    def made(attend: Callable[..., Any], calls: int = 1) -> tuple[Run, Run]:
+    def made(attend: Callable[..., Any], calls: int = 1) -> tuple[TimedLoop, TimedLoop]:
         with jax.set_mesh(mesh):
             sharded = _made(tree, over, attend, calls)
         return sharded, _made(alone, None, attend, calls)
 
-    runs = {"tree": Run(tree, tree.loop), "alone": Run(alone, alone.loop)}
+    runs = {"tree": TimedLoop(tree, tree.loop), "alone": TimedLoop(alone, alone.loop)}
     runs["bare"], runs["bare alone"] = made(absent)
     runs["calls"], runs["calls alone"] = made(attention, count)
     with jax.set_mesh(mesh):
@@ -73,13 +65,12 @@ def _made(
     over: SequenceParallel | None,
     attend: Callable[..., Any],
     calls: int = 1,
-) -> Run:
+) -> TimedLoop:
     count, model = len(decoded.tokens) // calls, decoded.start[0]
-    return Run(decoded, compile_loop(model, decoded.slots, count, over, attend), calls)
+    return TimedLoop(decoded, compile_loop(model, decoded.slots, count, over, attend), calls)
 
 
-def medians(runs: dict[str, Run]) -> dict[str, float]:
-    """Seconds for a byte of each."""
+def medians(runs: dict[str, TimedLoop]) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(_ROUNDS):
         first = turn % len(runs)  # none is always the first
@@ -88,7 +79,7 @@ def medians(runs: dict[str, Run]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def _seconds(run: Run) -> float:
+def _seconds(run: TimedLoop) -> float:
     model, first, cache = run.decoded.start
     cache = jax.block_until_ready(copied(cache))
     began = time.perf_counter()

@@ -17,16 +17,14 @@ from energy_attn.kernels.internal import received
 
 from ..decoder._config import AbstractModelConfig
 from ..decoder._decoder import Family
-from ._config import family_of, naming, read_json
+from ._config import SAVE, family_of, naming, read_json
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # The checkpoint that comes with the library, and its name.
 DEMO = Path(__file__).parents[2] / "cli" / "demo" / "model"
-SAVE = "energy_attn_save"  # the key of the identity, in metadata and config.json
 
 
 def checked(directory: object) -> Path:
-    """Returns the path of a folder; raises `TypeError` for anything else."""
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"directory: wanted the path of a folder, got {received(directory)}")
     return Path(os.fsdecode(directory))
@@ -64,7 +62,7 @@ def unfinished(name: str, save: str) -> str:
 def config(
     folder: Path, families: Mapping[str, Family], save: str | None
 ) -> tuple[AbstractModelConfig, Family]:
-    """The configuration that belongs to the weights of a save, and its family; raises as `Llama.load`."""
+    """The configuration that belongs to the weights of a save, and its family; raises as `models.load`."""
     if save is not None:
         waiting = inside(folder, unfinished(CONFIG, save))
         if waiting.exists():
@@ -84,7 +82,6 @@ def config(
 def _read(
     entries: Mapping[str, Any], file: Path, families: Mapping[str, Family]
 ) -> tuple[AbstractModelConfig, Family]:
-    """The configuration in a file, and its family."""
     with naming(file):
         family = family_of(entries, families)
         return family.read(entries), family
@@ -101,7 +98,6 @@ def identity(folder: Path) -> str | None:
 
 
 def identity_of(metadata: Mapping[str, Any]) -> str | None:
-    """The save that the metadata of a file names; None if there is none."""
     save = metadata.get(SAVE)
     return save if isinstance(save, str) and re.fullmatch(IDENTITY, save) else None
 
@@ -121,7 +117,7 @@ def index(folder: Path) -> tuple[dict[str, str], str | None]:
 
 
 def in_use(folder: Path) -> set[str]:
-    """The files that a reader needs beside `config.json`; raises `ValueError` as `index`."""
+    """The files of weights that a reader needs; raises `ValueError` as `index`."""
     save = identity(folder)
     waiting = set() if save is None else {unfinished(CONFIG, save)}
     if os.path.lexists(folder / WHOLE):

@@ -19,9 +19,8 @@ from energy_attn.distributed.internal import Part, Tensor, files, safetensors
 from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
 from ...functional._progress import Progress, progress_of
-from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig
+from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig, StoredWeight
 from ..decoder._decoder import AbstractModel, Family
-from ..decoder._stored import Stored
 from . import _folder
 from ._config import with_end_tokens
 from ._folder import CONFIG, INDEX, WHOLE
@@ -43,7 +42,7 @@ def load(
     tensor: str,
     progress: bool | Progress | None,
 ) -> Any:
-    """The decoder in a folder, of one of `families`. Raises as `Llama.load`, before it reads a weight."""
+    """The decoder in a folder, of one of `families`. Raises as `models.load`, before it reads a weight."""
     folder = _folder.located(directory)
     if not folder.is_dir():
         raise ValueError(
@@ -85,7 +84,7 @@ def load(
 
 def _array(
     tensors: Mapping[str, Tensor],
-    place: Stored,
+    place: StoredWeight,
     shape: tuple[int, ...],
     sharding: NamedSharding | None,
     dtype: np.dtype,
@@ -114,7 +113,6 @@ def named(model: AbstractModel) -> tuple[list[str], list[Any]]:
 
 
 def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
-    """The tensors in the files of a folder, by name, and their save; raises `ValueError`."""
     if os.path.lexists(single := _folder.inside(folder, WHOLE)):
         header = safetensors.header(single)
         return header.tensors, _folder.identity_of(header.metadata)
@@ -170,7 +168,6 @@ def _with_own_head(
 
 
 def _check_layers(folder: Path, config: AbstractModelConfig, stored: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` for more layers than the files have, before the model is built."""
     layers = {match[1] for name in stored if (match := _LAYER.search(name))}
     if not layers:
         raise ValueError(
@@ -213,12 +210,12 @@ def _check_prefix(missing: list[str], stored: Mapping[str, Tensor]) -> None:
 def _matching(
     folder: Path,
     stored: Mapping[str, Tensor],
-    places: list[Stored],
+    places: list[StoredWeight],
     leaves: list[Any],
     config: AbstractModelConfig,
     dtype: np.dtype | None,
 ) -> np.dtype:
-    """The dtype of the tensors, all of which are checked; raises `ValueError`, which names a wrong one."""
+    """Checks all tensors and returns their dtype; raises `ValueError` with the name of a wrong one."""
     shapes = {
         name: place.shape(leaf.shape)
         for place, leaf in zip(places, leaves, strict=True)

@@ -18,10 +18,11 @@ from energy_attn.distributed import fetch
 from energy_attn.distributed.internal import files, safetensors
 from energy_attn.kernels.internal import check_integer, received
 
+from ..decoder._config import StoredWeight
 from ..decoder._decoder import AbstractModel
-from ..decoder._stored import Stored
 from . import _folder
-from ._folder import CONFIG, INDEX, SAVE, WHOLE, unfinished
+from ._config import SAVE
+from ._folder import CONFIG, INDEX, WHOLE, unfinished
 from ._load import named
 
 # Files that a save writes under its own names, and unfinished files of older saves.
@@ -35,7 +36,7 @@ _THEIRS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
-    """Writes a model into a folder, in files of at most so many bytes; raises as `Llama.save`."""
+    """Writes a model into a folder, in files of at most `max_shard_size` bytes; raises as `Llama.save`."""
     folder = _folder.checked(directory)
     check_integer("max_shard_size", max_shard_size, 1, is_wide=True)
     names, leaves = named(model)
@@ -69,11 +70,11 @@ def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
 
 
 class _Written(NamedTuple):
-    """A tensor of the files, and the weights in it: each where it is, and which index of its first axis, if one."""
+    """A tensor of the files, and the weights in it: the place of each, and its index along the first axis, or None."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    weights: list[tuple[Stored, Array, int | None]]
+    weights: list[tuple[StoredWeight, Array, int | None]]
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +82,6 @@ class _Written(NamedTuple):
 
 
 def _tensors(model: AbstractModel, names: list[str], leaves: list[Array]) -> dict[str, _Written]:
-    """The tensors of the files by name."""
     found: dict[str, _Written] = {}
     for name, leaf in zip(names, leaves, strict=True):
         place = model.config.stored(name, leaf.shape)
@@ -93,7 +93,7 @@ def _tensors(model: AbstractModel, names: list[str], leaves: list[Array]) -> dic
 
 
 def _groups(tensors: dict[str, _Written], most: int) -> list[dict[str, _Written]]:
-    """The tensors of each file: at most so many bytes, unless one tensor has more."""
+    """The tensors of each file: at most `most` bytes, unless one tensor has more."""
     groups: list[dict[str, _Written]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -130,7 +130,6 @@ def _write_texts(
 
 
 def _replace_weights(folder: Path, weights: str, identity: str) -> None:
-    """Replaces the old weights, then the old configuration."""
     # readers prefer the single file, so that an index has no effect while it exists
     single = folder / WHOLE
     hidden = weights == INDEX and os.path.lexists(single)
@@ -147,7 +146,6 @@ def _replace_weights(folder: Path, weights: str, identity: str) -> None:
 
 
 def _whole(tensor: _Written) -> np.ndarray:
-    """A tensor on the host, of all the weights in it."""
     place, leaf, index = tensor.weights[0]
     if place.axis is None and not place.swapped:
         return _host(leaf if index is None else leaf[index])
@@ -158,7 +156,6 @@ def _whole(tensor: _Written) -> np.ndarray:
 
 
 def _host(leaf: Array) -> np.ndarray:
-    """A weight on the host, gathered from all its devices."""
     # through a new array, as a JAX array caches its copy on the host
     parts = [shard.data for shard in leaf.addressable_shards]
     return fetch(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))

@@ -10,9 +10,8 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import received
 
-from ..decoder._config import AbstractModelConfig
+from ..decoder._config import AbstractExperts, AbstractModelConfig
 from ..decoder._decoder import AbstractModel
-from ..decoder._experts import AbstractExperts
 
 Model = TypeVar("Model", bound=AbstractModel)
 Leaf = Array | jax.ShapeDtypeStruct

@@ -1,14 +1,16 @@
-"""The cache of a decoder: the keys and values of each layer."""
+"""The cache of a decoder, the keys and values of each layer, and its outputs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import equinox as eqx
-from jaxtyping import Array, Bool, Float, Int
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from energy_attn.distributed import ForkedCache, KVCache, SequenceParallel
 from energy_attn.distributed.internal import AbstractTokens
-from energy_attn.kernels.internal import check_shape, received
+from energy_attn.kernels.internal import check_shape, lse_dtype, received
 
 from ...prefix_tree import Accepted, commit
 from ...prefix_tree._decode import gather_path
@@ -77,7 +79,7 @@ class DecoderCache(eqx.Module):
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that each row has room for; of forks, besides the prompt."""
+        """The number of tokens in each row's room; forks count it without the prompt."""
         return self.layers[0].capacity
 
     @property
@@ -189,18 +191,15 @@ class DecoderCache(eqx.Module):
 
 
 def growing(stored: KVCache | ForkedCache) -> AbstractTokens:
-    """The part of a layer's cache that tokens are appended to."""
     return stored.own if isinstance(stored, ForkedCache) else stored
 
 
 def _check_layers(name: str, wanted: int, given: int) -> None:
-    """Raises `ValueError` for another number of layers."""
     if given != wanted:
         raise ValueError(f"{name}: wanted the {wanted} layers of the cache, got {given}")
 
 
 def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> None:
-    """Raises `TypeError` for another type, `ValueError` for the cache of another model or batch."""
     if not isinstance(cache, DecoderCache):
         raise TypeError(f"cache: wanted a DecoderCache, got {received(cache)}")
     if len(cache.layers) != config.num_hidden_layers:
@@ -213,3 +212,45 @@ def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> Non
     for name, width in (("key", config.head_dim), ("value", config.value_dim)):
         shape = batch, "slots", config.num_key_value_heads, width
         check_shape(f"cache.layers[0].{prefix}{name}", getattr(stored, name), shape)
+
+
+class DecoderOutput(NamedTuple):
+    """The result of calling a decoder.
+
+    Attributes:
+        logits: float32, or float64 where the weights are.
+        cache: the cache with these tokens in it; None if none was given.
+        energies: the free energy of each layer, position and head in nats, or None. With another
+            `attend`, its second result, stacked over layers.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.models import Llama, LlamaConfig
+        >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = Llama(config, key=jax.random.key(0))
+        >>> out = model(jnp.zeros((1, 5), jnp.int32), return_energies=True)
+        >>> out.logits.shape, out.cache, out.energies.shape
+        ((1, 5, 16), None, (2, 1, 5, 2))
+    """
+
+    logits: Float[Array, "batch time vocab"]
+    cache: DecoderCache | None
+    energies: PyTree[Float[Array, "layers batch time heads"]] | None
+
+
+class Trace(NamedTuple):
+    """The inputs and results of each layer's attention, for checks and studies."""
+
+    query: Float[Array, "layers batch time heads width"]
+    out: Float[Array, "layers batch time heads width"]
+    energy: PyTree[Float[Array, "layers batch time heads"]]
+
+
+def joined(traces: Sequence[Trace]) -> Trace:
+    return jax.tree.map(lambda *each: jnp.stack(each), *traces)
+
+
+def log_probabilities(logits: Array, tokens: Array) -> Array:
+    """The log-softmax `[B, n]`, in float32 or wider, at `tokens` `[B, n]`, of logits `[B, n, V]`."""
+    log_p = jax.nn.log_softmax(logits.astype(lse_dtype(logits.dtype)))
+    return jnp.take_along_axis(log_p, tokens[:, :, None], axis=2)[:, :, 0]

@@ -15,9 +15,8 @@ from energy_attn.kernels.internal import LEAF, check_flag, check_integer, receiv
 from ...functional._attention import attention
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
-from ._cache import DecoderCache, TreeOutput, check_cache
+from ._cache import DecoderCache, DecoderOutput, TreeOutput, check_cache, log_probabilities
 from ._config import AbstractModelConfig
-from ._output import DecoderOutput, log_probabilities
 from ._read import check_tokens, fitting, read_alone, read_chunks, read_on, read_tree
 from ._see import How
 
@@ -156,20 +155,10 @@ class AbstractDecoder(AbstractModel):
         returns for the same text, and so have their gradients whatever the mesh: the ratio of a policy to the one that
         was sampled is exactly 1 before the first update.
 
-        Args:
-            tokens: as in a call, as all arguments.
-            positions: likewise.
-            parallel: likewise.
-            reproducible: likewise.
-            attend: likewise.
+        Arguments and errors are those of a call.
 
         Returns:
             `[batch, time - 1]`, in float32, or float64 where the weights are.
-
-        Raises:
-            TypeError: as a call does.
-            ValueError: as a call does.
-            NotImplementedError: as a call does.
 
         Examples:
             >>> import jax, jax.numpy as jnp
@@ -298,33 +287,22 @@ class AbstractDecoder(AbstractModel):
             block_size = min(128, share)
             if reproducible and devices > 1:
                 block_size = LEAF << ((share - 1) // (_MOST_BLOCKS * LEAF)).bit_length()
-
-        def make() -> KVCache:
-            return KVCache.empty(
-                batch,
-                slots,
-                self.config.num_key_value_heads,
-                self.config.head_dim,
-                self.config.value_dim,
-                dtype=self.embed_tokens.weight.dtype,
-                quantize=quantize,
-                window=window,
-                parallel=parallel,
-                block_size=block_size,
-            )
-
+        config, dtype = self.config, self.embed_tokens.weight.dtype
+        sizes = config.num_key_value_heads, config.head_dim, config.value_dim
+        options: Any = {"quantize": quantize, "window": window, "parallel": parallel}
         # separate arrays for each layer, so that the cache can be donated
-        return DecoderCache(tuple(make() for _ in range(self.config.num_hidden_layers)), slots)
+        layers = (
+            KVCache.empty(batch, slots, *sizes, dtype=dtype, block_size=block_size, **options)
+            for _ in range(config.num_hidden_layers)
+        )
+        return DecoderCache(tuple(layers), slots)
 
 
 class Family(NamedTuple):
-    """The functions that read the checkpoints of one `model_type`.
+    """The functions that read the checkpoints of one `model_type`."""
 
-    Attributes:
-        read: returns the configuration that the fields of a `config.json` describe; raises
-            `TypeError` or `ValueError` for what the family does not compute.
-        build: returns the model of a configuration, called as `build(config, key=key)`.
-    """
-
+    # returns the configuration that the fields of a `config.json` describe; raises `TypeError` or `ValueError` for
+    # what the family does not compute
     read: Callable[[Mapping[str, Any]], AbstractModelConfig]
+    # returns the model of a configuration, called as `build(config, key=key)`
     build: Callable[..., AbstractModel]

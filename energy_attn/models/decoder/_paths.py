@@ -21,7 +21,7 @@ def attend_paths(
     nodes: tuple[Array, Array, Array],
     **options: Any,
 ) -> Array:
-    """The attention of the nodes, of which `nodes` are queries, keys and values, over a cache and their ancestors.
+    """Attention of the nodes over a cache and their ancestors; `nodes` are their queries, keys and values.
 
     Siblings have one position, so that no call has the keys of two. Zero in slots that are on no path. Over a mesh a
     path is written to the cache, so that its keys are in leaves on one device, and so it is to one of eight bits, whose

@@ -28,8 +28,7 @@ from energy_attn.kernels.internal import (
 from ...functional._attention import attention
 from ...functional._tag import placed, recorders
 from ...prefix_tree import PrefixTree, tree_decode
-from ._cache import DecoderCache, TreeOutput, check_cache, growing
-from ._output import Trace, joined
+from ._cache import DecoderCache, Trace, TreeOutput, check_cache, growing, joined
 from ._paths import attend_paths
 from ._see import PLAIN, How
 

@@ -17,25 +17,19 @@ from ._by_rows import by_rows, together
 
 @dataclass(frozen=True)
 class How:
-    """How a decoder computes; static.
+    """How a decoder computes; static."""
 
-    Attributes:
-        function: computes attention, called as `attention` is.
-        reproducible: whether the bits of a row depend on its tokens alone.
-    """
-
-    function: Callable[..., Any] = attention
-    reproducible: bool = False
+    function: Callable[..., Any] = attention  # computes attention, called as `attention` is
+    reproducible: bool = False  # whether the bits of a row depend on its tokens alone
 
     @property
     def attend(self) -> Callable[..., Any]:
-        """The function of attention, with the option."""
         if not self.reproducible:
             return self.function
         return functools.partial(self.function, implementation=reproducible_kernels())
 
     def attend_to(self, cache: AbstractTokens) -> Callable[..., Any]:
-        """The same, for the keys and values of a cache."""
+        """The function of attention to the keys and values of a cache."""
         if not self.reproducible:
             return self.function
         return functools.partial(self.function, implementation=reproducible_kernels(run_of(cache)))
@@ -59,18 +53,12 @@ PLAIN = How()
 
 @dataclass(frozen=True)
 class See:
-    """The attention of a layer, called with its queries, keys, values and options.
+    """The attention of a layer, called with its queries, keys, values and options."""
 
-    Attributes:
-        attend: returns the output of attention and an extra result.
-        parallel: the mesh axes that the tokens of the layer are sharded over; None: none.
-        rows: computes the rest of the layer, as `How.rows`.
-    """
-
-    attend: Callable[..., tuple[Array, Any]]
+    attend: Callable[..., tuple[Array, Any]]  # returns the output of attention and an extra result
+    # the mesh axes that the tokens of the layer are sharded over; None: none
     parallel: SequenceParallel | None = None
-    rows: Callable[..., Any] = together
+    rows: Callable[..., Any] = together  # computes the rest of the layer, as `How.rows`
 
     def __call__(self, query: Array, key: Array, value: Array, **options: Any) -> tuple[Array, Any]:
-        """Returns the output of attention and an extra result."""
         return self.attend(query, key, value, **options)

@@ -6,20 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from energy_attn.kernels.internal import (
-    check_finite_number,
-    check_integer,
-    received,
-)
+from ..checkpoint._config import check_activation, check_fields, check_only
+from ..decoder._config import AbstractModelConfig, StoredWeight, check_numbers
 
-from ..checkpoint._fields import check_activation, check_fields
-from ..decoder._config import AbstractModelConfig
-from ..decoder._stored import Stored
-
-_SIZES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "max_position_embeddings", "type_vocab_size"),
-)
 # Names of weights here, and in a checkpoint.
 _RENAMED = (
     (r"^model\.", ""),
@@ -85,14 +74,13 @@ class EncoderConfig(AbstractModelConfig):
     layer_norm_eps: float = 1e-12
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            check_integer(name, getattr(self, name), 1)
+        check_numbers(self)
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size: wanted a multiple of the {self.num_attention_heads} heads, "
                 f"got {self.hidden_size}"
             )
-        if check_finite_number("layer_norm_eps", self.layer_norm_eps) < 0:
+        if self.layer_norm_eps < 0:
             raise ValueError(f"layer_norm_eps: wanted at least 0, got {self.layer_norm_eps}")
 
     @property
@@ -102,7 +90,7 @@ class EncoderConfig(AbstractModelConfig):
 
     @property
     def num_key_value_heads(self) -> int:
-        """The number of key/value heads: each head has its own."""
+        """Returns `num_attention_heads`, as heads share no keys."""
         return self.num_attention_heads
 
     def to_json(self) -> dict[str, Any]:
@@ -116,12 +104,12 @@ class EncoderConfig(AbstractModelConfig):
             **sizes,
         }
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
-        """Where a checkpoint has the weight of this name and shape."""
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
+        """Returns the place in a checkpoint of the weight of this name and shape."""
         del shape
         for ours, theirs in _RENAMED:
             name = re.sub(ours, theirs, name)
-        return Stored((name,))
+        return StoredWeight((name,))
 
     def ignores(self, name: str, names: Collection[str]) -> bool:
         """Whether a tensor of a checkpoint with these `names` has no weight of the encoder, and may be there."""
@@ -130,14 +118,8 @@ class EncoderConfig(AbstractModelConfig):
 
 
 def read_config(entries: Mapping[str, Any]) -> EncoderConfig:
-    """The configuration that the fields of a `config.json` describe.
-
-    Raises `TypeError` or `ValueError` for what an encoder does not compute.
-    """
     check_activation("hidden_act", entries, _ACTIVATION)
-    for name, only in _ONLY.items():
-        if entries.get(name, only) != only:
-            raise ValueError(f"{name}: wanted {only!r}, got {received(entries[name])}")
+    check_only(entries, _ONLY)
     names = {field.name for field in dataclasses.fields(EncoderConfig)}
     check_fields(entries, {*names, *_ONLY, *_OF_NO_EFFECT, "hidden_act", "model_type"})
     return EncoderConfig(**{name: x for name, x in entries.items() if name in names})

@@ -58,7 +58,6 @@ class LayerNorm(eqx.Module):
         self.weight, self.bias, self.eps = jnp.ones(width, dtype), jnp.zeros(width, dtype), eps
 
     def __call__(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time width"]:
-        """The norm, in the dtype of `x`."""
         wide = lse_dtype(x.dtype)
         y = x.astype(wide)
         y -= y.mean(-1, keepdims=True)
@@ -86,7 +85,6 @@ class Embeddings(eqx.Module):
     def __call__(
         self, tokens: Int[Array, "batch time"], kinds: Int[Array, "#batch time"]
     ) -> Float[Array, "batch time width"]:
-        """The input of the first layer."""
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         x = self.word_embeddings(tokens) + self.position_embeddings(positions)
         return self.norm(x + self.token_type_embeddings(kinds))
@@ -119,7 +117,6 @@ class EncoderLayer(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch time width"], see: Callable[..., tuple[Array, Any]]
     ) -> tuple[Float[Array, "batch time width"], Any]:
-        """The stream after the layer, and the second result of `see(query, key, value)`."""
         q, k, v = (
             proj(x).reshape(*x.shape[:2], self.heads, -1)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -183,7 +180,7 @@ class Encoder(AbstractModel):
         return_energies: bool = False,
         attend: Callable[..., Any] = attention,
     ) -> EncoderOutput:
-        """Final hidden states; those of padding are undefined, and its energies minus infinity.
+        """Final hidden states; padding has undefined states and energies of minus infinity.
 
         Args:
             tokens: of any integer dtype, at most `max_position_embeddings` of them.

@@ -1,1 +1,1 @@
-"""What the families of decoders have beside a Llama: one file for each."""
+"""Families of decoders, and how each differs from a Llama."""

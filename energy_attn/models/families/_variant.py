@@ -1,14 +1,48 @@
-"""What a family of decoders has beside a Llama, as its `config.json` says it."""
+"""How a family of decoders differs from a Llama in its `config.json` and its tensors."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from energy_attn.kernels.internal import check_flag, check_integer, received
 
-from ..decoder._stored import Stored
+from ..checkpoint._config import check_only, renaming
+from ..decoder._config import StoredWeight
+from ._parts import ExpertsConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+# Of no effect on logits: losses of training, and what is returned beside logits.
+_TRAINING = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")
+# It decides between experts that are nearly as good: files of 16 bits have it in 32.
+_CORRECTION = "e_score_correction_bias"
+_EXPERT = re.compile(r"(.*)\.experts\.(gate_proj|up_proj|down_proj)")
+
+
+class ExpertFields(NamedTuple):
+    """The fields of a file that describe experts."""
+
+    # by the name in an `ExpertsConfig`: the name in the file, and its default there
+    fields: Mapping[str, tuple[str, Any]]
+    fixed: Mapping[str, Any] = {}  # what the experts of all the family have
+    newer: Mapping[str, str] = {}  # other names of some fields, in files of transformers 5
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*(name for name, _ in self.fields.values()), *self.newer.values(), *_TRAINING)
+
+    def read(self, values: Mapping[str, Any]) -> ExpertsConfig:
+        """The experts of a file, as wide as its MLP where no field says it."""
+        found = {"intermediate_size": values["intermediate_size"], **self.fixed}
+        for name, (theirs, default) in self.fields.items():
+            found[name] = values.get(self.newer.get(name, theirs), values.get(theirs, default))
+        with renaming({name: theirs for name, (theirs, _) in self.fields.items()}):
+            return ExpertsConfig(**found)
+
+    def write(self, experts: ExpertsConfig) -> dict[str, Any]:
+        return {theirs: getattr(experts, name) for name, (theirs, _) in self.fields.items()}
 
 
 def _nothing(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -16,50 +50,58 @@ def _nothing(values: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _as_named(config: Any, name: str, shape: tuple[int, ...]) -> Stored:
+def _as_named(config: Any, name: str, shape: tuple[int, ...]) -> StoredWeight:
     del config, shape
-    return Stored((name,))
+    return StoredWeight((name,))
 
 
 class Variant(NamedTuple):
-    """A family whose decoder is a Llama under flags; static.
+    """A family whose decoder is a Llama under flags; static."""
 
-    Attributes:
-        architecture: the name of transformers' class.
-        activation: inside the MLP.
-        local_theta: the base of the rotary embedding of layers with a window, where a file has none; None: that of all.
-        defaults: what transformers has in the place of a missing field.
-        fixed: fields of a `LlamaConfig` that all of the family have.
-        fields: names in a `config.json` that it has beside those of all families.
-        read: fields of a `LlamaConfig` from those names and from the sizes, which have their values or defaults.
-        write: those names from the fields of a `LlamaConfig`.
-        rope: the rotary embedding of a file that has none.
-        rope_types: its types under older names.
-        original: the field with the original context, if it has one beside the rotary embedding.
-        quantized: how its files may be quantized.
-        has_drafting_layers: whether its files may have more layers than the decoder, which draft tokens.
-        stored: where a checkpoint has a weight, by the `LlamaConfig` and the weight's name and shape.
-    """
-
-    architecture: str
-    activation: str = "silu"
+    architecture: str  # the name of transformers' class
+    activation: str = "silu"  # inside the MLP
+    # the base of the rotary embedding of layers with a window, where a file has none; None: that of all
     local_theta: float | None = None
-    defaults: Mapping[str, Any] = {}
-    fixed: Mapping[str, Any] = {}
+    defaults: Mapping[str, Any] = {}  # what transformers has in the place of a missing field
+    fixed: Mapping[str, Any] = {}  # attributes of a `LlamaConfig` that all of the family have
+    # attributes that a file has under the same name, and their defaults
+    own: Mapping[str, Any] = {}
+    only: Mapping[str, Any] = {}  # fields of a file with the only value that is computed
+    experts: ExpertFields | None = None  # those of a file; None: plain MLPs
+    # names in a `config.json` that it has beside these and those of all families
     fields: tuple[str, ...] = ()
+    # further attributes, from the fields and from the sizes, which have their values or defaults
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    # the fields that `read` reads, from the attributes
     write: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
-    rope: Mapping[str, Any] = {}
-    rope_types: Mapping[str, str] = {}
+    rope: Mapping[str, Any] = {}  # the rotary embedding of a file that has none
+    rope_types: Mapping[str, str] = {}  # its types under older names
+    # the field with the original context, if it has one beside the rotary embedding
     original: str | None = None
-    quantized: str | None = None
+    quantized: str | None = None  # how its files may be quantized
+    # whether its files may have more layers than the decoder, which draft tokens
     has_drafting_layers: bool = False
-    stored: Callable[[Any, str, tuple[int, ...]], Stored] = _as_named
+    # where a checkpoint has a weight, by the `LlamaConfig` and the weight's name and shape
+    stored: Callable[[Any, str, tuple[int, ...]], StoredWeight] = _as_named
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The family's own names in a file."""
+        experts = () if self.experts is None else self.experts.names
+        return (*self.own, *self.only, *experts, *self.fields)
 
-def flags(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Those of the names that are there."""
-    return {name: values[name] for name in names if name in values}
+    def attributes(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Attributes of a `LlamaConfig` from these fields and the sizes; raises `TypeError` or `ValueError`."""
+        check_only(values, self.only)
+        found = {name: values.get(name, x) for name, x in self.own.items()} | self.read(values)
+        return found if self.experts is None else {**found, "experts": self.experts.read(values)}
+
+    def entries(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The inverse of `attributes`; some may be lost."""
+        found = {name: values[name] for name in self.own} | self.write(values)
+        if self.experts is None or values["experts"] is None:
+            return found
+        return found | self.experts.write(values["experts"])
 
 
 def read_windows(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,10 +127,8 @@ def read_windows(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_windows(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `read_windows`."""
-    size, types = values["sliding_window"], values["layer_types"]
-    layers = values["num_hidden_layers"]
-    types = list(types or [FULL if size is None else SLIDING] * layers)
+    size, layers = values["sliding_window"], values["num_hidden_layers"]
+    types = list(values["layer_types"] or [FULL if size is None else SLIDING] * layers)
     # transformers takes the layers from this number on where there are no types
     first = types.index(SLIDING) if SLIDING in types else layers
     return {
@@ -99,14 +139,43 @@ def write_windows(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def read_types(values: Mapping[str, Any], pattern: int) -> dict[str, Any]:
+    """The kinds of layers: one in `pattern` sees all tokens, unless `layer_types` says it."""
+    types = read_list(values, "layer_types")
+    if types is None:
+        layers = range(1, values["num_hidden_layers"] + 1)
+        types = tuple(SLIDING if i % pattern else FULL for i in layers)
+    return {"layer_types": types}
+
+
+def write_types(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"layer_types": list(values["layer_types"] or [SLIDING] * values["num_hidden_layers"])}
+
+
 def as_tuple(name: str, x: object) -> tuple[Any, ...]:
-    """A list of a file, hashable; raises `TypeError` for anything else."""
     if not isinstance(x, list):
         raise TypeError(f"{name}: wanted a list, got {received(x)}")
     return tuple(x)
 
 
 def read_list(values: Mapping[str, Any], name: str) -> tuple[Any, ...] | None:
-    """A list of one entry for each layer as a tuple; None: there is none."""
     x = values.get(name)
     return None if x is None else as_tuple(name, x)
+
+
+def each_expert(
+    names: Mapping[str, str], prefix: Callable[[str], str] = str
+) -> Callable[[Any, str, tuple[int, ...]], StoredWeight]:
+    """Stacked weights of experts from a tensor for each, where a projection has the name in `names`."""
+
+    def stored(config: Any, name: str, shape: tuple[int, ...]) -> StoredWeight:
+        del config
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            kind = np.dtype(np.float32) if name.endswith(_CORRECTION) else None
+            return StoredWeight((prefix(name),), dtype=kind)
+        path, part = prefix(match[1]), names.get(match[2], match[2])
+        each = tuple(f"{path}.experts.{i}.{part}.weight" for i in range(shape[0]))
+        return StoredWeight(each, is_split=True)
+
+    return stored

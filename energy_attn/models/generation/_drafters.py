@@ -17,6 +17,8 @@ from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks, read_on
 
 _CHUNK = 1024  # of a prompt, read at a time
+_Tokens = Int[Array, "batch slots"]
+_Lengths = Int[Array, " batch"]
 
 
 class AbstractDrafter(eqx.Module):
@@ -45,29 +47,23 @@ class AbstractDrafter(eqx.Module):
 
     @abc.abstractmethod
     def start(
-        self,
-        tokens: Int[Array, "batch time"],
-        lengths: Int[Array, " batch"],
-        slots: int,
-        parallel: SequenceParallel | None,
+        self, tokens: _Tokens, lengths: _Lengths, slots: int, parallel: SequenceParallel | None
     ) -> Any:
         """The state that the drafter carries from draft to draft, in arrays of fixed shapes.
 
         Args:
-            tokens: the prompts.
+            tokens: the prompts, `[batch, time]`.
             lengths: the number of tokens that each row really has, in front.
             slots: the largest number of tokens that a row will ever have.
             parallel: the mesh axes to shard a cache over.
         """
 
     @abc.abstractmethod
-    def draft(
-        self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: PyTree
-    ) -> tuple[PrefixTree, PyTree]:
+    def draft(self, text: _Tokens, lengths: _Lengths, state: PyTree) -> tuple[PrefixTree, PyTree]:
         """A tree whose only root is the last token of each row, and the new state.
 
         Args:
-            text: the known tokens, prompt and generated.
+            text: the known tokens, prompt and generated, `[batch, slots]`.
             lengths: the number of known tokens in each row; up to `depth` more than at the last draft.
             state: from `start` or the last draft.
         """
@@ -115,17 +111,11 @@ class PromptLookup(AbstractDrafter):
         self.capacity = most if capacity is None else check_integer("capacity", capacity, 1)
 
     def start(
-        self,
-        tokens: Int[Array, "batch time"],
-        lengths: Int[Array, " batch"],
-        slots: int,
-        parallel: SequenceParallel | None,
+        self, tokens: _Tokens, lengths: _Lengths, slots: int, parallel: SequenceParallel | None
     ) -> None:
-        """None, as drafts depend on the text alone."""
+        """Returns None, as drafts depend on the text alone."""
 
-    def draft(
-        self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: PyTree
-    ) -> tuple[PrefixTree, PyTree]:
+    def draft(self, text: _Tokens, lengths: _Lengths, state: PyTree) -> tuple[PrefixTree, PyTree]:
         """The tokens that follow earlier occurrences of the last ones."""
         slots = text.shape[1]
         position = jnp.arange(slots, dtype=jnp.int32)[None]
@@ -187,18 +177,14 @@ class ModelDrafter(AbstractDrafter):
         self.nodes = check_integer("nodes", nodes, self.depth)
 
     def start(
-        self,
-        tokens: Int[Array, "batch time"],
-        lengths: Int[Array, " batch"],
-        slots: int,
-        parallel: SequenceParallel | None,
+        self, tokens: _Tokens, lengths: _Lengths, slots: int, parallel: SequenceParallel | None
     ) -> DecoderCache:
         """The cache of the small model, with the prompts."""
         cache = self.model.empty_cache(len(tokens), slots, parallel=parallel)
         return read_chunks(self.model, tokens, cache, lengths, _CHUNK)[1]
 
     def draft(
-        self, text: Int[Array, "batch slots"], lengths: Int[Array, " batch"], state: DecoderCache
+        self, text: _Tokens, lengths: _Lengths, state: DecoderCache
     ) -> tuple[PrefixTree, DecoderCache]:
         """The likeliest continuations of each row."""
         # the cache lacks the tokens accepted since the last draft; the last token is the root
@@ -217,7 +203,6 @@ class ModelDrafter(AbstractDrafter):
 
 
 def last_of(text: Array, lengths: Array) -> Array:
-    """The last of the first `lengths` tokens of each row, `[B, 1]`."""
     return _gather_tokens(text, lengths[:, None] - 1)
 
 

@@ -30,10 +30,9 @@ from ..decoder._see import How
 from ..text._text_stream import TextStream, stop_strings
 from ..text._tokenizer import Tokenizer, special_ids
 from ._drafters import AbstractDrafter
-from ._loop import Decoding, begin, run
-from ._options import SamplingOptions, sampling_of, warn
+from ._loop import Decoding, begin, check_rows, run, serve
 from ._prompts import Prompts, check_padding, encoded, prompts
-from ._queue import check_rows, serve
+from ._sampling import SamplingOptions, sampling_of, warn
 from ._stream import Receivers, check_untraced, listening
 
 _MOST = 2**31 - 1  # positions and tokens, of 32 bits
@@ -131,7 +130,7 @@ def generate(
         batch_size: how many prompts are computed at a time, in their order; None: all. The cache has
             as many rows, each with room for the longest prompt and `max_new_tokens`.
         eos_token_id: a token that ends a row, or a sequence or array of several; None: those of
-            `model.config`, which [`Llama.load`][energy_attn.models.Llama.load] reads from
+            `model.config`, which [`load`][energy_attn.models.load] reads from
             generation_config.json or config.json; `()`: none.
         stop: a string that ends a row, or several: with the token that completes it, which is kept. The
             text ends before it. It may be a special token. Needs a tokenizer; the host is asked behind every pass.
@@ -257,7 +256,6 @@ def _check_rows_of(parallel: SequenceParallel | None) -> None:
 
 
 def _check_text(tokenizer: object, stop: Any) -> tuple[str, ...]:
-    """The stop strings; raises `TypeError` or `ValueError`, also for text inside `jax.jit`."""
     stops = stop_strings(stop)
     if tokenizer is None:
         if stops:
@@ -272,13 +270,11 @@ def _check_text(tokenizer: object, stop: Any) -> tuple[str, ...]:
 def _text_streams(
     tokenizer: Tokenizer, tokens: Array, lengths: Array, stops: Sequence[str]
 ) -> list[TextStream]:
-    """The text that follows each prompt, nothing yet."""
     rows = zip(*fetch((tokens, lengths)), strict=True)
     return [tokenizer.stream(row[:length].tolist(), stop=stops) for row, length in rows]
 
 
 def _warn_beyond(config: AbstractDecoderConfig, lengths: int | Array, more: int) -> None:
-    """Warns where a row is known to end beyond the context that the model is meant for."""
     context = config.context_length
     if is_concrete(lengths) and (last := int(np.asarray(lengths).max()) + more) > context:
         warn(

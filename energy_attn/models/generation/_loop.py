@@ -1,76 +1,57 @@
-"""The loop over tokens: a pass of the model, and the tokens that it accepts."""
+"""The loop over tokens, and the queue of prompts in which a row whose prompt is complete takes the next one."""
 
 import functools
+from collections import deque
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from energy_attn.distributed import SequenceParallel, fetch
 from energy_attn.distributed.internal import positions_from
 from energy_attn.kernels.internal import as_int32, check_shape
 
 from ...prefix_tree._accept import longest_chosen_path
 from ...prefix_tree._tree import check_tree, gather_slots
-from ..decoder._cache import DecoderCache
+from ..decoder._cache import DecoderCache, log_probabilities
 from ..decoder._decoder import AbstractDecoder
-from ..decoder._output import log_probabilities
 from ..decoder._read import read_chunks, read_on
 from ..decoder._see import PLAIN, How
 from ._drafters import AbstractDrafter, last_of
-from ._next_token import Seen, choose, seen_in, with_new
-from ._options import Sampling
-from ._stream import tell_read, tell_wrote
+from ._sampling import Sampling, SeenTokens, choose, seen_in, with_new
+from ._stream import raise_error, tell_read, tell_wrote
 
 
 class Decoding(eqx.Module):
-    """What every pass takes, beside the state of the loop.
-
-    Attributes:
-        model: that is read.
-        drafter: of the trees that a pass verifies; None: a pass reads one token.
-        sampling: of tokens.
-        stop: `[number]`, the tokens that end a row.
-        watch: the number of a listener, or None.
-        how: the model computes.
-    """
+    """The inputs of every pass that do not change."""
 
     model: AbstractDecoder
+    # makes the trees that a pass verifies; None: a pass reads one token
     drafter: AbstractDrafter | None
     sampling: Sampling
-    stop: Array
-    watch: Array | None
+    stop: Array  # `[number]`, the tokens that end a row
+    watch: Array | None  # the number of a listener, or None
     how: How = eqx.field(static=True, default=PLAIN)
 
 
 class Loop(NamedTuple):
-    """The state of the loop. The last known token is not in the cache: the next pass reads it.
+    """The state of the loop. The last known token is not in the cache: the next pass reads it."""
 
-    Attributes:
-        text: `[B, slots]`, prompt and generated tokens.
-        start: `[B]`, the length of the prompt.
-        lengths: `[B]`, the number of known tokens.
-        left: `[B]`, the number of tokens still to generate; 0 after a stop.
-        cache: of the model, with all known tokens but the last.
-        state: of the drafter.
-        counts: `[3, B]`: passes, drafted nodes, accepted nodes.
-        numbers: `[B]`, the number of the prompt in each row; None: 0, 1, ...
-        seen: the tokens that penalties count.
-        logprobs: `[B, slots]` float32, of the generated tokens, or None.
-    """
-
-    text: Array
-    start: Array
-    lengths: Array
-    left: Array
-    cache: DecoderCache
-    state: Any
-    counts: Array
-    numbers: Array | None = None
-    seen: Seen = Seen(None, None)
-    logprobs: Array | None = None
+    text: Array  # `[B, slots]`, prompt and generated tokens
+    start: Array  # `[B]`, the length of the prompt
+    lengths: Array  # `[B]`, the number of known tokens
+    left: Array  # `[B]`, the number of tokens still to generate; 0 after a stop
+    cache: DecoderCache  # of the model, with all known tokens but the last
+    state: Any  # of the drafter
+    counts: Array  # `[3, B]`: passes, drafted nodes, accepted nodes
+    numbers: Array | None = None  # `[B]`, the number of the prompt in each row; None: 0, 1, ...
+    seen: SeenTokens = SeenTokens(None, None)  # the tokens that penalties count
+    logprobs: Array | None = None  # `[B, slots]` float32, of the generated tokens, or None
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5), donate_argnums=3)
@@ -115,19 +96,24 @@ def begin(
 
 
 @functools.partial(jax.jit, donate_argnums=1)
-def run(by: Decoding, loop: Loop) -> Loop:
-    """Runs passes until all rows are complete; raises as the drafter does."""
-    one_pass = functools.partial(read_or_verify, by)
-    return lax.while_loop(lambda loop: (loop.left > 0).any(), one_pass, loop)
+def run(by: Decoding, loop: Loop, is_waiting: Array | bool | None = None) -> Loop:
+    """Runs passes until all rows are complete, or one where a prompt is waiting; raises as the drafter does."""
+
+    def goes_on(loop: Loop) -> Array:
+        incomplete = loop.left > 0
+        if is_waiting is None:
+            return incomplete.any()
+        return jnp.where(is_waiting, incomplete.all(), incomplete.any())
+
+    return lax.while_loop(goes_on, functools.partial(_read_or_verify, by), loop)
 
 
-def read_or_verify(by: Decoding, loop: Loop) -> Loop:
+def _read_or_verify(by: Decoding, loop: Loop) -> Loop:
     """One pass of the model, which changes nothing of the rows that are complete."""
     return _read(by, loop) if by.drafter is None else _verify(by, by.drafter, loop)
 
 
 def _read(by: Decoding, loop: Loop) -> Loop:
-    """Adds one token to each row that is not complete."""
     number = jnp.minimum(loop.left, 1)
     x, cache, _ = read_on(by.model, last_of(loop.text, loop.lengths), loop.cache, number, by.how)
     logits = by.how.rows(by.model.logits, x)
@@ -162,7 +148,7 @@ def _verify(by: Decoding, drafter: AbstractDrafter, loop: Loop) -> Loop:
     num_accepted = jnp.minimum(number, accepted.length - 1)
     counts = jnp.stack([jnp.ones_like(num_accepted), tree.size - 1, num_accepted])
     counts = loop.counts + jnp.where((loop.left > 0)[None], counts, 0)
-    # Stored: the root and all new tokens but the last, which is the next root.
+    # StoredWeight: the root and all new tokens but the last, which is the next root.
     cache = loop.cache.append_path(accepted.path, read, number)
     loop = loop._replace(cache=cache, state=state, counts=counts)
     logits = None if loop.logprobs is None else gather_slots(read.logits, accepted.path)
@@ -205,3 +191,98 @@ def _extended(
         seen=with_new(loop.seen, new, slots >= 0),
         logprobs=logprobs,
     )
+
+
+def check_rows(rows: int, given: Any, parallel: SequenceParallel | None) -> None:
+    """Raises `ValueError` where `rows` cannot serve a queue: inside `jax.jit`, or split over devices."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
+        raise ValueError(
+            "batch_size: wanted None or the number of prompts inside jax.jit, as the host refills "
+            f"rows, got {rows}"
+        )
+    if parallel is not None and parallel.batch:
+        raise ValueError(
+            "batch_size: wanted None or the number of prompts where parallel.batch splits the rows "
+            f"over {parallel.batch}, got {rows}"
+        )
+
+
+def serve(
+    by: Decoding,
+    tokens: Array,
+    lengths: Array,
+    rows: int,
+    parallel: SequenceParallel | None,
+    most: int,
+    chunk_size: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """`text`, `start`, `lengths`, `counts` and `logprobs` of a `Loop` of all prompts, `rows` at a time."""
+    prompts, starts = fetch((tokens, lengths))
+    text = np.pad(prompts, ((0, 0), (0, most)))
+    ends, counts = np.zeros_like(starts), np.zeros((3, len(prompts)), np.int32)
+    logprobs = np.zeros(text.shape, np.float32) if by.sampling.is_scored else None
+
+    def store(loop: Loop) -> np.ndarray:
+        """Stores the rows known so far; returns those that are complete."""
+        known = fetch(loop._replace(cache=(), state=(), seen=()))
+        raise_error(by.watch)
+        text[known.numbers], ends[known.numbers] = known.text, known.lengths
+        counts[:, known.numbers] = known.counts
+        if logprobs is not None:
+            logprobs[known.numbers] = known.logprobs
+        return np.flatnonzero(known.left == 0)
+
+    loop, free = None, deque(range(rows))
+    for number, (prompt, length) in enumerate(zip(prompts, starts, strict=True)):
+        if loop is not None and not free:
+            loop = run(by, loop, True)
+            free.extend(store(loop))
+        one = _begin(by, prompt, length, np.int32(number), parallel, most, chunk_size)
+        loop = _put(_complete(one, rows) if loop is None else loop, one, np.int32(free.popleft()))
+    assert loop is not None
+    store(run(by, loop, False))
+    return text, starts, ends, counts, logprobs
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _begin(
+    by: Decoding,
+    tokens: Array,
+    length: Array,
+    number: Array,
+    parallel: SequenceParallel | None,
+    most: int,
+    chunk_size: int,
+) -> Loop:
+    """A loop of one row, which has read this prompt and chosen its first token."""
+    slots, exact = len(tokens) + most, by.how.reproducible
+    cache = by.model.empty_cache(1, slots, parallel=parallel, reproducible=exact)
+    return begin(by, tokens[None], length[None], cache, most, chunk_size, number[None])
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _complete(one: Loop, rows: int) -> Loop:
+    """A loop of `rows` complete rows, each as large as the row of `one`."""
+    for x in jax.tree.leaves(one.state):
+        if x.shape[:1] != (1,):
+            raise ValueError(
+                "drafter: wanted a state of arrays whose first axis is the batch, of which a queue "
+                f"refills single rows, got one of shape {x.shape} for a row"
+            )
+
+    def repeated(x: Array) -> Array:
+        return jnp.broadcast_to(x, (rows, *x.shape[1:]))
+
+    loop = jax.tree.map(repeated, one._replace(counts=one.counts.T))
+    return loop._replace(left=jnp.zeros_like(loop.left), counts=loop.counts.T)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(loop: Loop, one: Loop, row: Array) -> Loop:
+    """The loop with this row, cache and all, in the place of another."""
+
+    def put(x: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(x, new, row, 0)
+
+    rows = jax.tree.map(put, loop._replace(counts=loop.counts.T), one._replace(counts=one.counts.T))
+    return rows._replace(counts=rows.counts.T)

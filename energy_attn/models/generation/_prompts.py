@@ -27,10 +27,7 @@ Prompts = (
 
 
 def encoded(tokens: object, tokenizer: Tokenizer | None) -> object:
-    """Text and chats as lists of tokens; anything else as it is.
-
-    Raises `TypeError` for text without a tokenizer, and `ValueError` for text without a token.
-    """
+    """Returns text and chats as lists of tokens, and anything else unchanged."""
     if isinstance(tokens, str) or _is_chat(tokens):
         tokens = [tokens]
     if not isinstance(tokens, (list, tuple)) or not any(
@@ -65,7 +62,6 @@ def _is_chat(x: object) -> bool:
 
 
 def check_padding(tokens: object, lengths: object, tokenizer: Tokenizer | None) -> None:
-    """Raises `ValueError` for an array without lengths whose rows end, or begin, in the pad token."""
     is_array = isinstance(tokens, (jax.Array, np.ndarray))
     if tokenizer is None or lengths is not None or not is_array or not is_concrete(tokens):
         return
@@ -90,11 +86,7 @@ def check_padding(tokens: object, lengths: object, tokenizer: Tokenizer | None) 
 def prompts(
     tokens: object, lengths: object, vocab: int, name: str = "lengths"
 ) -> tuple[Array, Array]:
-    """Prompts as `[B, T]` int32, padded at the end, and their lengths; `name` is that of the argument.
-
-    Raises `TypeError` for other types than integers; `ValueError` for no prompt or an empty one and,
-    where values are known, for a token outside the vocabulary.
-    """
+    """Prompts as `[B, T]` int32, padded at the end, and their lengths, the argument `name`."""
     if isinstance(tokens, (list, tuple)):
         if lengths is not None:
             raise ValueError(f"{name}: wanted None beside a list, got {received(lengths)}")

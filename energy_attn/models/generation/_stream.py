@@ -24,16 +24,12 @@ _NUMBERS = itertools.count()
 
 
 class Receivers(NamedTuple):
-    """Who is told of a running loop.
+    """The receivers of messages from a running loop."""
 
-    Attributes:
-        stream: gets the next tokens, or the text that they add where there are `texts`; or None.
-        progress: of the prompts.
-        texts: of each prompt; one that is stopped ends its row. None: tokens are no text.
-    """
-
+    # gets the next tokens, or the text that they add where there are `texts`; or None
     stream: Callable[[Any], Any] | None
-    progress: bool | Progress | None
+    progress: bool | Progress | None  # of the prompts
+    # of each prompt; one that is stopped ends its row. None: tokens are no text.
     texts: Sequence[TextStream] | None
 
 
@@ -48,7 +44,6 @@ class _Listener:
         self._read = 0
 
     def read(self, number: int) -> None:
-        """`number` more tokens of the prompts were read."""
         self._read += number
         note = f"{self._read:,} of {self._total:,} tokens"
         self._tell(self._show, self._read / self._total, note)
@@ -99,19 +94,13 @@ class _Listener:
 
 
 def check_untraced(name: str, argument: object) -> None:
-    """Raises `ValueError` inside of a traced program, which cannot talk to the host."""
     if isinstance(jnp.zeros((), jnp.int32) + 1, jax.core.Tracer):
         raise ValueError(f"{name}: wanted none inside of jax.jit, got {received(argument)}")
 
 
 @contextlib.contextmanager
 def listening(to: Receivers, total: int, prompts: int) -> Iterator[Array | None]:
-    """The number of a listener, for `tell_read` and `tell_wrote`; None without a listener.
-
-    `total` tokens will be read, of so many prompts. On exit, waits for all messages and raises the
-    error of a receiver. Raises `ValueError` inside of a traced program, and `TypeError` for a wrong
-    `progress`.
-    """
+    """The number of a listener, for `tell_read` and `tell_wrote`; None without a listener."""
     if to.stream is None and to.progress is False and to.texts is None:
         yield None
         return
@@ -145,11 +134,7 @@ def tell_read(watch: Array | None, number: Array | int) -> None:
 def tell_wrote(
     watch: Array, tokens: Array, ends: Array, numbers: Array | None
 ) -> tuple[Array, Array]:
-    """Reports the next tokens of all prompts or of those with these numbers, for use inside `jax.jit`.
-
-    `ends` `[B]`: whether a row ends with them. Returns, int32 and bool `[B]`, how many tokens a row
-    keeps, and whether it ends here.
-    """
+    """Reports next tokens from inside `jax.jit`; returns `[B]`, how many a row keeps and whether it ends."""
     if numbers is None:
         numbers = jnp.arange(len(tokens), dtype=jnp.int32)
     rows = ends.shape

@@ -3,50 +3,21 @@
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_finite_number,
-    check_flag,
-    check_integer,
-    received,
-)
+from energy_attn.kernels.internal import check_choice, check_integer, received
 
 from ..checkpoint._config import naming, read_json
-from ..decoder._config import AbstractDecoderConfig
-from ..decoder._stored import Stored
-from ..families._experts import ExpertsConfig
-from ..families._latent import LatentConfig
+from ..decoder._config import AbstractDecoderConfig, StoredWeight, check_numbers
+from ..families._mixtures import VARIANTS
+from ..families._parts import ExpertsConfig, LatentConfig, check_latent, check_layers
 from ..families._variant import FULL, SLIDING
-from ..families._variants import VARIANTS
-from ._checks import check_latent, check_layers
 from ._json import read_fields, write_fields
-from ._scaling import AbstractRope, LinearRope, check_positive
-from ._scaling_by_length import DynamicRope
+from ._rope import AbstractRope
+from ._scaling import DynamicRope, LinearRope
 
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
-_FLAGS = (
-    *("tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm"),
-    *(
-        "qk_norm_over_heads",
-        "unit_offset",
-        "wide_norms",
-        "pre_norms",
-        "post_norms",
-        "scaled_embeddings",
-    ),
-    "attention_sinks",
-)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # Numbers above zero, or None.
@@ -164,8 +135,7 @@ class LlamaConfig(AbstractDecoderConfig):
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         check_integer("num_attention_heads", heads, 1)
         self._fill("num_key_value_heads", heads if kv_heads is None else kv_heads)
-        for name in _SIZES:
-            check_integer(name, getattr(self, name), 1)
+        check_numbers(self, _POSITIVE, {"head_dim": 2})
         if heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_key_value_heads: wanted a divisor of the {heads} heads, "
@@ -184,16 +154,14 @@ class LlamaConfig(AbstractDecoderConfig):
         if check_integer("head_dim", self.head_dim, 2) % 2:
             raise ValueError(f"head_dim: wanted an even number, got {self.head_dim}")
         for name, least in (("rms_norm_eps", 0.0), ("rope_theta", 1.0)):
-            if check_finite_number(name, getattr(self, name)) < least:
+            if getattr(self, name) < least:
                 raise ValueError(f"{name}: wanted at least {least}, got {getattr(self, name)}")
-        for name in _FLAGS:
-            check_flag(name, getattr(self, name))
         scaling = self.rope_scaling
         if not isinstance(scaling, AbstractRope | None):
             raise TypeError(
                 f"rope_scaling: wanted an AbstractRope or None, got {received(scaling)}"
             )
-        part = check_finite_number("partial_rotary_factor", self.partial_rotary_factor)
+        part = self.partial_rotary_factor
         if not 0 < part <= 1 or (self.latent is not None and part != 1):
             wanted = "1 beside latent attention" if self.latent else "more than 0 and at most 1"
             raise ValueError(f"partial_rotary_factor: wanted {wanted}, got {part}")
@@ -213,13 +181,6 @@ class LlamaConfig(AbstractDecoderConfig):
         check_choice("hidden_act", self.hidden_act, _ACTIVATIONS)
         if not (self.pre_norms or self.post_norms):
             raise ValueError("post_norms: wanted True where pre_norms is False, got False")
-        for name in _POSITIVE:
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
-        if self.output_bias is not None:
-            check_flag("output_bias", self.output_bias)
-        if self.sliding_window is not None:
-            check_integer("sliding_window", self.sliding_window, 1)
         check_layers(self, "layer_types", (FULL, SLIDING))
         check_layers(self, "no_rope_layers", (0, 1))
         if self.sliding_window is None and SLIDING in (self.layer_types or ()):
@@ -314,7 +275,7 @@ class LlamaConfig(AbstractDecoderConfig):
             raise TypeError(f"path: wanted the path of a config.json, got {received(path)}")
         entries = read_json(path, "config.json")
         with naming(path):
-            return read_config(entries)
+            return cls(**read_fields(entries))
 
     def to_json(self) -> dict[str, Any]:
         """The fields of a `config.json` that both transformers 4 and 5 read.
@@ -328,15 +289,15 @@ class LlamaConfig(AbstractDecoderConfig):
             {'rope_type': 'default', 'rope_theta': 500000.0}
         """
         entries = write_fields(self._values())
-        own, read = self._computed(), read_config(entries)._computed()
+        own, read = self._computed(), LlamaConfig(**read_fields(entries))._computed()
         if lost := [name for name, x in own.items() if read[name] != x]:
             raise ValueError(
                 f"{lost[0]}: wanted what a checkpoint of {self.model_type!r} can say, got {own[lost[0]]}"
             )
         return entries
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Stored:
-        """Where a checkpoint has the weight of this name and shape."""
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
+        """Returns the place in a checkpoint of the weight of this name and shape."""
         return VARIANTS[self.model_type].stored(self, name, shape)
 
     def ignores(self, name: str, names: Collection[str]) -> bool:
@@ -357,7 +318,7 @@ class LlamaConfig(AbstractDecoderConfig):
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def _computed(self) -> dict[str, Any]:
-        """What the decoder computes by, of which some may be said in several ways."""
+        """The decoder's settings, in one form where a configuration has several."""
         values, layers = self._values(), range(self.num_hidden_layers)
         del values["layer_types"]
         return values | {
@@ -382,8 +343,3 @@ class LlamaConfig(AbstractDecoderConfig):
 
     def _fill(self, name: str, value: int) -> None:
         object.__setattr__(self, name, value)
-
-
-def read_config(entries: Mapping[str, Any]) -> LlamaConfig:
-    """The configuration that the fields of a `config.json` describe; raises as `from_json`."""
-    return LlamaConfig(**read_fields(entries))

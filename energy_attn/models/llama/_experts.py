@@ -1,4 +1,4 @@
-"""A routed MLP: the router, and the experts, whose tokens are sorted by expert and none of which is dropped."""
+"""A routed MLP: the router, and the experts, with tokens sorted by expert and none dropped."""
 
 import math
 from functools import partial
@@ -13,13 +13,61 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.internal import lse_dtype, vary_together
+from energy_attn.kernels.internal import is_static, lse_dtype, rows_of_groups, vary_together
 
-from ..decoder._experts import AbstractExperts
-from ..families._experts import ExpertsConfig
+from ..decoder._config import AbstractExperts
+from ..families._parts import ExpertsConfig
 from ._config import LlamaConfig
-from ._grouped import grouped_dot
 from ._layers import LlamaMLP, activated, dot
+
+_DIMENSIONS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
+)
+# Rows of a tile: a few for each group where there are few rows, as a tile is computed whole.
+_LEAST, _MOST = 8, 64
+_ANY = 32  # where the number of rows is a symbol
+
+
+def grouped_dot(
+    x: Float[Array, "rows in"], weight: Float[Array, "groups out in"], sizes: Int[Array, " groups"]
+) -> Float[Array, "rows out"]:
+    """Multiplies each row by the transpose of its group's matrix, in float32 or wider; zeros behind all groups."""
+    # inside a `shard_map` the derivative of what is on all devices is a sum over them
+    return _grouped_dot(*vary_together((x, weight, sizes)))
+
+
+@jax.custom_jvp
+def _grouped_dot(x: Array, weight: Array, sizes: Array) -> Array:
+    # XLA on CPUs multiplies all rows by all matrices, a masked copy of the rows for each
+    return lax.platform_dependent(x, weight, sizes, cpu=_tiles, default=_ragged)
+
+
+@_grouped_dot.defjvp
+def _derivative(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    (x, weight, sizes), (dx, dweight, _) = primals, tangents
+    out = _grouped_dot(x, weight, sizes)
+    return out, _ragged(dx, weight, sizes) + _ragged(x, dweight, sizes)
+
+
+def _ragged(x: Array, weight: Array, sizes: Array) -> Array:
+    kind = lse_dtype(x.dtype)
+    return lax.ragged_dot_general(x, weight, sizes, _DIMENSIONS, preferred_element_type=kind)
+
+
+def _tiles(x: Array, weight: Array, sizes: Array) -> Array:
+    kind, rows = lse_dtype(x.dtype), x.shape[0]
+
+    def dot(part: Array, matrix: Array) -> Array:
+        axes = ((1,), (1,)), ((), ())
+        return lax.dot_general(part, matrix, axes, preferred_element_type=kind)
+
+    if is_static(rows):
+        tile = min(rows, max(_LEAST, min(_MOST, rows // len(weight))))
+        return rows_of_groups(dot, x, weight, sizes, tile)
+    x = jnp.pad(x, ((0, _ANY), (0, 0)))  # a tile may have more rows than there are
+    return rows_of_groups(dot, x, weight, sizes, _ANY)[:rows]
 
 
 class Router(eqx.Module):
@@ -58,7 +106,7 @@ class Router(eqx.Module):
         return weights * config.routed_scaling_factor, chosen
 
     def _in_groups(self, rank: Array) -> Array:
-        """The scores by which experts are chosen, -inf outside of the best groups."""
+        """The scores that decide between experts, -inf outside of the best groups."""
         config = self.config
         if config.topk_group == config.n_group:
             return rank
@@ -71,8 +119,6 @@ class Router(eqx.Module):
 
 
 class Experts(AbstractExperts):
-    """The weights of all experts, stacked."""
-
     gate_proj: Float[Array, "experts inner width"]
     up_proj: Float[Array, "experts inner width"]
     down_proj: Float[Array, "experts width inner"]
@@ -108,7 +154,6 @@ def _linear(x: Array, weight: Array, bias: Array | None, expert: Array, sizes: A
 
 
 def new_experts(config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray) -> Experts:
-    """Experts of initial weights."""
     experts = config.experts
     assert experts is not None
     count, inner, width = experts.num_experts, experts.intermediate_size, config.hidden_size

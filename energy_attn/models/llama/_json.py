@@ -1,15 +1,16 @@
-"""The fields of a `config.json`, read and written."""
+"""The fields of a `config.json`, and of the rotary embedding in it, read and written."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from energy_attn.kernels.internal import received
+from energy_attn.kernels.internal import check_integer, received
 
-from ..checkpoint._config import end_tokens
-from ..checkpoint._fields import check_activation, check_fields
-from ..families._variant import FULL, SLIDING
-from ..families._variants import VARIANTS
-from ._scaling_fields import read_rope, read_scaling, rope_entries
+from ..checkpoint._config import check_activation, check_fields, end_tokens, family_of, renaming
+from ..families._mixtures import VARIANTS
+from ..families._variant import FULL, SLIDING, Variant, as_tuple
+from ._rope import AbstractRope
+from ._scaling import DynamicRope, LinearRope, Llama3Rope, LongRope, YarnRope
 
 # Attributes that every family has in its file, and fields that are read in addition.
 _SHARED = (
@@ -21,37 +22,36 @@ _OTHERS = (
     *("model_type", "hidden_act", "hidden_activation", "quantization_config"),
     *("rope_scaling", "rope_parameters"),
 )
-_PART = "partial_rotary_factor"
 # Of a file without them, whatever its family.
-_LAYERS, _CONTEXT = 32, 2048
+_DEFAULTS = {"num_hidden_layers": 32, "max_position_embeddings": 2048}
 
 
 def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a `LlamaConfig` for the fields of a file; raises as `LlamaConfig.from_json`."""
-    kind = entries.get("model_type")
-    if not isinstance(kind, str) or kind not in VARIANTS:
-        raise ValueError(
-            f"model_type: wanted {' or '.join(map(repr, VARIANTS))}, got {received(kind)}"
-        )
-    variant = VARIANTS[kind]
+    variant = family_of(entries, VARIANTS)
     for name in ("hidden_act", "hidden_activation"):
         check_activation(name, entries, variant.activation)
     _check_quantization(entries.get("quantization_config"), variant.quantized)
     rope, local = read_rope(entries, variant)
     local_name = () if variant.local_theta is None else ("rope_local_base_freq",)
-    read = *_SHARED, *_OTHERS, _PART, "eos_token_id", *variant.fields, *local_name
+    read = *_SHARED, *_OTHERS, _PART, "eos_token_id", *variant.names, *local_name
     check_fields(entries, read)
     fields = {**variant.defaults, **{x: entries[x] for x in _SHARED if entries.get(x) is not None}}
     if "rope_theta" in rope:
         fields["rope_theta"] = rope["rope_theta"]
     fields["eos_token_id"] = end_tokens(entries)
     if _PART in rope:
-        if rope[_PART] != 1 and _PART not in variant.fields:
+        if rope[_PART] != 1 and _PART not in variant.names:
             raise ValueError(f"{_PART}: wanted 1, got {received(rope[_PART])}")
         fields[_PART] = rope[_PART]
-    sizes = {"num_hidden_layers": _LAYERS, "max_position_embeddings": _CONTEXT, **fields}
-    own = variant.read({**{x: entries[x] for x in variant.fields if x in entries}, **sizes})
-    fields |= {"model_type": kind, "hidden_act": variant.activation, **variant.fixed, **own}
+    sizes = {**_DEFAULTS, **fields}
+    own = variant.attributes({**{x: entries[x] for x in variant.names if x in entries}, **sizes})
+    fields |= {
+        "model_type": entries["model_type"],
+        "hidden_act": variant.activation,
+        **variant.fixed,
+        **own,
+    }
     fields["rope_local_base_freq"] = local
     original = entries.get(variant.original) if variant.original else None
     scaling = read_scaling(rope, sizes["max_position_embeddings"], original)
@@ -59,7 +59,6 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_quantization(given: Any, known: str | None) -> None:
-    """Raises `ValueError` for weights that are quantized in another way than this one."""
     if given is None:
         return
     method = given.get("quant_method", given) if isinstance(given, Mapping) else given
@@ -77,7 +76,7 @@ def write_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_act": values["hidden_act"],
         "rope_scaling": None,
     }
-    entries |= {name: values[name] for name in _SHARED} | variant.write(values)
+    entries |= {name: values[name] for name in _SHARED} | variant.entries(values)
     if values["rope_scaling"] is not None:
         entries["rope_scaling"] = rope_entries(values["rope_scaling"])
     default = entries["rope_scaling"] or {"rope_type": "default"}
@@ -96,3 +95,132 @@ def write_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     # null, as transformers has default tokens for missing fields
     ends = list(values["eos_token_id"]) or None
     return entries | {"bos_token_id": None, "pad_token_id": None, "eos_token_id": ends}
+
+
+_KINDS: Mapping[str, type[AbstractRope]] = {
+    "linear": LinearRope,
+    "llama3": Llama3Rope,
+    "yarn": YarnRope,
+    "dynamic": DynamicRope,
+    "longrope": LongRope,
+}
+# Numbers that each kind has to have.
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "dynamic": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+_CONTEXT, _LIMIT = "original_max_position_embeddings", "max_position_embeddings"
+# transformers' names of fields that have others here, and fields beside those of a scaling.
+_THEIRS = {"scale": "attention_factor"}
+_THETA, _PART = "rope_theta", "partial_rotary_factor"
+# Sections of positions in images, which are equal in texts.
+_BESIDE = ("rope_type", _THETA, _PART, "mrope_section", "mrope_interleaved")
+_TEXT = {"mrope": "default"}
+# Where a file has the fields of a rotary embedding: transformers 5 has all of them in the second object.
+_OBJECTS = ("rope_scaling", "rope_parameters")
+# Fields of older kinds, which files of others may have.
+_OLDER = ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)
+
+
+def rope_entries(scaling: AbstractRope) -> dict[str, Any]:
+    """The object of a `config.json`."""
+    kind = next((name for name, x in _KINDS.items() if type(scaling) is x), None)
+    if kind is None:
+        raise ValueError(
+            f"rope_scaling: wanted one of {', '.join(_KINDS)} in a checkpoint, got {received(scaling)}"
+        )
+    values = {x.name: getattr(scaling, x.name) for x in _fields(scaling) if x.name != _LIMIT}
+    return {"rope_type": kind} | {
+        _THEIRS.get(name, name): list(x) if isinstance(x, tuple) else x
+        for name, x in values.items()
+        if x is not None
+    }
+
+
+def read_rope(entries: Mapping[str, Any], variant: Variant) -> tuple[dict[str, Any], Any]:
+    """The fields of a file's rotary embedding, and the base in layers with a window."""
+    found: dict[str, Any] = {}
+    local: dict[str, Any] = {}
+    for name in _OBJECTS:
+        rope = _object(name, entries.get(name))
+        if variant.local_theta is not None and {FULL, SLIDING} & rope.keys():
+            check_fields(rope, (FULL, SLIDING))  # one for each kind of layers
+            _add(local, _named(SLIDING, rope.get(SLIDING), variant))
+            rope = _object(FULL, rope.get(FULL))
+        _add(found, _named(name, rope, variant))
+    found = found or dict(variant.rope)
+    _add(found, {x: entries[x] for x in (_THETA, _PART) if entries.get(x) is not None})
+    if variant.local_theta is not None:
+        base = entries.get("rope_local_base_freq")
+        _add(local, {} if base is None else {_THETA: base})
+        local.setdefault(_THETA, variant.local_theta)
+    kind, part = local.get("rope_type", "default"), local.get(_PART, 1)
+    if (kind, part) != ("default", 1):
+        given = f"{kind!r}, {_PART} {part}" if part != 1 else repr(kind)
+        raise ValueError(f"rope_type: wanted 'default' in {SLIDING!r}, got {given}")
+    check_fields(local, (*_BESIDE, *_OLDER))
+    return found, local.get(_THETA)
+
+
+def _named(name: str, given: object, variant: Variant) -> dict[str, Any]:
+    """The fields of an object that are not null, with its type under transformers' present name."""
+    rope = {x: value for x, value in _object(name, given).items() if value is not None}
+    kinds = [rope.pop(x) for x in ("rope_type", "type") if x in rope]
+    if kinds:
+        kind = kinds[0]
+        if not isinstance(kind, str):
+            raise TypeError(f"rope_type: wanted a string in {name}, got {received(kind)}")
+        rope["rope_type"] = {**_TEXT, **variant.rope_types}.get(kind, kind)
+    return rope
+
+
+def _object(name: str, given: object) -> Mapping[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"{name}: wanted a JSON object, got {received(given)}")
+    return given or {}
+
+
+def _add(found: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for name, value in more.items():
+        if found.setdefault(name, value) != value:
+            raise ValueError(
+                f"{name}: wanted one value in {', '.join(_OBJECTS)} and beside them, got "
+                f"{received(found[name])} and {received(value)}"
+            )
+
+
+def read_scaling(
+    rope: Mapping[str, Any], context: int, original: int | None = None
+) -> AbstractRope | None:
+    """The scaling of a rotary embedding, for a model with this context, and an original one if the file has it."""
+    kind = rope.get("rope_type", "default")
+    if kind != "default" and kind not in _KINDS:
+        names = ", ".join(map(repr, ("default", *_KINDS)))
+        raise ValueError(f"rope_type: wanted one of {names}, got {received(kind)}")
+    own = [] if kind == "default" else [x.name for x in _fields(_KINDS[kind])]
+    names = {name: _THEIRS.get(name, name) for name in own}
+    check_fields(rope, (*_BESIDE, *_OLDER, *names.values()))
+    if kind == "default":
+        return None
+    for name in _NEEDED[kind]:
+        if rope.get(name) is None:
+            raise ValueError(f"rope_scaling: wanted its {name}, got {received(dict(rope))}")
+    values = {name: rope[x] for name, x in names.items() if rope.get(x) is not None}
+    if _CONTEXT in own:
+        values.setdefault(_CONTEXT, context)
+        values |= {} if original is None else {_CONTEXT: original}
+    if kind == "dynamic":
+        values[_LIMIT] = context
+    if kind == "longrope":
+        lists = {name: as_tuple(name, values[name]) for name in _NEEDED[kind]}
+        original = check_integer(_CONTEXT, values[_CONTEXT], 1)
+        values = {"factor": context / original, **values, **lists}
+    with renaming(_THEIRS):
+        return _KINDS[kind](**values)
+
+
+def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(kind)

@@ -29,7 +29,6 @@ class Linear(eqx.Module):
         self.bias = jnp.zeros(outputs, dtype) if bias else None
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        """The map, in the dtype of `x`."""
         y = dot(x, self.weight)
         if self.bias is not None:
             y += jnp.expand_dims(self.bias.astype(y.dtype), range(x.ndim - 1))
@@ -49,7 +48,6 @@ class Embedding(eqx.Module):
         self.scale = scale
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
-        """The tokens' rows, times the scale."""
         rows = self._rows(tokens)
         return rows if self.scale == 1 else rows * jnp.asarray(self.scale, rows.dtype)
 
@@ -87,7 +85,6 @@ class RMSNorm(eqx.Module):
         self.eps, self.offset, self.is_wide = eps, offset, is_wide
 
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-        """Each vector brought to mean square 1, then scaled."""
         promoted = x.astype(lse_dtype(x.dtype))
         promoted *= lax.rsqrt(jnp.mean(promoted * promoted, -1, keepdims=True) + self.eps)
         weight = jnp.expand_dims(self.weight, range(x.ndim - 1))
@@ -98,7 +95,6 @@ class RMSNorm(eqx.Module):
 
 
 def norm_of(config: LlamaConfig, width: int, dtype: DTypeLike) -> RMSNorm:
-    """A norm of the kind that a decoder has, of vectors of this width."""
     return RMSNorm(width, config.rms_norm_eps, dtype, config.unit_offset, config.wide_norms)
 
 
@@ -125,13 +121,11 @@ class LlamaMLP(eqx.Module):
         self.down_proj = linear(inner, width, key=down)
 
     def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
-        """The MLP's contribution to the residual stream."""
         gate = self.gate_proj(x)
         return self.down_proj(activated(self.activation, gate) * self.up_proj(x))
 
 
 def activated(name: str, x: Array) -> Array:
-    """The activation of this name."""
     return jax.nn.silu(x) if name == "silu" else jax.nn.gelu(x)
 
 

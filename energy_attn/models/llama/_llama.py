@@ -1,4 +1,4 @@
-r"""The Llama decoder in its standard form, with attention by this library.
+"""The Llama decoder in its standard form, with attention by this library.
 
 Names of fields and parameters are those of Hugging Face's `LlamaConfig` and `LlamaForCausalLM`, and
 so are the conventions: weights `(out, in)`, rotary embedding of the two halves of a head.
@@ -6,25 +6,105 @@ so are the conventions: weights `(out, in)`, rotary embedding of the two halves 
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import check_floating_dtype, check_key, lse_dtype, received
+from energy_attn.kernels.scores import SoftCap
 
 from ...functional._citation import cite
 from ..checkpoint._load import load
 from ..checkpoint._save import save
 from ..decoder._decoder import AbstractDecoder, Family
-from ._config import LlamaConfig, read_config
-from ._layer import LlamaLayer
-from ._layers import Embedding, Linear, RMSNorm, dot, norm_of
+from ..decoder._see import See
+from ._attention import LatentAttention, LlamaAttention, attention_scale
+from ._config import LlamaConfig
+from ._experts import RoutedMLP
+from ._json import read_fields
+from ._layers import Embedding, Linear, LlamaMLP, RMSNorm, dot, norm_of
 from ._rope import frequencies, rotary
+
+
+class LlamaLayer(eqx.Module):
+    """Attention and MLP, each after a norm and added to the residual stream; with `post_norms`, normed before that.
+
+    `post_attention_layernorm` is the norm before the MLP, unless there are such norms: these are Hugging Face's names.
+    """
+
+    input_layernorm: RMSNorm | None
+    self_attn: LlamaAttention | LatentAttention
+    post_attention_layernorm: RMSNorm
+    pre_feedforward_layernorm: RMSNorm | None
+    post_feedforward_layernorm: RMSNorm | None
+    mlp: LlamaMLP | RoutedMLP
+    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)  # of its attention
+    rope: int | None = eqx.field(static=True)  # which rotary embedding it has
+
+    def __init__(self, config: LlamaConfig, index: int, dtype: DTypeLike, *, key: PRNGKeyArray):
+        window, cap = config.window(index), config.attn_logit_softcapping
+        options: dict[str, Any] = {}
+        scale = attention_scale(config)
+        if scale is not None:
+            options["scale"] = scale
+        if window is not None:
+            options["local_window_size"] = window - 1, 0
+        if cap is not None:
+            options["score"] = SoftCap(cap)
+        self.options = tuple(options.items())
+        local = window is not None and config.rope_local_base_freq is not None
+        self.rope = int(local) if config.rotates(index) else None
+        attend, mlp = jax.random.split(key)
+        norm = partial(norm_of, config, config.hidden_size, dtype)
+        before, after = config.pre_norms, config.post_norms
+        self.input_layernorm = norm() if before else None
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm() if before and after else None
+        self.post_feedforward_layernorm = norm() if after else None
+        projections = LlamaAttention if config.latent is None else LatentAttention
+        self.self_attn = projections(config, dtype, key=attend)
+        routed = config.routed(index) is not None
+        self.mlp = (RoutedMLP if routed else LlamaMLP)(config, dtype, key=mlp)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch time width"],
+        ropes: tuple[tuple[Array, Array], ...],
+        see: See,
+    ) -> tuple[Float[Array, "batch time width"], Any]:
+        """The stream after the layer, and the second result of `see(query, key, value, **options)`."""
+        rope = None if self.rope is None else ropes[self.rope]
+        heads = see.rows(self._heads, x, rope)
+        options = dict(self.options)
+        if self.self_attn.sinks is not None:
+            options["sink"] = self.self_attn.sinks
+        out, extra = see(*heads, **options)
+        return see.rows(partial(self._after, parallel=see.parallel), x, out), extra
+
+    def _heads(self, x: Array, rope: tuple[Array, Array] | None) -> tuple:
+        return self.self_attn.project(_of(self.input_layernorm, x), rope)
+
+    def _after(self, x: Array, out: Array, parallel: SequenceParallel | None) -> Array:
+        out = self.self_attn.o_proj(lax.collapse(out, 2))
+        before, after = self.post_attention_layernorm, self.post_feedforward_layernorm
+        if after is not None:
+            out, before = self.post_attention_layernorm(out), self.pre_feedforward_layernorm
+        x = x + out
+        routed = isinstance(self.mlp, RoutedMLP)
+        mlp = partial(self.mlp, parallel=parallel) if routed else self.mlp
+        return x + _of(after, mlp(_of(before, x)))
+
+
+def _of(norm: RMSNorm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)
 
 
 class Llama(AbstractDecoder):
@@ -61,11 +141,6 @@ class Llama(AbstractDecoder):
         >>> model = Llama(config, key=jax.random.key(0))
         >>> model(jnp.zeros((1, 8), jnp.int32)).logits.shape
         (1, 8, 256)
-        >>> cache = model.empty_cache(batch=1, slots=16)
-        >>> out = model.prefill(jnp.zeros((1, 8), jnp.int32), cache)
-        >>> out = model(jnp.argmax(out.logits, -1), cache=out.cache)  # one decode step
-        >>> out.cache.lengths.tolist()
-        [9]
     """
 
     config: LlamaConfig = eqx.field(static=True)
@@ -100,33 +175,9 @@ class Llama(AbstractDecoder):
         tensor: str = "tensor",
         progress: bool | Callable[[float, str], Any] | None = None,
     ) -> "Llama":
-        """Reads a checkpoint in Hugging Face's format: `config.json` and one or more safetensors files.
+        """Reads a checkpoint whose `model_type` is `"llama"`.
 
-        Everything is checked before the first weight is read, and nothing is unpickled. Each process
-        reads the parts of a weight that its devices hold, once; the host holds one weight at a time.
-        Rotary frequencies in old files are ignored, and so is a copy of the embedding as the output
-        projection of tied embeddings. One that differs from the embedding is used, with a warning,
-        although `tie_word_embeddings` is true; each process reads both to tell. If another process saves
-        at the same time, each process reads the files of one save, which need not be the same for all.
-
-        Args:
-            directory: the folder.
-            mesh: of the devices that get the weights, placed as by [`shard`][energy_attn.models.shard];
-                None: the mesh in force, else the default device.
-            dtype: of the weights; None: that of the files, which must all have the same. float64
-                becomes float32 unless JAX's 64-bit mode is on.
-            tensor: the axis that weights are split over, if the mesh has it.
-            progress: whether to show a bar on standard error, or a function called with the share
-                done and a name; None: a bar if standard error is a terminal.
-
-        Raises:
-            TypeError: an argument of another type.
-            ValueError: as [`from_json`][energy_attn.models.LlamaConfig.from_json]; no weights, or only
-                pickled ones; a file that is truncated, not safetensors, a pointer of Git LFS, outside
-                the folder or of another `save` than the rest; files that are replaced again and
-                again; more layers than the files have;
-                tensors that are missing, unexpected, or of another shape or dtype; or a mesh that
-                `shard` refuses.
+        Arguments and errors are those of [`load`][energy_attn.models.load].
 
         Examples:
             >>> import jax, tempfile
@@ -184,4 +235,4 @@ class Llama(AbstractDecoder):
         return found if cap is None else cap * jnp.tanh(found / cap)
 
 
-LLAMA = Family(read_config, Llama)
+LLAMA = Family(lambda entries: LlamaConfig(**read_fields(entries)), Llama)

@@ -1,46 +1,14 @@
 """Scalings of the frequencies of a rotary embedding, for contexts longer than trained."""
 
-import abc
 import math
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
 
-from energy_attn.kernels.internal import check_finite_number, check_flag, check_integer
+from energy_attn.kernels.internal import received
 
-
-class AbstractRope(abc.ABC):
-    """How the frequencies of a rotary embedding are lowered; a frozen dataclass, as it is static in a decoder.
-
-    Examples:
-        >>> import dataclasses
-        >>> from energy_attn.models import AbstractRope
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Halved(AbstractRope):
-        ...     def scaled(self, frequencies, theta, length):
-        ...         return frequencies / 2
-        >>> Halved().attention_factor
-        1.0
-    """
-
-    @abc.abstractmethod
-    def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
-    ) -> Float[np.ndarray, " half"]:
-        """The lowered frequencies, in the same dtype.
-
-        Args:
-            frequencies: of the pairs.
-            theta: their base.
-            length: the number of tokens that the text may have: of a call without a cache, its tokens; else the
-                slots that the cache was made with.
-        """
-
-    @property
-    def attention_factor(self) -> float:
-        """The factor of turned queries and keys."""
-        return 1.0
+from ..decoder._config import check_numbers, check_positive
+from ._rope import AbstractRope, Frequencies, periods
 
 
 @dataclass(frozen=True)
@@ -65,11 +33,9 @@ class LinearRope(AbstractRope):
     factor: float
 
     def __post_init__(self) -> None:
-        check_positive("factor", self.factor)
+        check_numbers(self, positive=("factor",))
 
-    def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
-    ) -> Float[np.ndarray, " half"]:
+    def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The lowered frequencies, in the same dtype."""
         del theta, length
         return frequencies / self.factor
@@ -109,19 +75,14 @@ class Llama3Rope(AbstractRope):
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        check_positive("factor", self.factor)
-        low = check_positive("low_freq_factor", self.low_freq_factor)
-        high = check_finite_number("high_freq_factor", self.high_freq_factor)
+        check_numbers(self, positive=("factor", "low_freq_factor"))
+        low, high = self.low_freq_factor, self.high_freq_factor
         if high <= low:
             raise ValueError(
                 f"high_freq_factor: wanted more than low_freq_factor {low}, got {high}"
             )
-        context = self.original_max_position_embeddings
-        check_integer("original_max_position_embeddings", context, 1)
 
-    def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
-    ) -> Float[np.ndarray, " half"]:
+    def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The lowered frequencies, in the same dtype."""
         del theta, length
         turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)
@@ -174,18 +135,9 @@ class YarnRope(AbstractRope):
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        context = self.original_max_position_embeddings
-        check_integer("original_max_position_embeddings", context, 1)
-        for name in ("factor", "beta_fast", "beta_slow"):
-            check_positive(name, getattr(self, name))
-        for name in ("mscale", "mscale_all_dim", "scale"):
-            if getattr(self, name) is not None:
-                check_finite_number(name, getattr(self, name))
-        check_flag("truncate", self.truncate)
+        check_numbers(self, positive=("factor", "beta_fast", "beta_slow"))
 
-    def scaled(
-        self, frequencies: Float[np.ndarray, " half"], theta: float, length: int
-    ) -> Float[np.ndarray, " half"]:
+    def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The lowered frequencies, in the same dtype."""
         del length
         half = len(frequencies)
@@ -219,19 +171,118 @@ class YarnRope(AbstractRope):
         return 1.0 if self.factor <= 1 else 0.1 * by * math.log(self.factor) + 1.0
 
 
-def periods(width: int, theta: float, dtype: np.dtype) -> Float[np.ndarray, " half"]:
-    r"""$\theta^{2i/H}$ for $i < H/2$: the tokens in which a pair turns by a radian.
+@dataclass(frozen=True)
+class DynamicRope(AbstractRope):
+    r"""A base that grows with the length of the text, beyond the context that the model is meant for.
 
-    Each step is rounded as PyTorch rounds it in float32, as at positions of 10^5 a last bit here is a
-    hundredth of a radian. The power is computed in float64, as NumPy's in float32 is less accurate.
+    For a text of $T$ tokens, more than the context $L$, and turned parts of heads of width $H$,
+
+    $$\theta \to \theta \left(\frac{s T}{L} - (s - 1)\right)^{H / (H - 2)}$$
+
+    $T$ is known before the first token is read, as keys in a cache would not change with it: without a cache it is the
+    number of tokens of the call, and with one the `slots` that it was made with. transformers turns each token
+    by the length so far instead, and keeps the keys of tokens that it turned otherwise.
+
+    Attributes:
+        factor: $s$, at least 1.
+        max_position_embeddings: $L$, that of the configuration.
+
+    Raises:
+        TypeError: the factor is not a number, or the context not an integer.
+        ValueError: a factor below 1, or a context below 1.
+
+    Source: the rope type `dynamic` of Hugging Face; NTK-aware scaling in YaRN (arXiv 2309.00071), section 3.1.
+
+    Examples:
+        >>> from energy_attn.models import DynamicRope, LlamaConfig
+        >>> LlamaConfig(rope_scaling=DynamicRope(2.0, 2048)).context_length
+        4096
     """
-    exponent = np.arange(0, width, 2, dtype=dtype) / np.asarray(width, dtype)
-    return np.power(float(theta), exponent.astype(np.float64)).astype(dtype)
+
+    factor: float
+    max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        if self.factor < 1:
+            raise ValueError(f"factor: wanted at least 1, got {self.factor}")
+
+    def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
+        """The frequencies of the grown base, in the same dtype."""
+        width = 2 * len(frequencies)
+        context = self.max_position_embeddings
+        if length <= context or width == 2:
+            return frequencies
+        grown = self.factor * length / context - (self.factor - 1)
+        return 1 / periods(width, theta * grown ** (width / (width - 2)), frequencies.dtype)
 
 
-def check_positive(name: str, x: float) -> float:
-    """Returns `x`, a number above 0; raises `TypeError` or `ValueError` for anything else."""
-    number = check_finite_number(name, x)
-    if number <= 0:
-        raise ValueError(f"{name}: wanted more than 0, got {x}")
-    return number
+@dataclass(frozen=True)
+class LongRope(AbstractRope):
+    r"""A divisor for each frequency: one list for texts within the original context, one for longer ones.
+
+    $$f_i \to f_i / \lambda_i$$
+
+    and turned queries and keys are multiplied by $\sqrt{1 + \ln s / \ln L}$ with the original context $L$ and the ratio
+    $s$ of the contexts, if that is above 1. The length of the text is known before its first token is read, as for
+    [`DynamicRope`][energy_attn.models.DynamicRope].
+
+    Attributes:
+        short_factor: $\lambda$ within the original context, for each pair.
+        long_factor: $\lambda$ beyond it.
+        original_max_position_embeddings: $L$.
+        factor: $s$.
+        scale: the factor of queries and keys; None: as above. transformers calls it `attention_factor`.
+
+    Raises:
+        TypeError: a number or a list of another type.
+        ValueError: lists of different lengths, or numbers out of range.
+
+    Source: Ding et al., LongRoPE (arXiv 2402.13753), section 3; Phi-3 (arXiv 2404.14219).
+
+    Examples:
+        >>> from energy_attn.models import LongRope
+        >>> rope = LongRope((1.0, 1.0), (1.5, 4.0), original_max_position_embeddings=4096, factor=32.0)
+        >>> round(rope.attention_factor, 4)
+        1.1902
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    factor: float
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self, ("factor",), {"original_max_position_embeddings": 2})
+        for name in ("short_factor", "long_factor"):
+            values = getattr(self, name)
+            if not isinstance(values, tuple):  # hashable, as the scaling is static
+                raise TypeError(f"{name}: wanted a tuple of numbers, got {received(values)}")
+            for value in values:
+                check_positive(name, value)
+        if len(self.short_factor) != len(self.long_factor):
+            raise ValueError(
+                f"long_factor: wanted {len(self.short_factor)} numbers as in short_factor, "
+                f"got {len(self.long_factor)}"
+            )
+
+    def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
+        """The divided frequencies, in the same dtype; raises `ValueError` for another number of pairs."""
+        is_long = length > self.original_max_position_embeddings
+        factors = np.array(self.long_factor if is_long else self.short_factor, frequencies.dtype)
+        if len(factors) != len(frequencies):
+            raise ValueError(
+                f"short_factor: wanted a number for each of {len(frequencies)} pairs, got {len(factors)}"
+            )
+        return 1 / (factors * periods(2 * len(frequencies), theta, frequencies.dtype))
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of turned queries and keys."""
+        if self.scale is not None:
+            return self.scale
+        if self.factor <= 1:
+            return 1.0
+        context = self.original_max_position_embeddings
+        return math.sqrt(1 + math.log(self.factor) / math.log(context))

@@ -18,10 +18,7 @@ _WIDEST = 2**14  # bits of a number: Python writes no wider one
 
 
 def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a checkpoint by name; `config` is its tokenizer_config.json.
-
-    Files of their own are preferred to the configuration. Raises `ValueError`.
-    """
+    """The chat templates of a checkpoint by name, its files before `config`, its tokenizer_config.json."""
     files = {x.stem: x for x in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (path := folder / "chat_template.jinja").exists():
         files["default"] = path
@@ -35,7 +32,6 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(path: Path) -> str:
-    """The template in a file; raises `ValueError`."""
     try:
         check_file(path)
         return path.read_text(encoding="utf-8")
@@ -59,11 +55,7 @@ def named_templates(given: object, name: str) -> dict[str, str]:
 
 
 def check_messages(name: str, messages: object) -> list[dict[str, Any]]:
-    """Messages as plain data, without keys whose value is None.
-
-    Raises `TypeError` for other types than those of JSON, and `ValueError` for a message without a role,
-    or with neither a content nor calls of tools.
-    """
+    """Messages as plain data, without keys whose value is None."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise TypeError(f"{name}: wanted a list of messages, got {received(messages)}")
     if not messages:
@@ -96,11 +88,7 @@ def plain(name: str, x: Any) -> Any:
 
 
 def render(template: str, source: str, messages: list[dict[str, Any]], variables: Any) -> str:
-    """The text of messages.
-
-    Raises `ImportError` without jinja2, and `ValueError` for a template that is none, refuses the
-    messages, or writes too much; `source` says where it is from.
-    """
+    """The text of messages."""
     program = _program(template, source)
     pieces, length = [], 0
     try:
@@ -168,7 +156,7 @@ def _environment() -> Any:
             _check_length(_length(operator, left, right))
             return super().call_binop(context, operator, left, right)
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """`{% generation %}`, which marks what an assistant wrote: its body, unchanged."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -193,7 +181,7 @@ def _environment() -> Any:
         return json.dumps(x, **options, sort_keys=sort_keys)
 
     environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception

@@ -71,7 +71,6 @@ class TextStream:
         return text
 
     def _step(self, token: int) -> str:
-        """The text that one more token shows."""
         if self.stopped:
             return ""
         self.count += 1
@@ -125,7 +124,6 @@ class TextStream:
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
-    """The stop strings that one string, several or None stand for; raises `TypeError` or `ValueError`."""
     stops = (stop,) if isinstance(stop, str) else () if stop is None else stop
     if not isinstance(stops, Sequence) or not all(isinstance(x, str) for x in stops):
         raise TypeError(f"stop: wanted a string or a sequence of strings, got {received(stop)}")

@@ -10,10 +10,9 @@ from energy_attn.kernels.internal import check_flag, received
 
 from ..checkpoint._config import read_json
 from ..checkpoint._folder import located
-from ._special import special_tokens
 from ._template import chat_templates, check_messages, named_templates, plain, render
 from ._text_stream import TextStream
-from ._vocabulary import AbstractVocabulary, Tokens, ids, vocabulary
+from ._vocabulary import AbstractVocabulary, Tokens, ids, special_tokens, vocabulary
 
 
 @final
@@ -189,5 +188,4 @@ def special_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
 
 
 def _entries(file: Path) -> Mapping[str, Any]:
-    """The object in a JSON file; empty without the file."""
     return read_json(file, file.name) if file.is_file() else {}

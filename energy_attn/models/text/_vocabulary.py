@@ -1,29 +1,99 @@
-"""Tokens and the text that they stand for: by a file of the library tokenizers, or bytes."""
+"""Tokens and the text that they stand for, and the special tokens of a checkpoint."""
 
 import abc
 import contextlib
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
 
 from energy_attn.distributed.internal import check_file
-from energy_attn.kernels.internal import check_int32, check_shape, received
+from energy_attn.kernels.internal import check_flag, check_int32, check_shape, received
 
-from ..checkpoint._config import naming
-from ._special import Special
+from ..checkpoint._config import naming, read_json
+
+# Flags, for transformers where there is no tokenizer.json, which says itself what is put around a text.
+_FLAGS_OF_NAMES = "add_bos_token", "add_eos_token"
+# Of an entry of `added_tokens_decoder`: what the library tokenizers takes.
+_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
+_LISTS = "additional_special_tokens", "extra_special_tokens"
+
+
+class Special(NamedTuple):
+    """Special tokens."""
+
+    named: Mapping[str, str]  # by name, `bos_token`, `eos_token`, `pad_token` and others
+    contents: tuple[str, ...]  # all of them, those without a name too
+    # tokens that the vocabulary may lack, special or not, with their flags
+    added: tuple[Mapping[str, Any], ...]
+
+
+def special_tokens(folder: Path, config: Mapping[str, Any]) -> Special:
+    """The special tokens in a folder; its map is read where `config`, its tokenizer_config.json, lists none."""
+    files = {folder / "tokenizer_config.json": config}
+    file = folder / "special_tokens_map.json"
+    if file.is_file() and "added_tokens_decoder" not in config:
+        files[file] = read_json(file, file.name)
+    named: dict[str, str | None] = {}
+    lists: dict[str, list[str]] = {}
+    for file, entries in files.items():
+        with naming(file):
+            named |= {
+                name: None if token is None else _content(name, token)
+                for name, token in entries.items()
+                if name.endswith("_token") and name not in _FLAGS_OF_NAMES
+            }
+            lists |= {x: _listed(x, entries[x] or ()) for x in _LISTS if x in entries}
+    with naming(folder / "tokenizer_config.json"):
+        added = _added(config.get("added_tokens_decoder") or {})
+    present = {name: token for name, token in named.items() if token is not None}
+    contents = dict.fromkeys((*present.values(), *(x for tokens in lists.values() for x in tokens)))
+    return Special(present, tuple(contents), added)
+
+
+def _listed(name: str, tokens: object) -> list[str]:
+    if not isinstance(tokens, (list, tuple, Mapping)):
+        raise ValueError(f"{name}: wanted a list of tokens, got {received(tokens)}")
+    values = tokens.values() if isinstance(tokens, Mapping) else tokens
+    return [_content(name, x) for x in values]
+
+
+def _added(tokens: object) -> tuple[dict[str, Any], ...]:
+    """Entries of `added_tokens_decoder` in the order of their numbers, as the library tokenizers takes them."""
+    name = "added_tokens_decoder"
+    if not isinstance(tokens, Mapping) or not all(isinstance(x, Mapping) for x in tokens.values()):
+        raise ValueError(f"{name}: wanted objects by number, got {received(tokens)}")
+    for number in tokens:
+        if re.fullmatch("[0-9]{1,10}", number) is None:
+            raise ValueError(f"{name}: wanted a token's number, got {number[:40]!r}")
+    return tuple(
+        {"content": _content(f"{name}[{number!r}]", tokens[number])}
+        | {
+            flag: check_flag(f"{name}[{number!r}].{flag}", tokens[number][flag])
+            for flag in _FLAGS
+            if flag in tokens[number]
+        }
+        for number in sorted(tokens, key=int)
+    )
+
+
+def _content(name: str, token: object) -> str:
+    text = token.get("content") if isinstance(token, Mapping) else token
+    # half of a surrogate pair is no text
+    if not isinstance(text, str) or not text or re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"{name}: wanted a token, got {received(token)}")
+    return text
+
 
 Tokens = Sequence[int] | Int[Array | np.ndarray, " tokens"]
 
 
 def ids(name: str, tokens: Tokens) -> list[int]:
-    """Tokens as a list, without negative numbers; errors call the argument `name`.
-
-    Raises `TypeError` for other types, and `ValueError` for numbers past 32 bits or another number of axes.
-    """
+    """Tokens as a list, without negative numbers; errors call the argument `name`."""
     array = np.asarray(tokens) if len(tokens) else np.zeros(0, np.int32)
     if array.dtype == object and all(isinstance(x, int) for x in array.flat):  # past 64 bits
         raise ValueError(f"{name}: wanted numbers of 32 bits, got {received(tokens)}")
@@ -32,12 +102,8 @@ def ids(name: str, tokens: Tokens) -> list[int]:
 
 
 class AbstractVocabulary(abc.ABC):
-    """The tokens of a text and the text of tokens, without a chat template."""
-
     @abc.abstractmethod
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text."""
-
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     @abc.abstractmethod
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of tokens; U+FFFD in place of bytes that are no UTF-8."""
@@ -47,19 +113,16 @@ class AbstractVocabulary(abc.ABC):
         """Whether later tokens cannot change the text up to this token, except a U+FFFD at the end."""
 
     @abc.abstractmethod
-    def number(self, token: str) -> int | None:
-        """The number of a token, or None."""
+    def number(self, token: str) -> int | None: ...
 
 
 class Bytes(AbstractVocabulary):
     """A token for each byte of UTF-8, and no special ones."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The bytes."""
         return list(text.encode("utf-8"))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of bytes; raises `ValueError` for a token above 255."""
         if tokens and max(tokens) > 255:
             raise ValueError(f"tokens: wanted bytes, from 0 to 255, got {max(tokens)}")
         return bytes(tokens).decode("utf-8", "replace")
@@ -69,16 +132,12 @@ class Bytes(AbstractVocabulary):
         return True
 
     def number(self, token: str) -> int | None:
-        """The byte of a character that is one."""
         data = token.encode("utf-8")
         return data[0] if len(data) == 1 else None
 
 
 class FromFile(AbstractVocabulary):
-    """A `tokenizer.json`, without the padding and truncation that it may ask for.
-
-    The library's errors become `ValueError` with the path.
-    """
+    """A `tokenizer.json` without its padding and truncation, whose errors are `ValueError`s with the path."""
 
     def __init__(self, path: Path, special: Special) -> None:
         from tokenizers import Tokenizer
@@ -93,12 +152,10 @@ class FromFile(AbstractVocabulary):
             self._add(special)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The tokens, with those that the file puts around a text."""
         with _explained(self._path):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text, by the file's decoder."""
         with _explained(self._path):
             return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
@@ -107,7 +164,6 @@ class FromFile(AbstractVocabulary):
         return token not in self._unsettled and self._tokenizer.id_to_token(token) is not None
 
     def number(self, token: str) -> int | None:
-        """The number of a token of the vocabulary, or of one that was added."""
         return self._tokenizer.token_to_id(token)
 
     def _add(self, special: Special) -> None:
@@ -147,10 +203,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def vocabulary(folder: Path, special: Special, config: Mapping[str, Any]) -> AbstractVocabulary:
-    """The vocabulary of a checkpoint: bytes where there is no file and `config` has 256 tokens.
-
-    Raises `ImportError` without `tokenizers`, and `ValueError` if the file is missing or cannot be read.
-    """
+    """The vocabulary of a checkpoint: bytes where there is no file and `config` has 256 tokens."""
     path, size = folder / "tokenizer.json", config.get("vocab_size")
     if not path.is_file():
         if size == 256:

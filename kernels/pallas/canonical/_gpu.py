@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, PyTree
 
-from .._common import result_like
+from ..._varying import result_like
 from ._gpu_memory import Place, Waiting
 from ._programs import Blocks, Item, Program
 from ._tiles import OfPairs, Side, Walk

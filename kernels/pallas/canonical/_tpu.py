@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from .._common import result_like
+from ..._varying import result_like
 from ..tpu._chip import target_chip
 from ..tpu._layout import LEAST_GRANTED
 from ._programs import Blocks, Program, is_below

@@ -14,12 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array
 
+from ..._varying import result_like
 from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
 from ...xla._blockwise import backward_rows, row_cotangents
-from .._common import result_like
-from .._ranges import tile_ranges, visibility_of
-from .._rows import BlockList, Visibility
+from .._rows import BlockList, Visibility, tile_ranges, visibility_of
 from .._score import score_cotangents, score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles

@@ -14,11 +14,10 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ..._varying import result_like
 from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, fold
-from .._common import result_like
-from .._ranges import tile_ranges, visibility_of
-from .._rows import BlockList, Visibility
+from .._rows import BlockList, Visibility, tile_ranges, visibility_of
 from .._score import score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles

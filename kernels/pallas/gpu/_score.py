@@ -9,7 +9,7 @@ from jax import Ref, lax
 from jax.experimental.pallas import triton
 from jaxtyping import Array
 
-from .._common import result_like
+from ..._varying import result_like
 from .._rows import Visibility
 from .._score_program import Numbers, ScoreProgram
 from . import _tile as tiles

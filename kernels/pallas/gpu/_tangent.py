@@ -13,11 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array
 
+from ..._varying import result_like
 from ...call._operands import Operands
 from ...call._state import AttentionState, holds_keys
-from .._common import moving_arrays, result_like
-from .._ranges import tile_ranges, visibility_of
-from .._rows import BlockList, Visibility
+from .._rows import BlockList, Visibility, moving_arrays, tile_ranges, visibility_of
 from .._score import score_directions, score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles

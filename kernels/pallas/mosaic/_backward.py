@@ -16,12 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from ..._varying import result_like
 from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
 from ...xla._blockwise import BackwardRows, backward_rows, row_cotangents
-from .._common import result_like
-from .._ranges import tile_ranges, visibility_of
-from .._rows import Visibility
+from .._rows import Visibility, tile_ranges, visibility_of
 from . import _tile as tiles
 from ._plan import (
     ROWS,

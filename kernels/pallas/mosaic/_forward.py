@@ -17,11 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from ..._varying import result_like
 from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
-from .._common import result_like
-from .._ranges import tile_ranges, visibility_of
-from .._rows import Visibility
+from .._rows import Visibility, tile_ranges, visibility_of
 from . import _tile as tiles
 from ._plan import ROWS, Plan, aligned, chunk, pack_heads, unstack_heads
 from ._tile import Ref, Ring

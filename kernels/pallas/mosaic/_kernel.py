@@ -10,7 +10,7 @@ from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._structure import WINDOWS
 from ...xla import _blockwise
-from .._common import moving_arrays
+from .._rows import moving_arrays
 from ._plan import TILE_SIZES, TileSizes, key_plan, make_plan, query_plan, tangent_plan
 
 _DTYPES = ("float16", "bfloat16")

@@ -12,11 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from ..._varying import result_like
 from ...call._operands import Operands
 from ...call._state import AttentionState
-from .._common import moving_arrays, result_like
-from .._ranges import tile_ranges, visibility_of
-from .._rows import Visibility, pad_to_blocks
+from .._rows import Visibility, moving_arrays, pad_to_blocks, tile_ranges, visibility_of
 from . import _tile as tiles
 from ._plan import (
     ROWS,

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
-from .._common import result_like
+from ..._varying import result_like
 from ._dot import dot
 
 # Rows, columns and the depth of a step of a product, by the bytes of a number: constants of the format, as are the

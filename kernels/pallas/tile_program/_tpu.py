@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from .._common import result_like
+from ..._varying import result_like
 from ._dot import dot
 
 LANES = 128

@@ -1,6 +1,5 @@
 """The TPU kernels of the gradients: one iterates over the keys of rows, one over the rows of keys."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,24 +9,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from ..._varying import result_like
 from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
 from ...xla._blockwise import backward_rows, row_cotangents
-from .._common import result_like
 from .._score_program import Numbers
-from ._grid import compiler_params
+from ._grid import Grid
 from ._layout import Layout, fold_keys, fold_rows, unfold_keys, unfold_rows
 from ._score import (
     BlockScores,
     block_cotangents,
     block_numbers,
-    number_specs,
     sums_like,
     sums_scratch,
     write_sums,
     zero_sums,
 )
-from ._step import dot, hide, key_spec, load_present, step, visibility_specs, visit, zero_past_end
+from ._step import dot, hide, load_present, visit, zero_past_end
 from ._visibility import BlockRanges, BlockVisibility, block_ranges, block_visibility
 
 
@@ -59,8 +57,8 @@ def backward(
     )
     visibility = block_visibility(operands, layout)
     numbers = block_numbers(operands, layout)
-    d_query, sums = _rows_over_keys(rows, keys, visibility, numbers, layout, interpret=interpret)
-    d_key, d_value = _keys_over_rows(rows, keys, visibility, numbers, layout, interpret=interpret)
+    d_query, sums = _run(False, rows, keys, visibility, numbers, layout, interpret=interpret)
+    d_key, d_value = _run(True, rows, keys, visibility, numbers, layout, interpret=interpret)
     return cotangents(
         unfold_rows(d_query, layout),
         unfold_keys(d_key, layout, tall=layout.tall_key),
@@ -70,71 +68,49 @@ def backward(
     )
 
 
-def _specs(
-    rows: tuple[Any, ...], layout: Layout, row: Callable[..., Any], key: Callable[..., Any]
-) -> list[pl.BlockSpec]:
-    """Blocks of query, dout, lse, delta, key and value; `row` and `key` return their indices."""
-
-    def of_row(b: Array, p: Array, *rest: Array | BlockRanges) -> tuple[int | Array, ...]:
-        return b, p, row(b, *rest), 0
-
-    def of_row_number(b: Array, p: Array, *rest: Array | BlockRanges) -> tuple[int | Array, ...]:
-        return b, p, 0, row(b, *rest)
-
-    width, value_width = (x.shape[-1] for x in rows[:2])
-    return [
-        *(pl.BlockSpec((None, None, layout.row_block, x.shape[-1]), of_row) for x in rows[:2]),
-        *(pl.BlockSpec((None, None, 1, layout.row_block), of_row_number) for _ in rows[2:]),
-        key_spec(width, layout, key, tall=layout.tall_key),
-        key_spec(value_width, layout, key, tall=layout.tall_value),
-    ]
-
-
-def _rows_over_keys(
-    rows: tuple[Any, ...],
-    keys: tuple[Any, ...],
+def _run(
+    keeps_keys: bool,
+    rows: tuple[Array, ...],
+    keys: tuple[Array, ...],
     visibility: BlockVisibility,
     numbers: Numbers,
     layout: Layout,
     *,
     interpret: bool,
 ) -> Any:
-    query = rows[0]
-    batch, width = query.shape[0], query.shape[-1]
-    ranges = block_ranges(visibility, layout, batch)
-
-    def range_index(b: Array, i: Array) -> Array:
-        return b * layout.row_blocks + i
-
-    def row(b: Array, i: Array, j: Array, _: BlockRanges) -> Array:
-        return i
-
-    def key(b: Array, i: Array, j: Array, ranges: BlockRanges) -> Array:
-        return step(ranges, range_index(b, i), j)
-
-    specs = _specs(rows, layout, row, key)
-    like = sums_like(numbers, batch, query)
-    return pl.pallas_call(
-        functools.partial(_rows_kernel, layout=layout, range_index=range_index),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batch, layout.heads, layout.row_blocks, layout.key_blocks),
-            in_specs=[
-                *specs,
-                visibility_specs(visibility.arrays, layout, row, key),
-                number_specs(numbers, layout, row),
-            ],
-            out_specs=(specs[0], number_specs(like, layout, row)),
-            scratch_shapes=[
-                pltpu.VMEM((layout.row_block, width), jnp.float32),
-                sums_scratch(numbers, layout),
-            ],
-        ),
-        out_shape=(result_like(query, query.shape, query.dtype), like),
-        compiler_params=compiler_params(layout, 4),
+    """The kernel of blocks of keys, or the one of blocks of rows."""
+    query, d_out = rows[:2]
+    grid = Grid(layout, len(query), keeps_keys, parted=False)
+    widths = query.shape[-1], d_out.shape[-1]
+    specs = [
+        *map(grid.of_rows, widths),
+        *(grid.of_numbers() for _ in rows[2:]),
+        grid.of_keys(widths[0], tall=layout.tall_key),
+        grid.of_keys(widths[1], tall=layout.tall_value),
+    ]
+    results: Any = [result_like(query, x.shape, x.dtype) for x in keys]
+    out_specs: Any = specs[-2:]
+    scratch = [pltpu.VMEM((layout.key_block, width), jnp.float32) for width in widths]
+    if not keeps_keys:
+        sums = sums_like(numbers, grid.batch, query)
+        results = result_like(query, query.shape, query.dtype), sums
+        out_specs = specs[0], grid.of_score(sums)
+        rows_scratch: Any = pltpu.VMEM((layout.row_block, widths[0]), jnp.float32)
+        scratch = [rows_scratch, sums_scratch(numbers, layout)]
+    return grid.run(
+        _keys_kernel if keeps_keys else _rows_kernel,
+        block_ranges(visibility, layout, grid.batch, of_keys=keeps_keys),
+        [
+            *zip((*rows, *keys), specs, strict=True),
+            (visibility.arrays, grid.of_visibility(visibility.arrays)),
+            (numbers, grid.of_score(numbers)),
+        ],
+        results,
+        out_specs,
+        scratch,
         interpret=interpret,
-        name="attention_backward_rows",
-    )(ranges, *rows, *keys, visibility.arrays, numbers)
+        name="attention_backward_" + ("keys" if keeps_keys else "rows"),
+    )
 
 
 def _rows_kernel(
@@ -185,50 +161,6 @@ def _rows_kernel(
     def _() -> None:
         d_query[...] = (sums[...] * layout.settings.scale).astype(d_query.dtype)
         write_sums(d_score, score_sums)
-
-
-def _keys_over_rows(
-    rows: tuple[Any, ...],
-    keys: tuple[Any, ...],
-    visibility: BlockVisibility,
-    numbers: Numbers,
-    layout: Layout,
-    *,
-    interpret: bool,
-) -> Any:
-    batch = len(rows[0])
-    ranges = block_ranges(visibility, layout, batch, of_keys=True)
-
-    def range_index(b: Array, i: Array) -> Array:
-        return b * layout.key_blocks + i
-
-    def key(b: Array, i: Array, j: Array, _: BlockRanges) -> Array:
-        return i
-
-    def row(b: Array, i: Array, j: Array, ranges: BlockRanges) -> Array:
-        return step(ranges, range_index(b, i), j)
-
-    specs = _specs(rows, layout, row, key)
-    return pl.pallas_call(
-        functools.partial(_keys_kernel, layout=layout, range_index=range_index),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batch, layout.heads, layout.key_blocks, layout.row_blocks),
-            in_specs=[
-                *specs,
-                visibility_specs(visibility.arrays, layout, row, key),
-                number_specs(numbers, layout, row),
-            ],
-            out_specs=specs[-2:],
-            scratch_shapes=[
-                pltpu.VMEM((layout.key_block, x.shape[-1]), jnp.float32) for x in rows[:2]
-            ],
-        ),
-        out_shape=[result_like(rows[0], x.shape, x.dtype) for x in keys],
-        compiler_params=compiler_params(layout, 4),
-        interpret=interpret,
-        name="attention_backward_keys",
-    )(ranges, *rows, *keys, visibility.arrays, numbers)
 
 
 def _keys_kernel(

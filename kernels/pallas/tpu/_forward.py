@@ -1,6 +1,5 @@
 """The TPU kernel of the state: online softmax over blocks of keys, each read once."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +13,10 @@ from jaxtyping import Array
 from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
 from ...xla._as_written import as_written
-from .._common import result_like
 from .._score_program import Numbers
-from ._grid import Grid, compiler_params
+from ._grid import Grid
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
-from ._score import BlockScores, block_numbers, number_specs
+from ._score import BlockScores, block_numbers
 from ._step import HIDDEN, dot, hide, load_present, visit, zero_past_end
 from ._visibility import BlockRanges, block_ranges, block_visibility
 
@@ -29,49 +27,34 @@ def forward(operands: Operands, layout: Layout, *, interpret: bool) -> Attention
     query, key, value = operands[:3]
     if settings.part:
         query = as_written(query)
-    batch = query.shape[0]
     visibility = block_visibility(operands, layout)
-    grid = Grid(layout, batch)
+    grid = Grid(layout, len(query))
     splits = grid.splits
-    ranges = block_ranges(visibility, layout, batch, splits=splits)
+    ranges = block_ranges(visibility, layout, grid.batch, splits=splits)
     numbers = block_numbers(operands, layout)
     width, value_width = query.shape[-1], value.shape[-1]
-    partial_dtype = out_dtype(operands, settings) if splits == 1 else jnp.float32
-    rows = layout.row_blocks * layout.row_block
-    specs = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
-        grid=grid.sizes,
-        in_specs=[
-            grid.of_rows(width),
-            grid.of_keys(width, tall=layout.tall_key),
-            grid.of_keys(value_width, tall=layout.tall_value),
-            grid.of_visibility(visibility),
-            number_specs(numbers, layout, grid.row),
+    tall_key, tall_value = layout.tall_key, layout.tall_value
+    out, lse = grid.run(
+        _kernel,
+        ranges,
+        [
+            (fold_rows(query, layout), grid.of_rows(width)),
+            (fold_keys(key, layout, tall=tall_key), grid.of_keys(width, tall=tall_key)),
+            (fold_keys(value, layout, tall=tall_value), grid.of_keys(value_width, tall=tall_value)),
+            (visibility.arrays, grid.of_visibility(visibility.arrays)),
+            (numbers, grid.of_score(numbers)),
         ],
-        out_specs=grid.of_parts(value_width),
-        scratch_shapes=[
+        grid.parts_like(
+            query, value_width, out_dtype(operands, settings) if splits == 1 else jnp.float32
+        ),
+        grid.of_parts(value_width),
+        [
             pltpu.VMEM((layout.row_block, 1), jnp.float32),
             pltpu.VMEM((layout.row_block, 1), jnp.float32),
             pltpu.VMEM((layout.row_block, value_width), jnp.float32),
         ],
-    )
-    out, lse = pl.pallas_call(
-        functools.partial(_kernel, layout=layout, range_index=grid.range_index),
-        grid_spec=specs,
-        out_shape=[
-            result_like(query, (splits, batch, layout.heads, rows, value_width), partial_dtype),
-            result_like(query, (splits, batch, layout.heads, 1, rows), jnp.float32),
-        ],
-        compiler_params=compiler_params(layout, len(grid.sizes)),
         interpret=interpret,
         name="attention_forward",
-    )(
-        ranges,
-        fold_rows(query, layout),
-        fold_keys(key, layout, tall=layout.tall_key),
-        fold_keys(value, layout, tall=layout.tall_value),
-        visibility.arrays,
-        numbers,
     )
     state = AttentionState(out, lse.squeeze(-2))
     state = merge_all(state) if splits > 1 else AttentionState(out[0], state.lse[0])

@@ -1,80 +1,158 @@
-"""The grid of the TPU kernels of the state and of its tangent."""
+"""The grids of the TPU kernels, and the blocks of arrays that a step has."""
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from ..._varying import result_like
+from .._score_program import Numbers
 from ._layout import Layout
-from ._step import key_spec, step, visibility_specs
-from ._visibility import BlockRanges, BlockVisibility
+from ._step import step
+from ._visibility import BlockRanges
 
 # A single block of rows reads its keys in two parts at once, as v4 and v5p have two cores.
 SPLITS = 2
 
 
-def compiler_params(layout: Layout, axes: int) -> pltpu.CompilerParams:
-    """The parameters of a kernel whose steps are sequential along the last axis of its grid alone."""
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel",) * (axes - 1) + ("arbitrary",),
-        vmem_limit_bytes=layout.granted,
-    )
-
-
 class Grid(NamedTuple):
-    """The grid of a call: batch entries, key heads, parts, blocks of rows, and blocks of their keys."""
+    """The grid of a call: batch entries, key heads, parts if any, kept blocks, and blocks that each iterates over.
+
+    Attributes:
+        layout: that of the call.
+        batch: the number of batch entries.
+        keeps_keys: whether blocks of keys are kept, which iterate over rows; else blocks of rows, over keys.
+        parted: whether there is an axis of parts of the iteration.
+    """
 
     layout: Layout
     batch: int
+    keeps_keys: bool = False
+    parted: bool = True
 
     @property
     def splits(self) -> int:
         """The parts of the keys."""
-        return SPLITS if self.layout.row_blocks == 1 and self.layout.key_blocks >= SPLITS else 1
+        parted = self.parted and self.layout.row_blocks == 1
+        return SPLITS if parted and self.layout.key_blocks >= SPLITS else 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The steps along each axis; only those of the last are sequential."""
-        layout = self.layout
-        steps = pl.cdiv(layout.key_blocks, self.splits)
-        return self.batch, layout.heads, self.splits, layout.row_blocks, steps
+        kept, iterated = self.layout.row_blocks, self.layout.key_blocks
+        if self.keeps_keys:
+            kept, iterated = iterated, kept
+        parts = (self.splits,) if self.parted else ()
+        return self.batch, self.layout.heads, *parts, kept, pl.cdiv(iterated, self.splits)
 
-    def range_index(self, b: Array, s: Array, i: Array) -> Array:
-        """The index of a range of `block_ranges`."""
-        return (b * self.layout.row_blocks + i) * self.splits + s
+    def run(
+        self,
+        kernel: Callable[..., None],
+        ranges: BlockRanges,
+        inputs: Sequence[tuple[Any, Any]],
+        results: Any,
+        out_specs: Any,
+        scratch: Sequence[Any],
+        *,
+        interpret: bool,
+        name: str,
+    ) -> Any:
+        """Runs `kernel(ranges, *inputs, *results, *scratch, layout=, range_index=)`; inputs with their specs."""
+        parameters = pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * (len(self.sizes) - 1) + ("arbitrary",),
+            vmem_limit_bytes=self.layout.granted,
+        )
+        return pl.pallas_call(
+            functools.partial(kernel, layout=self.layout, range_index=self.range_index),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=self.sizes,
+                in_specs=[spec for _, spec in inputs],
+                out_specs=out_specs,
+                scratch_shapes=scratch,
+            ),
+            out_shape=results,
+            compiler_params=parameters,
+            interpret=interpret,
+            name=name,
+        )(ranges, *(x for x, _ in inputs))
 
-    def row(self, b: Array, s: Array, i: Array, j: Array, _: BlockRanges) -> Array:
+    def range_index(self, b: Array, *rest: Array) -> Array:
+        """The index of a range of `block_ranges`, of a part (if any) and a kept block."""
+        *part, i = rest
+        index = b * self.sizes[-2] + i
+        return index * self.splits + part[0] if part else index
+
+    def _iterated(self, b: Array, *rest: Any) -> Array:
+        *part, i, j, ranges = rest
+        return step(ranges, self.range_index(b, *part, i), j)
+
+    def row(self, b: Array, *rest: Any) -> Array:
         """The block of rows of a step."""
-        return i
+        return self._iterated(b, *rest) if self.keeps_keys else rest[-3]
 
-    def key(self, b: Array, s: Array, i: Array, j: Array, ranges: BlockRanges) -> Array:
+    def key(self, b: Array, *rest: Any) -> Array:
         """The block of keys of a step."""
-        return step(ranges, self.range_index(b, s, i), j)
+        return rest[-3] if self.keeps_keys else self._iterated(b, *rest)
 
     def of_rows(self, width: int) -> pl.BlockSpec:
         """The spec of a block of rows `[B, P, R, width]`."""
 
-        def index_map(b: Array, p: Array, s: Array, i: Array, *_: Any) -> tuple[Any, ...]:
-            return b, p, i, 0
+        def index_map(b: Array, p: Array, *rest: Any) -> tuple[Any, ...]:
+            return b, p, self.row(b, *rest), 0
 
         return pl.BlockSpec((None, None, self.layout.row_block, width), index_map)
 
     def of_numbers(self) -> pl.BlockSpec:
         """The spec of a block of one number for each row, `[B, P, 1, R]`."""
 
-        def index_map(b: Array, p: Array, s: Array, i: Array, *_: Any) -> tuple[Any, ...]:
-            return b, p, 0, i
+        def index_map(b: Array, p: Array, *rest: Any) -> tuple[Any, ...]:
+            return b, p, 0, self.row(b, *rest)
 
         return pl.BlockSpec((None, None, 1, self.layout.row_block), index_map)
 
     def of_keys(self, width: int, *, tall: bool) -> pl.BlockSpec:
         """The spec of a block of keys or values."""
-        return key_spec(width, self.layout, self.key, tall=tall)
 
-    def of_visibility(self, visibility: BlockVisibility) -> dict[str, pl.BlockSpec]:
+        def index_map(b: Array, p: Array, *rest: Any) -> tuple[Any, ...]:
+            number = self.key(b, *rest)
+            return (b, p, 0, number) if tall else (b, p, number, 0)
+
+        shape = (width, self.layout.key_block) if tall else (self.layout.key_block, width)
+        return pl.BlockSpec((None, None, *shape), index_map)
+
+    def of_visibility(self, arrays: dict[str, Array]) -> dict[str, pl.BlockSpec]:
         """The specs of the visibility arrays."""
-        return visibility_specs(visibility.arrays, self.layout, self.row, self.key)
+
+        def spec(name: str, x: Array) -> pl.BlockSpec:
+            of_rows = name.startswith("row")
+            block = self.layout.row_block if of_rows else self.layout.key_block
+
+            def index_map(b: Array, p: Array, *rest: Any) -> tuple[Any, ...]:
+                # an array may be shared by the whole batch, or have one block for all blocks
+                number = (self.row if of_rows else self.key)(b, *rest) if x.shape[-1] > block else 0
+                return b if len(x) > 1 else 0, 0, number
+
+            return pl.BlockSpec((None, 1, block), index_map)
+
+        return {name: spec(name, x) for name, x in arrays.items()}
+
+    def of_score(self, numbers: Numbers) -> Numbers:
+        """The specs of blocks of the score's numbers, of their sums and of their directions."""
+
+        def spec(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+            def index_map(b: Array, p: Array, *rest: Any) -> tuple[Any, ...]:
+                return b if x.shape[0] > 1 else 0, p, 0, self.row(b, *rest)
+
+            return pl.BlockSpec((None, None, x.shape[2], self.layout.row_block), index_map)
+
+        return jax.tree.map(spec, numbers)
 
     def of_parts(self, width: int) -> list[pl.BlockSpec]:
         """The specs of results for each part: rows `[S, B, P, R, width]` and numbers `[S, B, P, 1, R]`."""
@@ -88,4 +166,13 @@ class Grid(NamedTuple):
         return [
             pl.BlockSpec((None, None, None, self.layout.row_block, width), rows),
             pl.BlockSpec((None, None, None, 1, self.layout.row_block), numbers),
+        ]
+
+    def parts_like(self, query: Array, width: int, dtype: DTypeLike) -> list[jax.ShapeDtypeStruct]:
+        """The types of these results, the rows in `dtype`."""
+        rows = self.layout.row_blocks * self.layout.row_block
+        shape = self.splits, self.batch, self.layout.heads
+        return [
+            result_like(query, (*shape, rows, width), dtype),
+            result_like(query, (*shape, 1, rows), jnp.float32),
         ]

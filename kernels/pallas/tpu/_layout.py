@@ -3,11 +3,12 @@
 import math
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from ...call._operands import Operands, Settings
 from ...masks._pairwise import Pairwise
-from .._rows import pack_rows, pairs_of, unpack_rows
+from .._rows import pad_to_blocks, pairs_of
 from .._score import score_of
 from .._score_program import ScoreProgram, Target
 from ._chip import Chip, target_chip
@@ -249,31 +250,25 @@ def fold_rows(x: Array, layout: Layout, fill: float = 0) -> Array:
     Blocks then cover short intervals of positions, so that fewer pairs of them meet under a causal mask.
     """
     batch, query_len, heads, *trailing = x.shape
-    x = x.reshape(batch, query_len, layout.heads, layout.row_fold, *trailing).swapaxes(2, 3)
-    return pack_rows(
-        x.reshape(batch, layout.rows, layout.heads, *trailing), layout.heads, layout.row_block, fill
-    )
+    x = x.reshape(batch, query_len, layout.heads, layout.row_fold, *trailing)
+    x = jnp.moveaxis(x, 2, 1).reshape(batch, layout.heads, layout.rows, *trailing)
+    return pad_to_blocks(x, 2, layout.row_block, fill)
 
 
 def unfold_rows(x: Array, layout: Layout) -> Array:
     """The inverse of `fold_rows`."""
     batch, _, _, *trailing = x.shape
-    x = unpack_rows(x, layout.rows, layout.heads).reshape(
-        batch, -1, layout.row_fold, layout.heads, *trailing
-    )
-    return x.swapaxes(2, 3).reshape(batch, -1, layout.heads * layout.row_fold, *trailing)
+    x = x[:, :, : layout.rows].reshape(batch, layout.heads, -1, layout.row_fold, *trailing)
+    return jnp.moveaxis(x, 1, 2).reshape(batch, -1, layout.heads * layout.row_fold, *trailing)
 
 
 def fold_keys(x: Array, layout: Layout, *, tall: bool) -> Array:
     """`[B, S, K, W]` to `[B, P, C, W]`, or to `[B, P, W, C]` if `tall`."""
-    x = pack_rows(x.reshape(x.shape[0], layout.keys, layout.heads, x.shape[-1]), layout.heads, 1)
+    x = x.reshape(x.shape[0], layout.keys, layout.heads, x.shape[-1]).swapaxes(1, 2)
     return x.swapaxes(2, 3) if tall else x
 
 
 def unfold_keys(x: Array, layout: Layout, *, tall: bool) -> Array:
     """The inverse of `fold_keys`."""
     x = x.swapaxes(2, 3) if tall else x
-    batch, width = x.shape[0], x.shape[-1]
-    return unpack_rows(x, layout.keys, layout.heads).reshape(
-        batch, -1, layout.heads * layout.key_fold, width
-    )
+    return x.swapaxes(1, 2).reshape(len(x), -1, layout.heads * layout.key_fold, x.shape[-1])

@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from ..._varying import result_like
 from ...call._operands import Operands
 from ...call._state import unfused
-from .._common import result_like
 from .._score import score_cotangents, score_directions, score_numbers
 from .._score_program import Numbers
 from ._layout import Layout, unfold_rows
@@ -152,18 +152,6 @@ def block_cotangents(operands: Operands, layout: Layout, sums: Numbers) -> tuple
         layout.score,
         Numbers(tuple(unfolded(x)[..., 0] for x in sums.floats), tuple(map(unfolded, sums.tables))),
     )
-
-
-def number_specs(numbers: Numbers, layout: Layout, row: Callable[..., Any]) -> Numbers:
-    """The specs of blocks of them, of sums and of directions; `row` returns the index of a block."""
-
-    def spec(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-        def index_map(b: Array, p: Array, *rest: Any) -> tuple[Any, ...]:
-            return b if x.shape[0] > 1 else 0, p, 0, row(b, *rest)
-
-        return pl.BlockSpec((None, None, x.shape[2], layout.row_block), index_map)
-
-    return jax.tree.map(spec, numbers)
 
 
 def sums_like(numbers: Numbers, batch: int, like: Array) -> Numbers:

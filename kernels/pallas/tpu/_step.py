@@ -1,4 +1,4 @@
-"""Helpers of the TPU kernels: the specs of their blocks, and the parts of one step."""
+"""The parts of one step of the TPU kernels."""
 
 import functools
 import math
@@ -16,17 +16,6 @@ from ._layout import Layout
 from ._visibility import BlockRanges, feature
 
 HIDDEN = -math.inf
-
-
-def key_spec(width: int, layout: Layout, block: Callable[..., Any], *, tall: bool) -> pl.BlockSpec:
-    """The spec of a block of keys or values; `block` returns its index."""
-
-    def index_map(b: Array, p: Array, *rest: Array | BlockRanges) -> tuple[int | Array, ...]:
-        number = block(b, *rest)
-        return (b, p, 0, number) if tall else (b, p, number, 0)
-
-    shape = (width, layout.key_block) if tall else (layout.key_block, width)
-    return pl.BlockSpec((None, None, *shape), index_map)
 
 
 def step(ranges: BlockRanges, range_index: Array, number: Array) -> Array:
@@ -61,27 +50,6 @@ def visit(
         pl.when((index < stop) & jnp.logical_not(is_open))(lambda: do(block, visibility))
 
     return run
-
-
-def visibility_specs(
-    visibility: dict[str, Array], layout: Layout, row: Callable[..., Any], key: Callable[..., Any]
-) -> dict[str, pl.BlockSpec]:
-    """The specs of the visibility arrays; `row` and `key` return the index of a block."""
-
-    def spec(name: str, x: Array) -> pl.BlockSpec:
-        block_index, block = (
-            (row, layout.row_block) if name.startswith("row") else (key, layout.key_block)
-        )
-
-        def index_map(*step: Array | BlockRanges) -> tuple[Any, ...]:
-            b, _, *rest = step
-            # an array may be shared by the whole batch, or have one block for all blocks
-            number = block_index(b, *rest) if x.shape[-1] > block else 0
-            return b if len(x) > 1 else 0, 0, number
-
-        return pl.BlockSpec((None, 1, block), index_map)
-
-    return {name: spec(name, x) for name, x in visibility.items()}
 
 
 def hide(

@@ -4,7 +4,6 @@ The weights come from the saved energies, so the sums over two parts of the keys
 are those of `AbstractKernel.tangent`.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +15,11 @@ from jaxtyping import Array
 
 from ...call._operands import Operands
 from ...call._state import AttentionState, holds_keys
-from .._common import moving_arrays, result_like
+from .._rows import moving_arrays
 from .._score_program import Numbers
-from ._grid import Grid, compiler_params
+from ._grid import Grid
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
-from ._score import BlockScores, block_directions, block_numbers, number_specs
+from ._score import BlockScores, block_directions, block_numbers
 from ._step import dot, hide, load_present, visit, zero_past_end
 from ._visibility import BlockRanges, block_ranges, block_visibility
 
@@ -35,65 +34,47 @@ def tangent(
 ) -> AttentionState:
     """The derivative of the state in a direction."""
     query, _, value = operands[:3]
-    batch, width, value_width = len(query), query.shape[-1], value.shape[-1]
+    width, value_width = query.shape[-1], value.shape[-1]
     visibility = block_visibility(operands, layout)
-    grid = Grid(layout, batch)
-    ranges = block_ranges(visibility, layout, batch, splits=grid.splits)
-
-    def folded(arrays: dict[str, Array]) -> dict[str, Array]:
-        tall = {"key": layout.tall_key, "value": layout.tall_value}
-        return {
-            name: fold_keys(x, layout, tall=tall[name]) if name in tall else fold_rows(x, layout)
-            for name, x in arrays.items()
-        }
-
+    grid = Grid(layout, len(query))
+    ranges = block_ranges(visibility, layout, grid.batch, splits=grid.splits)
     of_score = (block_numbers(operands, layout), block_directions(operands, layout, directions))
-    fixed, moving = (folded(moving_arrays(x)) for x in (operands, directions))
-    specs_by_name = {
+    tall = {"key": layout.tall_key, "value": layout.tall_value}
+    specs = {
         "query": grid.of_rows(width),
         "key": grid.of_keys(width, tall=layout.tall_key),
         "value": grid.of_keys(value_width, tall=layout.tall_value),
     }
-    specs = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1,
-        grid=grid.sizes,
-        in_specs=[
-            specs_by_name,
-            {name: specs_by_name[name] for name in moving},
-            grid.of_rows(value_width),
-            grid.of_numbers(),
-            grid.of_visibility(visibility),
-            tuple(None if x is None else number_specs(x, layout, grid.row) for x in of_score),
+
+    def folded(arrays: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Any]]:
+        """The arrays by name, in the layout of their kind, with their specs."""
+        blocks = {
+            name: fold_keys(x, layout, tall=tall[name]) if name in tall else fold_rows(x, layout)
+            for name, x in arrays.items()
+        }
+        return blocks, {name: specs[name] for name in blocks}
+
+    # rows without keys, and those that pad a block, have no weight: e^{s - inf} = 0
+    lse = fold_rows(jnp.where(holds_keys(state.lse), state.lse, jnp.inf), layout, jnp.inf)
+    out, lse = grid.run(
+        _kernel,
+        ranges,
+        [
+            folded(moving_arrays(operands)),
+            folded(moving_arrays(directions)),
+            (fold_rows(state.out, layout), grid.of_rows(value_width)),
+            (lse[:, :, None], grid.of_numbers()),
+            (visibility.arrays, grid.of_visibility(visibility.arrays)),
+            (of_score, tuple(None if x is None else grid.of_score(x) for x in of_score)),
         ],
-        out_specs=grid.of_parts(value_width),
-        scratch_shapes=[
+        grid.parts_like(query, value_width, state.out.dtype if grid.splits == 1 else jnp.float32),
+        grid.of_parts(value_width),
+        [
             pltpu.VMEM((layout.row_block, 1), jnp.float32),
             pltpu.VMEM((layout.row_block, value_width), jnp.float32),
         ],
-    )
-    # rows without keys, and those that pad a block, have no weight: e^{s - inf} = 0
-    lse = fold_rows(jnp.where(holds_keys(state.lse), state.lse, jnp.inf), layout, jnp.inf)
-    rows = layout.row_blocks * layout.row_block
-    shape = (grid.splits, batch, layout.heads)
-    dtype = state.out.dtype if grid.splits == 1 else jnp.float32
-    out, lse = pl.pallas_call(
-        functools.partial(_kernel, layout=layout, range_index=grid.range_index),
-        grid_spec=specs,
-        out_shape=[
-            result_like(query, (*shape, rows, value_width), dtype),
-            result_like(query, (*shape, 1, rows), jnp.float32),
-        ],
-        compiler_params=compiler_params(layout, len(grid.sizes)),
         interpret=interpret,
         name="attention_tangent",
-    )(
-        ranges,
-        fixed,
-        moving,
-        fold_rows(state.out, layout),
-        lse[:, :, None],
-        visibility.arrays,
-        of_score,
     )
     out, lse = (unfold_rows(x.sum(0), layout) for x in (out, lse.squeeze(-2)))
     return AttentionState(out.astype(state.out.dtype), lse)

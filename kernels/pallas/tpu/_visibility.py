@@ -1,25 +1,20 @@
 """Positions and segments in the layout of the TPU kernels, and the ranges of blocks they visit."""
 
-import functools
-import operator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Ref, lax
 from jaxtyping import Array, Int
 
-from ...call._operands import Operands, bound, hide_unreachable
-from ...masks._abstract import AbstractMask
-from ...masks._interval import Interval, interval
-from ...masks._visibility import must_meet
+from ...call._operands import Operands, bound, hide_unreachable, with_default_positions
 from .._rows import (
-    Visibility,
     block_list,
+    block_run,
     block_spans,
     features_of,
     meeting_blocks,
-    visibility_of,
+    open_blocks,
+    padded_visibility,
 )
 from ._layout import Layout
 
@@ -42,24 +37,17 @@ class BlockVisibility(NamedTuple):
 
 def block_visibility(operands: Operands, layout: Layout) -> BlockVisibility:
     """The visibility of folded rows and keys."""
-    operands = hide_unreachable(operands, layout.settings)
-    # `visibility_of` repeats rows for the heads that share a key head; here they are folded already
-    batch, keys, key_block = (
-        len(operands.key),
-        operands.key.shape[1],
-        layout.key_block // layout.key_fold,
-    )
-    folded = operands._replace(
-        query=jax.ShapeDtypeStruct((batch, layout.rows, 1, 1), jnp.float32),
-        key=jax.ShapeDtypeStruct((batch, keys, 1, 1), jnp.float32),
-        query_positions=_repeated(operands.query_positions, layout.row_fold),
-        query_segments=_repeated(operands.query_segments, layout.row_fold),
-    )
+    operands = with_default_positions(hide_unreachable(operands, layout.settings), layout.settings)
+    key_block = layout.key_block // layout.key_fold
     features = features_of(operands, layout.pairs)
     features = features._replace(
         queries=tuple(_repeated(x, layout.row_fold) for x in features.queries)
     )
-    visibility = visibility_of(folded, layout.settings, features, layout.row_block, key_block)
+    folded = operands._replace(
+        query_positions=_repeated(operands.query_positions, layout.row_fold),
+        query_segments=_repeated(operands.query_segments, layout.row_fold),
+    )
+    visibility = padded_visibility(folded, features, layout.row_block, key_block)
     mask = bound(layout.settings, operands)
     meets = meeting_blocks(visibility, mask, layout.row_block, key_block)
     names = ("row_positions", "key_positions", "row_segments", "key_segments")
@@ -76,32 +64,13 @@ def block_visibility(operands: Operands, layout: Layout) -> BlockVisibility:
         arrays["key_heads"] = (
             jnp.arange(layout.key_block, dtype=jnp.int32)[None, None] % layout.key_fold
         )
-    return BlockVisibility(arrays, meets, _open(visibility, mask, layout, key_block))
+    all_seen = open_blocks(visibility, mask, layout.row_block, key_block)
+    return BlockVisibility(arrays, meets, all_seen)
 
 
 def feature(side: str, number: int) -> str:
     """The name of an array of numbers that the mask compares, of the side "row" or "key"."""
     return f"{side}_feature_{number}"
-
-
-def _open(visibility: Visibility, mask: AbstractMask, layout: Layout, key_block: int) -> Any:
-    conditions = []
-
-    def cut(rows: Array, keys: Array) -> tuple[Array, Array]:
-        return (
-            rows.reshape(len(rows), -1, 1, layout.row_block),
-            keys.reshape(len(keys), 1, -1, key_block),
-        )
-
-    if visibility.row_positions is not None and visibility.key_positions is not None:
-        rows, keys = cut(visibility.row_positions, visibility.key_positions)
-        all_keys = Interval(keys.min(-1), keys.max(-1))
-        conditions.append(must_meet(mask, interval(rows), all_keys))
-    if visibility.row_segments is not None and visibility.key_segments is not None:
-        rows, keys = cut(visibility.row_segments, visibility.key_segments)
-        # as low <= high, all four are then equal
-        conditions.append((rows.min(-1) == keys.max(-1)) & (rows.max(-1) == keys.min(-1)))
-    return functools.reduce(operator.and_, conditions) if conditions else None
 
 
 def _repeated(x: Array | None, times: int) -> Any:
@@ -169,7 +138,7 @@ def block_ranges(
     else:
         first, stop = full_range if visibility.meets is None else block_spans(visibility.meets)
         open_first, open_stop = (
-            full_range if visibility.open is None else _first_run(visibility.open)
+            full_range if visibility.open is None else block_run(visibility.open)
         )
 
     def each(x: Array) -> Array:
@@ -183,10 +152,3 @@ def block_ranges(
         x.reshape(-1) for x in (first, stop, open_first, open_stop)
     )
     return BlockRanges(first, stop, open_first, open_stop, order)
-
-
-def _first_run(x: Array) -> tuple[Array, Array]:
-    first = x.argmax(-1).astype(jnp.int32)
-    number = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    end = jnp.where(x | (number < first[..., None]), x.shape[-1], number).min(-1)
-    return first, jnp.where(x.any(-1), end, 0)

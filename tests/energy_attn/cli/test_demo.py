@@ -15,14 +15,14 @@ import pytest
 import energy_attn as ea
 import energy_attn.cli.demo as demo
 from energy_attn import __main__ as command
-from energy_attn.cli import _byte_llama, _devices
-from energy_attn.cli.demo import _checks, _kernels, _picture, _report, _score, _times
+from energy_attn.cli import _arguments, _byte_llama
+from energy_attn.cli.demo import _checks, _decode, _report, _times
 from energy_attn.cli.info import EXAMPLES, choice
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import Llama, LlamaConfig
 from tests.support.flags import environment
 
-SETTINGS = {"context": 2 * _score.WINDOW + 7, "tokens": 6, "parts": False}
+SETTINGS = {"context": 2 * _checks.WINDOW + 7, "tokens": 6, "parts": False}
 TINY = LlamaConfig(*(256, 16, 24, 1, 2, 1), tie_word_embeddings=True, max_position_embeddings=512)
 BOUND = 1.0  # nats per held-out byte
 
@@ -79,7 +79,7 @@ def pieces():
 
     functions = {
         "byte_llama": lambda: model,
-        "score": lambda *args: _score.Score(2.0, 1.0, "blockwise"),
+        "score": lambda *args: _checks.Score(2.0, 1.0, "blockwise"),
         "decode": remember("decode", decode),
         "compile_loop": remember("loop", compile_loop),
         "held_out_text": lambda: text,
@@ -261,10 +261,10 @@ def test_weights(peer, user_settings):
     assert loss < BOUND
     model = _byte_llama.byte_llama()
     tokens = jnp.asarray(pieces, jnp.int32)
-    np.testing.assert_allclose(jax.jit(_score.surprise)(model, tokens).mean(), loss, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(_checks.surprise)(model, tokens).mean(), loss, atol=1e-5)
     ours = jax.jit(lambda model, x: model(x).logits)(model, tokens[:2, :-1])
     np.testing.assert_allclose(ours, wanted[:2], atol=2e-6 * np.abs(wanted).max())
-    assert _score.parameters(model) == 918_656
+    assert _checks.parameters(model) == 918_656
     files = {path.name: path.stat().st_size for path in _byte_llama.FOLDER.iterdir()}
     assert set(files) == {"config.json", "model.safetensors"} and sum(files.values()) <= 2e6
 
@@ -273,12 +273,12 @@ def test_weights(peer, user_settings):
 def test_score_sees_the_same_bytes():
     """With one window of text, the whole context is no better than all but its first half."""
     model = Llama(TINY, key=jax.random.key(0))
-    text = np.random.default_rng(0).integers(0, 256, 2 * _score.WINDOW).astype(np.uint8)
-    near, far, kernels = _score.score(model, text)
+    text = np.random.default_rng(0).integers(0, 256, 2 * _checks.WINDOW).astype(np.uint8)
+    near, far, kernels = _checks.score(model, text)
     read = jax.jit(lambda model, tokens: model(tokens).logits)
     logits = read(model, jnp.asarray(text[None, :-1], jnp.int32))
     wanted = -jax.nn.log_softmax(logits)[0, np.arange(len(text) - 1), text[1:]]
-    np.testing.assert_allclose(far, wanted[-_score.WINDOW :].mean(), rtol=1e-5)
+    np.testing.assert_allclose(far, wanted[-_checks.WINDOW :].mean(), rtol=1e-5)
     assert near != far and abs(near - far) < 0.1
     assert kernels == "blockwise"
 
@@ -317,8 +317,8 @@ def test_held_out_text(tmp_path, monkeypatch):
 
 def test_table():
     lines = [
-        _report.Line("one", "1", "of 1", True, "blockwise"),
-        _report.Line("a longer one", "22", "x", False),
+        _report.TableRow("one", "1", "of 1", True, "blockwise"),
+        _report.TableRow("a longer one", "22", "x", False),
     ]
     assert _report.table(lines).splitlines()[2:] == [
         "one                  1  ✓  blockwise  of 1",
@@ -346,7 +346,7 @@ def test_kernels():
         return ea.attention(query[:, -1:], query, query, parallel=over)
 
     def traced(function):
-        return _kernels.kernels(jax.jit(function).trace(query))
+        return _decode.kernels(jax.jit(function).trace(query))
 
     assert (traced(few), traced(many)) == ("decode_cpu", "blockwise")
     assert (
@@ -359,7 +359,7 @@ def test_kernels():
 
 def test_unreadable_bytes_are_shown():
     assert _report.readable(np.array([65, 255, 10], np.uint8)) == "A\\xff\n"
-    assert [_picture.character(byte) for byte in b"a \n\x00\xff"] == ["a", "·", "↵", "�", "�"]
+    assert [_report.character(byte) for byte in b"a \n\x00\xff"] == ["a", "·", "↵", "�", "�"]
 
 
 @pytest.mark.full
@@ -417,6 +417,6 @@ def test_flags(before, after, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     if before:
         monkeypatch.setenv("XLA_FLAGS", before)
-    _devices.simulate_devices()
+    _arguments.simulate_devices()
     assert os.environ["XLA_FLAGS"] == after
     monkeypatch.undo()

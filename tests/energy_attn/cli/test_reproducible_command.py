@@ -5,7 +5,7 @@ import json
 import pytest
 
 from energy_attn.__main__ import main
-from energy_attn.cli.reproducible import Line, _table
+from energy_attn.cli.reproducible import EqualBits, _table
 from tests.support.spawn import ROOT, spawn
 
 
@@ -13,7 +13,7 @@ def test_page():
     """Figures of the page that are not those that are committed."""
     found = json.loads((ROOT / "docs" / "benchmarks" / "reproducible.json").read_text())
     page = (ROOT / "docs" / "reproducible.md").read_text()
-    assert _table([Line(**x) for x in found["bits"]]) in page
+    assert _table([EqualBits(**x) for x in found["bits"]]) in page
     for cost in found["costs"]:
         times = f"{cost['reproducible'] / cost['plain']:6.2f}   ({1e3 * cost['plain']:.2f} ms)"
         assert f"{cost['program']:<36} {times}" in page

@@ -186,5 +186,5 @@ def test_bad_calls():
             ValueError,
             "free_energy.scale",
             got,
-            "above zero",
+            "above 0",
         )

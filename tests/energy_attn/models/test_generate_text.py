@@ -15,7 +15,7 @@ from energy_attn.models import (
     Tokenizer,
     generate,
 )
-from energy_attn.models.generation import _generate, _next_token, _options, _stream
+from energy_attn.models.generation import _generate, _sampling, _stream
 from energy_attn.prefix_tree import pack
 from tests.support.complaints import refused
 from tests.support.distributions import distribution
@@ -176,15 +176,15 @@ def test_distributions_are_those_of_transformers():
     seen = rng.integers(0, 13, (50, 4))
     bias = rng.standard_normal(13)
     options = {"temperature": 0.7, "top_k": 8, "top_p": 0.9, "min_p": 0.05}
-    sampling = _options.sampling_of(
+    sampling = _sampling.sampling_of(
         13,
         {**options, "key": jax.random.key(0), "repetition_penalty": 1.3, "logit_bias": bias},
         False,
     )
-    marked = _next_token.seen_in(sampling, jnp.asarray(seen), jnp.ones((50, 4), bool), 13)
-    ours = _next_token._penalized(sampling, jnp.asarray(logits)[:, None], marked, None)[:, 0]
+    marked = _sampling.seen_in(sampling, jnp.asarray(seen), jnp.ones((50, 4), bool), 13)
+    ours = _sampling._penalized(sampling, jnp.asarray(logits)[:, None], marked, None)[:, 0]
     ours = jax.nn.softmax(
-        _next_token.process_logits(
+        _sampling.process_logits(
             ours, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         )
     )

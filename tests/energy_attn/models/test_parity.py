@@ -21,8 +21,8 @@ from safetensors.numpy import load_file, save_file
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import Llama, PromptLookup, generate, load
 from energy_attn.models.checkpoint._load import named
+from energy_attn.models.llama._json import read_scaling
 from energy_attn.models.llama._rope import frequencies
-from energy_attn.models.llama._scaling_fields import read_scaling
 
 pytestmark = pytest.mark.full
 

@@ -22,7 +22,7 @@ from energy_attn.models import (
     load,
     shard,
 )
-from energy_attn.models.llama._grouped import grouped_dot
+from energy_attn.models.llama._experts import grouped_dot
 from energy_attn.prefix_tree import pack
 from tests.support.arrays import array
 from tests.support.compare import close

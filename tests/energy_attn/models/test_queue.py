@@ -9,7 +9,7 @@ import pytest
 
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import AbstractDrafter, LlamaConfig, ModelDrafter, PromptLookup, generate
-from energy_attn.models.generation import _queue
+from energy_attn.models.generation import _loop
 from energy_attn.prefix_tree import pack
 from tests.support.complaints import refused
 from tests.support.llama import build
@@ -72,7 +72,7 @@ def drafter_of(name, model):
 
 
 def programs():
-    return [f._cache_size() for f in (_queue._begin, _queue._run, _queue._put, _queue._complete)]
+    return [f._cache_size() for f in (_loop._begin, _loop.run, _loop._put, _loop._complete)]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_stream_and_progress(name, model, prompts, greedy, stops):
 
 def test_an_error_of_the_stream_ends_the_queue(model, prompts, monkeypatch):
     """Prompts that are read though nobody listens any more, or an error that is lost."""
-    calls, begun, begin = [], [], _queue._begin
+    calls, begun, begin = [], [], _loop._begin
 
     def stream(tokens):
         calls.append(tokens)
@@ -178,7 +178,7 @@ def test_an_error_of_the_stream_ends_the_queue(model, prompts, monkeypatch):
         begun.append(args)
         return begin(*args)
 
-    monkeypatch.setattr(_queue, "_begin", counted)
+    monkeypatch.setattr(_loop, "_begin", counted)
     options = {"batch_size": ROWS, "eos_token_id": (), "chunk_size": CHUNK}
     with pytest.raises(KeyError, match="enough"):
         generate(model, prompts, COUNT, stream=stream, **options)
@@ -187,7 +187,7 @@ def test_an_error_of_the_stream_ends_the_queue(model, prompts, monkeypatch):
 
 def test_no_queue_for_few_prompts(model, prompts, monkeypatch):
     """As many rows as prompts: the loop of all prompts, and no other program."""
-    monkeypatch.setattr(_queue, "_begin", None)
+    monkeypatch.setattr(_loop, "_begin", None)
     want = generate(model, prompts, 2).tokens
     for rows in len(prompts), 100:
         np.testing.assert_array_equal(generate(model, prompts, 2, batch_size=rows).tokens, want)
@@ -202,10 +202,10 @@ def test_a_row_is_put_in_place(model):
         numbers = jnp.zeros(rows, jnp.int32)
         text = jnp.zeros((rows, slots), jnp.int32)
         counts = jnp.zeros((3, rows), jnp.int32)
-        return _queue.Loop(text, numbers, numbers, numbers, cache, None, counts, numbers)
+        return _loop.Loop(text, numbers, numbers, numbers, cache, None, counts, numbers)
 
     given = jax.eval_shape(functools.partial(loop, rows)), jax.eval_shape(lambda: loop(1))
-    compiled = _queue._put.lower(*given, jnp.int32(0)).compile().memory_analysis()
+    compiled = _loop._put.lower(*given, jnp.int32(0)).compile().memory_analysis()
     held = rows * slots * 2 * CONFIG.num_key_value_heads * CONFIG.head_dim * 8
     assert compiled.alias_size_in_bytes >= held
     assert compiled.temp_size_in_bytes < held / rows / 8

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.prefix_tree._sampling import check_sampling, process_logits, sample_tokens
+from energy_attn.prefix_tree._accept import check_sampling, process_logits, sample_tokens
 from tests.support.compare import close
 from tests.support.complaints import complains
 from tests.support.distributions import distribution

@@ -47,9 +47,11 @@ PROBLEM = _make("scores in tiles", **SHAPE)
 QUERIES, KEYS = (RNG.permutation(n)[None].astype(np.int32) for n in (40, 60))
 QUERIES, KEYS = QUERIES[:, :19], KEYS[:, :37]
 QUERIES[:, 4] = KEYS[:, 30] = -1  # absent
-# Counted positions, of which most tiles need no mask; positions that are given, with what is not there.
+# Counted positions, of which most tiles need no mask, or which the score alone reads; positions that are given, with
+# what is not there.
 FORMS = {
     "counted": ({"is_causal": True}, np.arange(19)[None], np.arange(37)[None]),
+    "free": ({}, np.arange(19)[None], np.arange(37)[None]),
     "given": (
         {"query_positions": QUERIES, "key_positions": KEYS},
         *(QUERIES, KEYS),
@@ -111,6 +113,7 @@ PRODUCT = [  # positions in both forms, tables and numbers of each kind, and eit
     ("pallas_gpu", "twice", "given"),
     *((kernel, name, "given") for kernel, taken in TAKES.items() for name in sorted(taken)),
     *((kernel, name, "counted") for kernel in TAKES for name in ("composed", "function", "t5")),
+    *((kernel, "t5", "free") for kernel in TAKES),
 ]
 
 

@@ -1,13 +1,14 @@
-"""The options of how tokens are chosen, and their checks."""
+"""How tokens are chosen: the options, their checks, and the choice of the next token."""
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, TypedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypedDict
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from energy_attn.kernels.internal import (
@@ -17,12 +18,16 @@ from energy_attn.kernels.internal import (
     check_integer,
     check_key,
     check_options,
+    check_positive,
     check_shape,
     is_concrete,
+    lse_dtype,
     received,
 )
 
-from ...prefix_tree._sampling import check_positive, check_sampling
+from ...prefix_tree import PrefixTree
+from ...prefix_tree._accept import check_sampling, process_logits
+from ...prefix_tree._tree import gather_slots
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -60,10 +65,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class Sampling(eqx.Module):
-    """How tokens are chosen; without a key, the likeliest one. Of what is None nothing is computed.
-
-    `is_scored`: whether the log-probabilities of chosen tokens are kept.
-    """
+    """Options of how tokens are chosen, scored or not: the likeliest without a key. A field that is None is skipped."""
 
     key: Any = None
     temperature: Any = None
@@ -112,10 +114,9 @@ def sampling_of(vocab: int, options: SamplingOptions, is_scored: bool) -> Sampli
 
 
 def _penalties(vocab: int, options: SamplingOptions) -> dict[str, Any]:
-    """What changes logits before a token is chosen, without what changes nothing."""
     repetition, presence = options.get("repetition_penalty"), options.get("presence_penalty")
     if repetition is not None:
-        repetition = check_positive("repetition_penalty", repetition, None)
+        repetition = check_positive("repetition_penalty", repetition)
     if isinstance(presence, (jax.Array, np.ndarray)):
         check_shape("presence_penalty", check_floating("presence_penalty", presence), ())
     elif presence is not None:
@@ -132,7 +133,6 @@ def _is(x: object, number: float) -> bool:
 
 
 def _bias(vocab: int, bias: Any) -> Array | None:
-    """`[vocab]`, or None; raises `TypeError` or `ValueError`."""
     name = "logit_bias"
     if bias is None:
         return None
@@ -156,3 +156,93 @@ def _bias(vocab: int, bias: Any) -> Array | None:
 def warn(message: str) -> None:
     """A `UserWarning` at the caller of `generate`, where a function that it calls says so."""
     warnings.warn(message, UserWarning, stacklevel=4)
+
+
+class SeenTokens(NamedTuple):
+    """Masks `[B, V]` of the tokens in each text, or None where no penalty reads them."""
+
+    text: Array | None  # in the prompt or generated
+    generated: Array | None  # in what was generated
+
+
+def seen_in(sampling: Sampling, tokens: Array, exists: Array, vocab: int) -> SeenTokens:
+    """The tokens of prompts `[B, T]`, as far as they exist."""
+    nothing = jnp.zeros((len(tokens), vocab), bool)
+    text = None if sampling.repetition_penalty is None else _marked(nothing, tokens, exists)
+    return SeenTokens(text, None if sampling.presence_penalty is None else nothing)
+
+
+def with_new(seen: SeenTokens, new: Array, exists: Array) -> SeenTokens:
+    """The tokens seen, and `new` ones `[B, n]`, as far as they exist."""
+    return SeenTokens(*(None if x is None else _marked(x, new, exists) for x in seen))
+
+
+def _marked(seen: Array, tokens: Array, exists: Array) -> Array:
+    """Returns `seen` `[B, V]` with True at all `tokens` `[B, n]` that exist."""
+    rows = jnp.arange(len(seen), dtype=jnp.int32)[:, None]
+    where = jnp.where(exists, tokens, seen.shape[1])
+    return seen.at[rows, where].set(True, mode="drop")
+
+
+def choose(
+    sampling: Sampling,
+    rows: Callable[..., Any],
+    logits: Array,
+    seen: SeenTokens,
+    numbers: Array | None,
+    first: Array,
+    tree: PrefixTree | None,
+) -> Array:
+    """The next token `[B, L]` of each node of a tree whose root is at position `first` `[B]`.
+
+    Without a tree, of the root alone. Nodes of one depth share their noise, and penalties count their ancestors,
+    so that the text does not depend on the tree.
+    """
+    logits = _penalized(sampling, logits, seen, tree)
+    if sampling.key is None:
+        return lax.argmax(logits, 2, jnp.int32)
+
+    def process(logits: Array) -> Array:
+        temperature, top_k = sampling.temperature, sampling.top_k
+        return process_logits(logits, temperature, top_k, sampling.top_p, sampling.min_p)
+
+    def draw(number: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(sampling.key, number), position)
+        return jax.random.gumbel(key, processed.shape[2:], processed.dtype)
+
+    processed = rows(process, logits)
+    if numbers is None:
+        numbers = jnp.arange(len(logits), dtype=jnp.int32)
+    levels = 1 if tree is None else tree.unpacker.shape[2]
+    positions = first[:, None] + jnp.arange(levels, dtype=jnp.int32)[None]
+    numbers = jnp.broadcast_to(numbers[:, None], positions.shape)
+    noise = rows(jax.vmap(jax.vmap(draw)), numbers, positions)
+    noise = noise if tree is None else gather_slots(noise, tree.depth)
+    return lax.argmax(processed + noise, 2, jnp.int32)
+
+
+def _penalized(
+    sampling: Sampling, logits: Array, seen: SeenTokens, tree: PrefixTree | None
+) -> Array:
+    """Logits with the bias and the penalties, in float32 or wider; the same array without any."""
+    dtype = lse_dtype(logits.dtype)
+    if sampling.logit_bias is not None:
+        logits = logits.astype(dtype) + sampling.logit_bias.astype(dtype)[None, None]
+    if seen.text is not None:
+        logits, penalty = logits.astype(dtype), jnp.asarray(sampling.repetition_penalty, dtype)
+        repeated = jnp.where(logits < 0, logits * penalty, logits / penalty)
+        logits = jnp.where(_along(seen.text, tree), repeated, logits)
+    if seen.generated is not None:
+        logits, penalty = logits.astype(dtype), jnp.asarray(sampling.presence_penalty, dtype)
+        logits = jnp.where(_along(seen.generated, tree), logits - penalty, logits)
+    return logits
+
+
+def _along(seen: Array, tree: PrefixTree | None) -> Array:
+    """Masks `[B, L, V]` of the tokens that each node sees: the text, its ancestors and itself."""
+    if tree is None:
+        return seen[:, None]
+    batch, slots = tree.tokens.shape
+    nodes = jnp.repeat(seen, slots, axis=0)
+    tokens = jnp.broadcast_to(tree.tokens[:, None], tree.mask.shape).reshape(-1, slots)
+    return _marked(nodes, tokens, tree.mask.reshape(-1, slots)).reshape(batch, slots, -1)

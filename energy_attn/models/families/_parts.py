@@ -1,14 +1,11 @@
-"""A routed MLP, as a configuration describes it."""
+"""Routed MLPs, latent attention and kinds of layers, as a configuration describes and checks them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_finite_number,
-    check_flag,
-    check_integer,
-)
+from energy_attn.kernels.internal import check_choice, received
+
+from ..decoder._config import check_numbers
 
 
 @dataclass(frozen=True)
@@ -66,18 +63,8 @@ class ExpertsConfig:
     swiglu_alpha: float = 1.702
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_experts_per_tok", "intermediate_size", "n_group"):
-            check_integer(name, getattr(self, name), 1)
-        for name in ("n_shared_experts", "first_k_dense_replace"):
-            check_integer(name, getattr(self, name), 0)
-        check_integer("topk_group", self.topk_group, 1)
+        check_numbers(self, least={"n_shared_experts": 0, "first_k_dense_replace": 0})
         check_choice("scoring", self.scoring, ("softmax", "sigmoid"))
-        for name in ("norm_topk_prob", "bias"):
-            check_flag(name, getattr(self, name))
-        for name in ("routed_scaling_factor", "swiglu_alpha"):
-            check_finite_number(name, getattr(self, name))
-        if self.swiglu_limit is not None:
-            check_finite_number("swiglu_limit", self.swiglu_limit)
         if self.num_experts % self.n_group:
             raise ValueError(
                 f"n_group: wanted a divisor of the {self.num_experts} experts, got {self.n_group}"
@@ -94,3 +81,84 @@ class ExpertsConfig:
             )
         if self.n_group > 1 and self.num_experts // self.n_group < 2:
             raise ValueError(f"n_group: wanted groups of two or more experts, got {self.n_group}")
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    r"""Multi-head latent attention: keys and values of all heads are maps of one narrow vector.
+
+    A part of each key is that of all heads and is turned by the rotary embedding; the rest is not turned:
+
+    $$k_n = [\,W_n^K c,\ \mathrm{rope}(k^R)\,], \qquad v_n = W_n^V c, \qquad [c,\, k^R] = W^{KV} x$$
+
+    with $c$ normed, and queries likewise from a vector of `q_lora_rank` numbers.
+
+    Attributes:
+        kv_lora_rank: width of $c$.
+        qk_rope_head_dim: width of the part that is turned, even.
+        qk_nope_head_dim: width of the part that is not.
+        v_head_dim: width of a value.
+        q_lora_rank: width of the vector of queries; None: queries are a map of $x$.
+        rope_interleave: whether the pairs that are turned are neighbours in the files, and not the two halves.
+
+    Raises:
+        TypeError: a size is not an integer, or `rope_interleave` no bool.
+        ValueError: a size below 1, or an odd width that is turned.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), equations 9 to 19.
+
+    Examples:
+        >>> from energy_attn.models import LatentConfig
+        >>> LatentConfig(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128).head_dim
+        192
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    rope_interleave: bool = True
+
+    def __post_init__(self) -> None:
+        check_numbers(self, least={"qk_rope_head_dim": 2})
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"qk_rope_head_dim: wanted an even number, got {self.qk_rope_head_dim}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """The width of queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+# `config` is a `LlamaConfig`, whose module imports this one.
+
+
+def check_latent(config: Any) -> None:
+    latent, heads = config.latent, config.num_attention_heads
+    if not isinstance(latent, LatentConfig):
+        raise TypeError(f"latent: wanted a LatentConfig or None, got {received(latent)}")
+    wanted: dict[str, tuple[Any, ...]] = {
+        "num_key_value_heads": (heads,),
+        "head_dim": (None, latent.head_dim),
+        "qk_norm": (False,),
+        "attention_sinks": (False,),
+    }
+    for name, allowed in wanted.items():
+        if (given := getattr(config, name)) not in allowed:
+            raise ValueError(
+                f"{name}: wanted {allowed[-1]} beside latent attention, got {received(given)}"
+            )
+
+
+def check_layers(config: Any, name: str, kinds: tuple[Any, ...]) -> None:
+    given, count = getattr(config, name), config.num_hidden_layers
+    if given is None:
+        return
+    if not isinstance(given, tuple):
+        raise TypeError(f"{name}: wanted a tuple or None, got {received(given)}")
+    if len(given) != count or any(x not in kinds for x in given):
+        wanted = " or ".join(map(repr, kinds))
+        raise ValueError(f"{name}: wanted {wanted} for each of {count} layers, got {given}")
