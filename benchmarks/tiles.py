@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels import AttentionState, GPUPlan, GPUTiles, PallasGPU, local_attention
-from energy_attn.kernels.internal import KernelKind
+from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels.internal import GPUTiles, KernelKind, PallasGPU
 
 from .attention import arrays
 
@@ -53,7 +53,7 @@ class Call(NamedTuple):
         heads, kv_heads, width: as everywhere.
         dtype: of query, key and value.
         candidates: the tiles to try.
-        few_keys: as in `GPUTiles`.
+        few_keys: whether there are few keys, in a call of few rows; else None.
     """
 
     kind: KernelKind
@@ -68,7 +68,7 @@ class Call(NamedTuple):
 
     @property
     def call_rows(self) -> int:
-        """The class of its rows, as in `GPUTiles`."""
+        """The rows of a key head, up to a power of two; 256 for more than 128."""
         rows = self.queries * self.heads // self.kv_heads
         return min(max(1 << (rows - 1).bit_length(), 16), 256)
 
@@ -187,7 +187,7 @@ def cores_here() -> int:
 
 def program(call: Call, tiles: GPUTiles | None) -> Callable[..., PyTree]:
     """A program that runs a call `call.steps` times, with these tiles for one kernel and default ones for others."""
-    kernel = PallasGPU(GPUPlan() if tiles is None else GPUPlan((tiles,)))
+    kernel = PallasGPU(() if tiles is None else (tiles,))
     causal = call.queries > 1
     attend = functools.partial(local_attention, is_causal=causal, implementation=kernel)
 

@@ -1,10 +1,9 @@
 """`python -m benchmarks.tune`: finds the fastest tiles of each kernel of `pallas_gpu` on the attached GPU.
 
-It prints the `PallasGPU` with the tiles that are kept, and writes all times to `tune.json`.
+It prints the tiles that are faster than the library's own, and writes all times to `tune.json`.
 """
 
 import argparse
-import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
@@ -12,8 +11,7 @@ from typing import Any
 
 import jax
 
-from energy_attn.kernels import GPUPlan, GPUTiles
-from energy_attn.kernels.internal import platform_here
+from energy_attn.kernels.internal import GPUTiles, platform_here
 
 from .command import add_common, at_least_one, write
 from .runner import OURS, Case, Run, Sides, compare, line, machine
@@ -68,10 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdict = "kept" if best is not None else "not kept"
         out = f"{len(row['absent'])} of {len(call.candidates)} did not run"
         print(f"{line(row)}; best: {row['best']}, {verdict}; {out}", flush=True)
-        chosen += [best] if best is not None else []
+        chosen += [(call.label, best)] if best is not None else []
     result = {"machine": machine(), "times": rows, "dry_run": args.dry_run}
     write(args.out / "tune.json", result)
-    print(f"its tiles: PallasGPU({GPUPlan(tuple(chosen))})")
+    for label, tiles in chosen:
+        print(f"{label}: {tiles}")
     return 0
 
 
@@ -112,17 +111,7 @@ def tune(call: Call, repeats: int) -> tuple[GPUTiles | None, dict[str, Any]]:
     row["best"] = best
     if best == OURS or row["median_ms"][OURS] < LEAST_GAIN * row["median_ms"][best]:
         return None, row
-    kept = dataclasses.replace(
-        call.tiles(cores_here())[best],
-        device=jax.devices()[0].device_kind,
-        dtype=call.dtype,
-        width=call.width,
-        value_width=call.width,
-        call_rows=call.call_rows,
-        score=False,
-        few_keys=call.few_keys,
-    )
-    return kept, row
+    return call.tiles(cores_here())[best], row
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """HOW: `(out, lse)` of the keys on one device, and the algebra that merges such states."""
 
-from ._lazy import lazy as _lazy
 from .call._checkpoint import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from .call._foreign import as_state as as_state
 from .call._kernel import AbstractJAXKernel as AbstractJAXKernel
 from .call._kernel import AbstractKernel as AbstractKernel
 from .call._operands import KernelCall as KernelCall
+from .call._operands import Needs as Needs
 from .call._operands import Operands as Operands
 from .call._operands import Settings as Settings
 from .call._state import AttentionState as AttentionState
@@ -13,19 +13,6 @@ from .call._state import CovarianceState as CovarianceState
 from .call._state import empty_state as empty_state
 from .call._state import merge as merge
 from .call._state import merge_all as merge_all
+from .call._tokens import Tokens as Tokens
 from .dispatch._attention import local_attention as local_attention
 from .dispatch._registry import implementations as implementations
-from .pallas.gpu._kernel import PallasGPU as PallasGPU
-from .pallas.gpu._sizes import GPUPlan as GPUPlan
-from .pallas.gpu._sizes import GPUTiles as GPUTiles
-
-# The names by which a benchmark outside of this repository, written before the folders, finds the
-# GPU kernels and replaces their plans.
-__getattr__, __dir__ = _lazy(
-    __name__,
-    modules={
-        "_pallas_gpu": ".pallas.gpu._kernel",
-        "_pallas_gpu_backward": ".pallas.gpu._backward",
-        "_pallas_gpu_plan": ".pallas.gpu._plan",
-    },
-)

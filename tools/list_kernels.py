@@ -21,6 +21,7 @@ from energy_attn.kernels.internal import (
     AssumedGPU,
     Operands,
     Settings,
+    Tokens,
     check_call,
     explain,
     tried,
@@ -80,11 +81,11 @@ class Call(NamedTuple):
         array: Any = jax.ShapeDtypeStruct
         query = array((1, self.queries, self.heads, self.width), jnp.dtype(self.dtype))
         key = array((1, self.keys, self.kv_heads, self.width), jnp.dtype(self.dtype))
-        operands = Operands(query, key, key, None, None, None, None)
+        operands = Operands(query, key, key)
         if not self.segments:
             return operands
         rows, keys = (array((1, size), jnp.int32) for size in (self.queries, self.keys))
-        return operands._replace(query_segments=rows, key_segments=keys)
+        return operands._replace(tokens=Tokens(query_segments=rows, key_segments=keys))
 
     def kernel(self, platform: str, capability: str | None) -> str:
         """The kernel that it gets."""

@@ -15,6 +15,7 @@ from energy_attn.kernels.internal import (
     BoundScore,
     ScoreOptions,
     check_sink,
+    reads_first,
     received,
     split_score,
     with_sink,
@@ -185,9 +186,8 @@ def _check_score(score: AbstractScore | None, dtype: jnp.dtype) -> None:
     structure, arrays = split_score(score)
     assert structure is not None
     bound, zero = BoundScore(structure, arrays), jnp.zeros((1, 1, 1, 1), jnp.int32)
-    traced = jax.make_jaxpr(lambda row: bound(zero.astype(dtype), At(row, zero, zero, zero)))(zero)
-    (row,) = traced.jaxpr.invars
-    if any(x is row for equation in traced.eqns for x in equation.invars):
+    raw = zero.astype(dtype)
+    if reads_first(lambda row: bound(raw, At(row, zero, zero, zero)), zero):
         raise NotImplementedError(
             f"score: wanted one that is the same in all rows, which share a prompt, got {received(score)}"
         )

@@ -10,13 +10,13 @@ from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     LEAF,
     CallPolicy,
+    Scales,
     ScoreOptions,
     call_policy,
     check_call,
     check_options,
     check_shape,
     received,
-    with_unrounded_out,
 )
 from energy_attn.kernels.masks import AbstractMask
 
@@ -140,9 +140,9 @@ def state_of(
     Raises as `KVCache.attend`.
     """
     scored: Any = {"query_positions": positions, "key_positions": cache.positions, **options}
-    stored, scales = (cache.key, cache.value), (cache.key_scale, cache.value_scale)
+    stored, scales = (cache.key, cache.value), Scales(cache.key_scale, cache.value_scale)
     call = check_call(query, *stored, source, None, mask, scales, sink=sink, **scored)
-    plan = sharding_plan(cache.parallel, *call.operands[:3])
+    plan = sharding_plan(cache.parallel, *call.operands.qkv)
     policy = policy.laid_out(run_of(cache))
-    settings = with_unrounded_out(call.settings) if unrounded else call.settings
+    settings = call.settings.needing(unrounded=unrounded)
     return attend_sharded(plan, policy, settings, call.operands)

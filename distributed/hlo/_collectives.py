@@ -1,7 +1,6 @@
 """The collectives of a compiled program, read from its optimised HLO."""
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from typing import NamedTuple, get_args
 
@@ -13,6 +12,7 @@ from ._groups import Groups, groups_of
 from ._loops import trip_count
 from ._parse import Instruction, Kind, Module, arrays, parse
 
+_BRANCHES = "branch_computations", "true_computation", "false_computation"
 _KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
 # Between TPU slices, a runtime on the hosts performs collectives: XLA prints a `send` to that runtime, whose
 # attributes hold the collective and its members.
@@ -164,7 +164,7 @@ def _collective_calls(module: Module, name: str) -> Iterator[_CollectiveCall]:
                         times = None if trips is None else (trips + extra) * times
                     yield call._replace(times=times)
         elif x.opcode == "conditional":
-            branches = x.called("branch_computations", "true_computation", "false_computation")
+            branches = x.called(*_BRANCHES)
             for branch in branches:
                 for call in _collective_calls(module, branch):
                     # a single branch always runs; it is left of a choice between platforms
@@ -220,45 +220,35 @@ def _collective(module: Module, call: _CollectiveCall) -> Collective:
 
 
 def waits(text: str, kind: str = "collective-permute") -> list[str]:
-    """The collectives of a kind of a scheduled program beside which no attention is computed.
+    """The collectives of a kind of a scheduled program during whose transfer no attention is computed.
 
     Attention is a kernel, a matrix product, or whatever has one inside.
     """
-    computations = _computations(text)
     found = []
-    for lines in computations.values():
-        busy = [i for i, line in enumerate(lines) if _has_products(line, computations)]
-        for start, line in enumerate(lines):
-            begun = re.search(rf"(%\S+) = .* {kind}(-start)?\(", line)
-            if not begun:
-                continue
-            if not begun[2]:  # one that nothing can be beside
-                found.append(begun[1])
-                continue
-            ends = rf"{kind}-done\([^%]*{re.escape(begun[1])}\)"
-            end = next(i for i, later in enumerate(lines) if re.search(ends, later))
-            if not any(start < i < end for i in busy):
-                found.append(begun[1])
+    for module in parse(text):
+        for computation in module.computations.values():
+            instructions = list(computation.values())
+            busy = [i for i, x in enumerate(instructions) if _has_products(module, x)]
+            for start, x in enumerate(instructions):
+                end = start  # nothing can be computed during one that is synchronous
+                if x.opcode == f"{kind}-start":
+                    end = next(
+                        i
+                        for i, later in enumerate(instructions)
+                        if later.opcode == f"{kind}-done" and x.name in later.operands
+                    )
+                elif x.opcode != kind:
+                    continue
+                if not any(start < i < end for i in busy):
+                    found.append(x.name)
     return found
 
 
-def _computations(text: str) -> dict[str, list[str]]:
-    """The instructions of each computation, in their order; the program itself is `"ENTRY"`."""
-    found = {}
-    for part in text.split("\n\n"):
-        head, *lines = part.strip().split("\n")
-        name = re.match(r"(ENTRY|%\S+) .*\{$", head)
-        if name:
-            found[name[1]] = lines
-    return found
-
-
-def _has_products(line: str, computations: dict[str, list[str]]) -> bool:
-    if re.search(r" (dot|convolution)\(", line) or any(name in line for name in _KERNELS):
+def _has_products(module: Module, x: Instruction) -> bool:
+    if x.opcode in ("dot", "convolution") or any(name in x.rest for name in _KERNELS):
         return True
-    called = re.findall(
-        r"(?:calls|body|to_apply|true_computation|false_computation)=(%[\w.\-]+)", line
-    )
-    for branches in re.findall(r"branch_computations=\{([^}]*)\}", line):
-        called += re.findall(r"%[\w.\-]+", branches)
-    return any(_has_products(x, computations) for name in called for x in computations[name])
+    if "=%" not in x.rest and "={%" not in x.rest:  # attributes are parsed on demand
+        return False
+    called = x.called("calls", "body", "to_apply", *_BRANCHES)
+    inside = (y for name in called for y in module.computations[name].values())
+    return any(_has_products(module, y) for y in inside)

@@ -23,7 +23,6 @@ from energy_attn.kernels.internal import (
     received,
     split_mask,
     varying_axes,
-    without_lengths,
 )
 
 from ..cost._topology import Topology
@@ -78,7 +77,7 @@ def check_local(
     predicate, mask = split_mask(mask)
     place = functools.partial(_check_placed, queries)
     call = check_call(query, key, value, source, None, predicate, place=place, **options)
-    operands = without_lengths(call.operands)
+    operands = call.operands.positioned(read=False)
     bias, mask = check_scores(bias, mask, scores(operands))
     return policy, call._replace(operands=operands._replace(bias=bias, mask=mask))
 

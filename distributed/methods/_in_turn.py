@@ -30,13 +30,12 @@ from energy_attn.kernels.internal import (
     function_call,
     keep_moved,
     named,
+    needing_moved,
     overlap_transfer,
     row_cotangents,
     tangent_along,
     tangent_of,
     tangent_sums,
-    wanting,
-    with_unrounded_out,
 )
 
 from ._arguments import Axes, rounded
@@ -118,11 +117,8 @@ def attend_in_turn(
 
     Positions and segments of keys are those of all devices, or of this one: then they are gathered.
     """
-    positions, segments = operands.key_positions, operands.key_segments
-    operands = operands._replace(
-        key_positions=whole(positions, turns.size, turns.axes),
-        key_segments=whole(segments, turns.size, turns.axes),
-    )
+    tokens = operands.tokens.map_keys(lambda x: whole(x, turns.size, turns.axes))
+    operands = operands._replace(tokens=tokens)
     if differentiated_by_jax(names):
         return _attend(names, settings, turns, operands)
     return function_call(_InTurn(names, settings, turns), operands)
@@ -161,8 +157,7 @@ def _with_keys(
         value=keys.value[:, some],
         bias=cut(operands.bias, 3),
         mask=cut(operands.mask, 3),
-        key_positions=cut(operands.key_positions, 1),
-        key_segments=cut(operands.key_segments, 1),
+        tokens=operands.tokens.map_keys(lambda x: cut(x, 1)),
     )
 
 
@@ -192,7 +187,7 @@ def _fold(
 def _attend(
     names: Names, settings: Settings, turns: AbstractTurns, operands: Operands
 ) -> AttentionState:
-    unrounded = with_unrounded_out(settings)
+    unrounded = settings.needing(unrounded=True)
 
     def visit(
         state: AttentionState, keys: Keys, turn: int | Array, in_flight: Keys | None
@@ -257,7 +252,7 @@ class _OfTurns(AbstractDerivative):
         return tangent_of(state, _fold(once, zero, own, turns).means())
 
     def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
-        settings, turns = wanting(self.settings, moved), self.turns
+        settings, turns = needing_moved(self.settings, moved), self.turns
         operands, rows = saved.operands, row_cotangents(saved.state, cotangent)
 
         def once(
@@ -273,15 +268,16 @@ class _OfTurns(AbstractDerivative):
             here = _with_keys(operands, keys, turns, turn, some)
             d_query = None if staying is None else staying.query
             found, in_flight = backward_by_head(d_query, here, settings, rows, in_flight)
-            query, key, value, bias, *_ = found = keep_moved(found, moved)
+            found = keep_moved(found, moved)
+            bias = found.bias
             if bias is not None and operands.bias is not None:
                 bias = of_turn(bias, 3) if operands.bias.shape[3] > 1 else bias
                 bias = turns.uncut(bias, operands.bias, 3, turn)
             others = bias, found.score_arrays
             if staying is not None:
                 others = added(others, (staying.bias, staying.score_arrays))
-            keys = Keys(*(x if x is None else of_turn(x, 1) for x in (key, value)))
-            return in_flight, Gradients(keys, query, *others)
+            keys = Keys(*(x if x is None else of_turn(x, 1) for x in (found.key, found.value)))
+            return in_flight, Gradients(keys, found.query, *others)
 
         def visit(
             keys: Any,

@@ -29,7 +29,6 @@ from energy_attn.kernels.internal import (
     floating,
     function_call,
     given_rows,
-    positioned,
     tree_sum,
     unit_numbers,
     vary_over,
@@ -74,7 +73,7 @@ class Reproducible(AbstractMethod):
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `check_call_of` does."""
         policy, settings, operands, axes, queries_sharded, others = call
-        operands = positioned(operands)
+        operands = operands.positioned()
         kernel = _Across(policy.run, axes, queries_sharded, others)
         check_call_of(kernel, KernelCall(operands, settings))
         # The derivative of a cast is a sum over devices, so that those of known axes are left to the kernel.
@@ -104,25 +103,26 @@ def _by_heads(
     run: Callable[[Operands], AttentionState], operands: Operands, devices: int
 ) -> AttentionState:
     """`run(operands)`, for so many heads of keys at a time that their keys on all devices take little memory."""
-    count, heads = operands.key.shape[2], operands.query.shape[2]
-    own = sum(x.size * x.dtype.itemsize for x in operands[1:3])
+    count = operands.key.shape[2]
+    own = sum(x.size * x.dtype.itemsize for x in (operands.key, operands.value))
     turns = _head_turns(own, count, devices)
     if turns == 1:
         return run(operands)
-    if operands.head_indices is None:
-        operands = operands._replace(head_indices=jnp.arange(heads, dtype=jnp.int32))
-    axes = {"query": 2, "key": 2, "value": 2, "head_indices": 0, "sink": -1}
-    axes = {name: axis for name, axis in axes.items() if getattr(operands, name) is not None}
 
     def apart(x: Array, axis: int) -> Array:
         axis %= x.ndim
         x = x.reshape(*x.shape[:axis], turns, -1, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, 0)
 
-    def one(some: dict[str, Array]) -> AttentionState:
-        return run(operands._replace(**some))
+    axes = {"query": 2, "key": 2, "value": 2, "sink": -1}
+    axes = {name: axis for name, axis in axes.items() if getattr(operands, name) is not None}
+    arrays = {name: apart(getattr(operands, name), axis) for name, axis in axes.items()}
 
-    found = lax.map(one, {name: apart(getattr(operands, name), i) for name, i in axes.items()})
+    def one(some: dict[str, Array]) -> AttentionState:
+        indices = operands.indices._replace(heads=some.pop("heads"))
+        return run(operands._replace(**some, indices=indices))
+
+    found = lax.map(one, arrays | {"heads": apart(operands.part_indices()[1], 0)})
     return jax.tree.map(lambda x: lax.collapse(jnp.moveaxis(x, 0, 2), 2, 4), found)
 
 
@@ -227,11 +227,10 @@ class _Across(Canonical):
         operands, state, cotangent = self._varying((call.operands, state, cotangent))
         terms = CallOnDevice(operands, call.settings).sink_terms(state, cotangent)
         if self.queries_sharded:
-            terms, positions = self._all((terms, operands.query_positions))
+            terms, positions = self._all((terms, operands.tokens.query_positions))
             of_all = lax.full_like(operands.query, 0, shape=(*terms.shape, 1))
-            operands = operands._replace(
-                query=of_all, query_positions=positions, query_segments=None
-            )
+            tokens = operands.tokens._replace(query_positions=positions, query_segments=None)
+            operands = operands._replace(query=of_all, tokens=tokens)
         found = CallOnDevice(operands, call.settings).sink_sums(terms)
         units = Units(found, unit_numbers(operands))
         sink: Any = call.operands.sink
@@ -249,7 +248,7 @@ class _Across(Canonical):
         rows = given_rows(operands.query, *self._varying(given))
         share = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         shares = lax.axis_size(self.axes) if self.axes else 1
-        nodes = sums.nodes_of_arrays(rows, list(operands[1:3]), share, shares)
+        nodes = sums.nodes_of_arrays(rows, [operands.key, operands.value], share, shares)
         nodes, numbers = jax.tree.map(lambda x: joined(x, self.axes, 0), nodes)
         units = Units(jax.vmap(tree_sum, (1, 1))(numbers, nodes), unit_numbers(operands))
         return as_invariant(_of_all(units, self.others).summed(), self.axes + self.others)
@@ -263,9 +262,10 @@ class _Across(Canonical):
         operands, state, cotangent = vary_together((operands, state, cotangent), self.axes)
         if not self.queries_sharded:
             return operands, state, cotangent
-        names = "query", "query_positions", "query_segments"
-        found = {name: self._all(getattr(operands, name)) for name in names}
-        return operands._replace(**found), *self._all((state, cotangent))
+        found = operands._replace(
+            query=self._all(operands.query), tokens=operands.tokens.map_queries(self._all)
+        )
+        return found, *self._all((state, cotangent))
 
     def _fold(self, fold: FoldOfRows, call: KernelCall, *others: Any) -> Any:
         """The results for rows, whose type does not vary where all devices have the same queries."""
@@ -287,8 +287,8 @@ class _Across(Canonical):
         return operands if self.folds_own else self._with_keys_of_all(operands)
 
     def _with_keys_of_all(self, operands: Operands) -> Operands:
-        names = "key", "value", "key_positions", "key_segments"
-        return operands._replace(**{name: self._all(getattr(operands, name)) for name in names})
+        key, value = self._all((operands.key, operands.value))
+        return operands._replace(key=key, value=value, tokens=operands.tokens.map_keys(self._all))
 
     def _all(self, tree: Tree) -> Tree:
         """Arrays `[B, L, ...]` of which each device has a part of `L`, whole."""

@@ -20,7 +20,6 @@ from energy_attn.kernels.internal import (
     empty_like,
     lse_dtype,
     vary_together,
-    with_unrounded_out,
 )
 
 from ..cost._shape import Shape, kv_shard, local_rows, tangent_bytes
@@ -112,7 +111,7 @@ class Ring(AbstractMethod):
             return keys_around(call)
         if queries_sharded:
             return _queries_around(names, settings, axes, operands)
-        state = fold_across("ring", axes, attend(names, with_unrounded_out(settings), operands))
+        state = fold_across("ring", axes, attend(names, settings.needing(unrounded=True), operands))
         return rounded(state, operands, settings)
 
     def transfers(
@@ -153,7 +152,7 @@ class Ring(AbstractMethod):
         return Neighbours(halo)
 
     def _rotates_keys(self, operands: Operands, queries_sharded: bool) -> bool:
-        query, key, value = operands[:3]
+        query, key, value = operands.qkv
         state = (value.shape[-1] + 1) * lse_dtype(value.dtype).itemsize
         queries = query.nbytes + math.prod(query.shape[:-1]) * state
         return self._moves_keys(key.nbytes + value.nbytes, queries, queries_sharded)
@@ -176,17 +175,15 @@ def ring_pairs(seen: SeenPairs, size: int) -> list[np.ndarray]:
 def _queries_around(
     names: Names, settings: Settings, axes: Axes, operands: Operands
 ) -> AttentionState:
-    query_len, unrounded = operands.query.shape[1], with_unrounded_out(settings)
-    positions = whole(operands.query_positions, query_len, axes)
-    segments = whole(operands.query_segments, query_len, axes)
+    query_len, unrounded = operands.query.shape[1], settings.needing(unrounded=True)
+    tokens = operands.tokens.map_queries(lambda x: whole(x, query_len, axes))
 
     def step(carry: tuple[AttentionState, Array], i: Array) -> Any:
         state, query = carry
         place = origin(i, axes)
         here = operands._replace(
             query=query,
-            query_positions=part(positions, 1, place, query_len),
-            query_segments=part(segments, 1, place, query_len),
+            tokens=tokens.map_queries(lambda x: part(x, 1, place, query_len)),
             bias=part(operands.bias, 2, place, query_len),
             mask=part(operands.mask, 2, place, query_len),
         )

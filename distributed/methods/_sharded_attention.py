@@ -13,16 +13,15 @@ from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     CallPolicy,
     Operands,
+    PartIndices,
+    Scales,
     Settings,
+    Tokens,
     attend,
     check_taylor,
     dequantized,
     differentiated_by_jax,
-    positioned,
-    with_default_positions,
     with_sink,
-    with_unrounded_out,
-    without_lengths,
 )
 
 from ._abstract import AbstractMethod, LocalCall
@@ -67,8 +66,8 @@ def beside_sink(
     """`run(settings, operands)`, merged with the sink of the call, unless kernels fold it, and then rounded."""
     if operands.sink is None or policy.folds_sinks:
         return run(settings, operands)
-    state = run(with_unrounded_out(settings), operands._replace(sink=None))
-    rows = without_lengths(operands).query_positions
+    state = run(settings.needing(unrounded=True), operands._replace(sink=None))
+    rows = operands.positioned(read=False).tokens.query_positions
     return rounded(with_sink(state, operands.sink, rows), operands, settings)
 
 
@@ -85,7 +84,7 @@ def _sharded(
     plan = unsharded_if_empty(plan, operands)
     plan = plan._replace(method=method_of(policy, plan.method))
     if plan.method.reads_positions and plan.sequence:
-        operands = positioned(operands)
+        operands = operands.positioned()
     if not isinstance(plan.method, Tree):  # other methods take keys apart
         operands = dequantized(operands)
     operands = with_indices(plan, settings, operands)
@@ -95,22 +94,23 @@ def _sharded(
 def with_indices(plan: ShardingPlan, settings: Settings, operands: Operands) -> Operands:
     """Operands with what mask and score read, since a device's part does not count from 0."""
     if plan.sequence:
-        operands = with_default_positions(operands, settings)
+        operands = operands.positioned(settings.compares)
     counts = settings.score is not None or operands.sink is not None
     return _with_indices(plan, operands) if counts else operands
 
 
 def as_parts(plan: ShardingPlan, operands: Operands) -> Operands:
     """`with_indices` for any mask and score."""
-    return _with_indices(plan, positioned(operands) if plan.sequence else operands)
+    return _with_indices(plan, operands.positioned() if plan.sequence else operands)
 
 
 def _with_indices(plan: ShardingPlan, operands: Operands) -> Operands:
     batch, _, heads, _ = operands.query.shape
-    return operands._replace(
-        batch_indices=jnp.arange(batch, dtype=jnp.int32) if plan.batch else None,
-        head_indices=jnp.arange(heads, dtype=jnp.int32) if plan.heads else None,
+    indices = PartIndices(
+        batch=jnp.arange(batch, dtype=jnp.int32) if plan.batch else None,
+        heads=jnp.arange(heads, dtype=jnp.int32) if plan.heads else None,
     )
+    return operands._replace(indices=indices)
 
 
 def unsharded_if_empty(plan: ShardingPlan, operands: Operands) -> ShardingPlan:
@@ -196,8 +196,8 @@ def _axes(axes: Axes) -> Axes | None:
     return axes or None
 
 
-def _pad(x: Array | None, axis: int, size: int, missing: int, fill: int = 0) -> Any:
-    if x is None or x.shape[axis] != size:  # absent, or broadcast
+def _pad(x: Array, axis: int, size: int, missing: int, fill: int = 0) -> Array:
+    if x.shape[axis] != size:  # broadcast
         return x
     widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
     return jnp.pad(x, widths, constant_values=fill)
@@ -208,25 +208,14 @@ def _pad_keys(operands: Operands, devices: int) -> Operands:
     missing = -key_len % devices
     if missing == 0:
         return operands
-    queries, keys = operands.query_positions, operands.key_positions
+    queries, keys = operands.tokens.query_positions, operands.tokens.key_positions
     if queries is None or keys is None:
         queries = jnp.zeros((1, operands.query.shape[1]), jnp.int32)
         keys = jnp.zeros((1, key_len), jnp.int32)
-
-    def pad(x: Array | None, axis: int, fill: int = 0) -> Any:
-        return _pad(x, axis, key_len, missing, fill)
-
-    return operands._replace(
-        key=pad(operands.key, 1),
-        value=pad(operands.value, 1),
-        bias=pad(operands.bias, 3),
-        mask=pad(operands.mask, 3, False),
-        query_positions=queries,
-        key_positions=pad(keys, 1, -1),
-        key_segments=pad(operands.key_segments, 1),
-        key_scale=pad(operands.key_scale, 1),
-        value_scale=pad(operands.value_scale, 1),
-    )
+    padded = operands.map_keys(lambda x, axis: _pad(x, axis, key_len, missing))
+    keys = _pad(keys, 1, key_len, missing, fill=-1)
+    tokens = padded.tokens._replace(query_positions=queries, key_positions=keys)
+    return padded._replace(tokens=tokens)
 
 
 def _pad_queries(operands: Operands, devices: int) -> Operands:
@@ -234,17 +223,12 @@ def _pad_queries(operands: Operands, devices: int) -> Operands:
     missing = -query_len % devices
     if missing == 0:
         return operands
-
-    def pad(x: Array | None, axis: int, fill: int = 0) -> Any:
-        return _pad(x, axis, query_len, missing, fill)
-
-    return operands._replace(
-        query=pad(operands.query, 1),
-        bias=pad(operands.bias, 2),
-        mask=pad(operands.mask, 2, False),
-        query_positions=pad(operands.query_positions, 1, -1),
-        query_segments=pad(operands.query_segments, 1),
-    )
+    padded = operands.map_queries(lambda x, axis: _pad(x, axis, query_len, missing))
+    queries = operands.tokens.query_positions
+    if queries is None:
+        return padded
+    queries = _pad(queries, 1, query_len, missing, fill=-1)
+    return padded._replace(tokens=padded.tokens._replace(query_positions=queries))
 
 
 def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
@@ -262,6 +246,7 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         kept = (part if size > 1 else None for size, part in zip(x.shape, axes, strict=True))
         return PartitionSpec(*kept)
 
+    tokens, indices = operands.tokens, operands.indices
     of_sink = (heads,) if operands.sink is None or operands.sink.ndim == 1 else (batch, heads)
     return Operands(
         query=spec(operands.query, batch, queries, heads, None),
@@ -269,18 +254,18 @@ def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
         value=spec(operands.value, batch, keys, heads, None),
         bias=spec(operands.bias, *scores),
         mask=spec(operands.mask, *scores),
-        query_positions=spec(operands.query_positions, batch, rows),
-        key_positions=spec(operands.key_positions, batch, columns),
-        query_segments=spec(operands.query_segments, batch, rows),
-        key_segments=spec(operands.key_segments, batch, columns),
+        tokens=Tokens(
+            query_positions=spec(tokens.query_positions, batch, rows),
+            key_positions=spec(tokens.key_positions, batch, columns),
+            query_segments=spec(tokens.query_segments, batch, rows),
+            key_segments=spec(tokens.key_segments, batch, columns),
+            query_lengths=spec(tokens.query_lengths, batch),
+            key_lengths=spec(tokens.key_lengths, batch),
+        ),
         mask_arrays=tuple(spec(x, batch, *(None,) * (x.ndim - 1)) for x in operands.mask_arrays),
         score_arrays=tuple(PartitionSpec() for _ in operands.score_arrays),
-        batch_indices=spec(operands.batch_indices, batch),
-        head_indices=spec(operands.head_indices, heads),
-        key_scale=spec(operands.key_scale, batch, keys, heads),
-        value_scale=spec(operands.value_scale, batch, keys, heads),
-        query_lengths=spec(operands.query_lengths, batch),
-        key_lengths=spec(operands.key_lengths, batch),
+        indices=PartIndices(spec(indices.batch, batch), spec(indices.heads, heads)),
+        scales=Scales(*(spec(x, batch, keys, heads) for x in operands.scales)),
         sink=spec(operands.sink, *of_sink),
     )
 

@@ -15,7 +15,6 @@ from energy_attn.kernels.internal import (
     Operands,
     Settings,
     function_call,
-    without_lengths,
 )
 
 from ..merge._covariance import covariance_merge, merge_covariances
@@ -52,10 +51,12 @@ def sharded_reduction(
     device keeps the results for its own. Among `rows` may be the operands of another call with as many rows and
     keys, which are sharded likewise. Raises as `reduction.find` does.
     """
-    operands = without_lengths(operands._replace(sink=None))
-    rows = tuple(
-        without_lengths(x._replace(sink=None)) if isinstance(x, Operands) else x for x in rows
-    )
+
+    def of_keys(operands: Operands) -> Operands:
+        return operands._replace(sink=None).positioned(read=False)
+
+    operands = of_keys(operands)
+    rows = tuple(of_keys(x) if isinstance(x, Operands) else x for x in rows)
     if plan is None:
         return _unsharded(reduction, settings, operands, *rows)
     return _sharded(plan, reduction, settings, operands, *rows)

@@ -4,14 +4,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Operands, attend, with_unrounded_out
+from energy_attn.kernels.internal import Operands, attend
 
 from ..cost._shape import Shape, local_rows, tangent_bytes
 from ..cost._topology import Topology
@@ -91,7 +90,7 @@ class Tree(AbstractMethod):
         if call.queries_sharded:
             return _of_shards(call, self.merge)
         policy, settings, operands, axes, *_ = call
-        state = attend(policy.kernels, with_unrounded_out(settings), operands)
+        state = attend(policy.kernels, settings.needing(unrounded=True), operands)
         merge = choose_merge(self.merge, state, axes, self.topology)
         return rounded(fold_across(merge, axes, state), operands, settings)
 
@@ -149,7 +148,7 @@ def _of_shards(call: LocalCall, merge: str) -> AttentionState:
     policy, settings, operands, axes, *_ = call
     devices, query_len = lax.axis_size(axes), operands.query.shape[1]
     every = with_all_queries(operands, axes)
-    state = attend(policy.kernels, with_unrounded_out(settings), every)
+    state = attend(policy.kernels, settings.needing(unrounded=True), every)
 
     def by_device(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], devices, query_len, *x.shape[2:]), 1, 0)
@@ -160,6 +159,5 @@ def _of_shards(call: LocalCall, merge: str) -> AttentionState:
 
 def with_all_queries(operands: Operands, axes: Axes) -> Operands:
     """Operands with the queries of all devices, end to end, and their positions and segments."""
-    mine = operands.query, operands.query_positions, operands.query_segments
-    query, positions, segments = jax.tree.map(lambda x: joined(x, axes, 1), mine)
-    return operands._replace(query=query, query_positions=positions, query_segments=segments)
+    tokens = operands.tokens.map_queries(lambda x: joined(x, axes, 1))
+    return operands._replace(query=joined(operands.query, axes, 1), tokens=tokens)

@@ -99,20 +99,18 @@ def exchange_heads(
             x if copies == 1 else apply_in_float32(lambda x: jnp.repeat(x, copies, 2), x)
         )
 
-    heads = operands.head_indices
+    heads = operands.indices.heads
     if settings.score is not None:
         heads = jnp.arange(number, dtype=jnp.int32) if heads is None else heads
         mine = number // lax.axis_size(axes)
         heads = lax.dynamic_slice_in_dim(heads, lax.axis_index(axes) * mine, mine)
+    tokens = operands.tokens.map_queries(lambda x: whole(x, query_len, axes))
     here = operands._replace(
-        head_indices=heads,
+        indices=operands.indices._replace(heads=heads),
         query=to_heads(operands.query),
         key=keys_to_heads(operands.key),
         value=keys_to_heads(operands.value),
-        query_positions=whole(operands.query_positions, query_len, axes),
-        key_positions=whole(operands.key_positions, key_len, around + axes),
-        query_segments=whole(operands.query_segments, query_len, axes),
-        key_segments=whole(operands.key_segments, key_len, around + axes),
+        tokens=tokens.map_keys(lambda x: whole(x, key_len, around + axes)),
     )
     state = over_sequence(here)
     return transfer(lambda x: lax.all_to_all(x, axes, 1, 2, tiled=True), state)

@@ -8,6 +8,7 @@ no lock, and start over if files are replaced.
 import contextlib
 import errno
 import os
+import platform
 import re
 import secrets
 import stat
@@ -19,8 +20,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from . import _lock
-
 T = TypeVar("T")
 
 UNFINISHED = ".unfinished"
@@ -28,6 +27,8 @@ IDENTITY = "[0-9a-f]{16}"  # of a save, in the names of its files
 
 _TRIES = 20  # of a reader; each ends before a save writes much
 _POINTER = b"version https://git-lfs"
+LOCK = ".energy_attn.lock"  # the file that a save locks and removes; the lock ends with its process
+_NO_LOCK = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP  # from file systems without locks
 _NO_SYNC = errno.EINVAL, errno.ENOTSUP  # from file systems whose folders cannot be synced
 
 
@@ -48,8 +49,8 @@ def saving(folder: Path, ours: re.Pattern, named: Callable[[Path], set[str]]) ->
         with together(folder):
             if first:
                 _make_folder(folder)
-                with _naming(folder / _lock.NAME):
-                    locks.enter_context(_lock.alone(folder))
+                with _naming(folder / LOCK):
+                    locks.enter_context(_alone(folder))
                 clean(folder, ours, named)
         try:
             yield identity
@@ -129,7 +130,6 @@ def replace(file: Path, place: Path) -> None:
 
 
 def remove(file: Path) -> None:
-    """Removes a file, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(file)
 
@@ -193,3 +193,63 @@ def clean(
         if ours.fullmatch(file.name) and save in file.name and file.name not in listed:
             with contextlib.suppress(OSError):
                 remove(file)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder; does nothing where the system has no locks.
+
+    Raises `OSError`, with the name of the holder, if it is held.
+    """
+    if os.name != "posix":
+        yield
+        return
+    file = folder / LOCK
+    lock = _locked(file)
+    try:
+        yield
+    finally:
+        try:
+            with contextlib.suppress(OSError):
+                os.unlink(file)  # while locked, so that waiting processes notice that it is gone
+        finally:
+            os.close(lock)
+
+
+def _locked(file: Path) -> int:
+    while True:
+        opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(file, opened)
+            if _is_at(file, opened):  # and not removed by its last holder in between
+                os.ftruncate(opened, 0)
+                os.write(opened, f"process {os.getpid()} on {platform.node()}".encode())
+                return opened
+        except BaseException:
+            os.close(opened)
+            raise
+        os.close(opened)
+
+
+def _is_at(file: Path, opened: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(opened), os.stat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _lock(file: Path, opened: int) -> None:
+    import fcntl  # Windows has none
+
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(opened, 200).decode(errors="replace") or "another process"
+        raise OSError(
+            f"{file.parent}: wanted no other save into this folder at the same time, got one by "
+            f"{holder}; nothing is saved. Processes of one job save as one: "
+            "energy_attn.distributed.initialize() tells them that they are"
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCK:
+            raise

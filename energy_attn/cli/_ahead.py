@@ -74,12 +74,8 @@ def compiled(
         return found, backward(cotangent)
 
     with jax.set_mesh(mesh):
-        lowered = (
-            jax.jit(both).lower(out, query, key, value)
-            if gradients
-            else jax.jit(forward).lower(query, key, value)
-        )
-        program = lowered.compile()
+        arrays = (out, query, key, value) if gradients else (query, key, value)
+        program = jax.jit(both if gradients else forward).lower(*arrays).compile()
     found = collectives(program)
     sent = sum(part_sent(x.kind, x.group_size) * x.bytes * (x.count or 1) for x in found)
     sizes_of = program.memory_analysis()

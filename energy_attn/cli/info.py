@@ -140,7 +140,7 @@ def _operands(call: Example) -> tuple[Settings, Operands]:
         jax.ShapeDtypeStruct(shape, jnp.dtype(call.dtype)) for shape in (call.query, call.key)
     )
     settings = Settings(call.query[-1] ** -0.5, window_structure(right=0 if call.causal else None))
-    return settings, Operands(query, key, key, None, None, None, None)  # pyright: ignore[reportArgumentType]  # shapes will do
+    return settings, Operands(query, key, key)  # pyright: ignore[reportArgumentType]  # shapes will do
 
 
 def _shapes(call: Example) -> str:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from energy_attn.kernels.internal import BoundScore, reads_first, split_score, without_mesh
+from energy_attn.kernels.internal import BoundScore, reads_first, split_score
 from energy_attn.kernels.masks import AbstractMask
 from energy_attn.kernels.scores import AbstractScore, At
 
@@ -44,8 +44,7 @@ def _reads_queries(energy: FreeEnergy) -> bool:
     """Whether an energy depends on the positions of its queries."""
     if energy.is_causal or energy.local_window_size is not None:
         return True
-    with without_mesh():
-        return _mask_reads(energy.mask) or _score_reads(energy.score)
+    return _mask_reads(energy.mask) or _score_reads(energy.score)
 
 
 def _mask_reads(mask: AbstractMask | None) -> bool:

@@ -243,7 +243,7 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
         settings = call.settings
         if source is not None:
             settings, operands = with_source(settings, operands, source)
-        settings = settings._replace(unrounded=len(calls) > 1)  # rounded once, after the merge
+        settings = settings.needing(unrounded=len(calls) > 1)  # rounded once, after the merge
         states.append(attend_sharded(call.plan, call.policy, settings, operands))
     out, lse = functools.reduce(merge, states)
     state = AttentionState(out.astype(value.dtype), lse)

@@ -1,10 +1,9 @@
 """Multi-head attention as an Equinox module, each head the gradient of a free energy."""
 
 import dataclasses
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -31,6 +30,29 @@ from energy_attn.kernels.masks import AbstractMask
 from ..core._dropout import attention_with_dropout
 from ..core._module import FreeEnergy
 from ..functional._options import ModuleOptions
+
+
+class LayerOptions(TypedDict, total=False):
+    """The options of a call of a layer."""
+
+    key: PRNGKeyArray | None
+    """A `jax.random.key` for dropout."""
+
+    inference: bool | None
+    """Overrides the field of the same name in `dropout`."""
+
+    deterministic: bool | None
+    """Deprecated name of `inference`, as in Equinox; warns."""
+
+    process_heads: Callable[..., Sequence[Array]] | None
+    """Maps `(query, key, value)` heads, `[T, num_heads, qk_size]`, `[S, num_kv_heads, qk_size]`,
+    `[S, num_kv_heads, vo_size]`, to new ones of the same shapes, for example with rotary embeddings."""
+
+    query_positions: Int[Array, " T"] | None
+    """`[T]` integers for causality and windows; negative means absent."""
+
+    key_positions: Int[Array, " S"] | None
+    """`[S]` integers likewise."""
 
 
 class MultiheadAttention(eqx.Module):
@@ -184,13 +206,8 @@ class MultiheadAttention(eqx.Module):
         value: Float[Array, "S value_size"],
         mask: Shaped[Array, "..."] | AbstractMask | None = None,
         *,
-        key: PRNGKeyArray | None = None,
-        inference: bool | None = None,
-        deterministic: bool | None = None,
-        process_heads: Callable[..., Sequence[Array]] | None = None,
-        query_positions: Int[Array, " T"] | None = None,
-        key_positions: Int[Array, " S"] | None = None,
         return_energy: Literal[False] = False,
+        **options: Unpack[LayerOptions],
     ) -> Float[Array, "T output_size"]: ...
 
     @overload
@@ -201,13 +218,8 @@ class MultiheadAttention(eqx.Module):
         value: Float[Array, "S value_size"],
         mask: Shaped[Array, "..."] | AbstractMask | None = None,
         *,
-        key: PRNGKeyArray | None = None,
-        inference: bool | None = None,
-        deterministic: bool | None = None,
-        process_heads: Callable[..., Sequence[Array]] | None = None,
-        query_positions: Int[Array, " T"] | None = None,
-        key_positions: Int[Array, " S"] | None = None,
         return_energy: Literal[True],
+        **options: Unpack[LayerOptions],
     ) -> tuple[Float[Array, "T output_size"], Float[Array, "T num_heads"]]: ...
 
     def __call__(
@@ -217,14 +229,8 @@ class MultiheadAttention(eqx.Module):
         value: Float[Array, "S value_size"],
         mask: Shaped[Array, "..."] | AbstractMask | None = None,
         *,
-        key: PRNGKeyArray | None = None,
-        inference: bool | None = None,
-        deterministic: bool | None = None,
-        process_heads: Callable[..., Sequence[Array]] | None = None,
-        query_positions: Int[Array, " T"] | None = None,
-        key_positions: Int[Array, " S"] | None = None,
         return_energy: bool = False,
-        **unknown: object,
+        **options: Unpack[LayerOptions],
     ) -> (
         Float[Array, "T output_size"]
         | tuple[Float[Array, "T output_size"], Float[Array, "T num_heads"]]
@@ -237,15 +243,8 @@ class MultiheadAttention(eqx.Module):
             value: `[S, value_size]`.
             mask: `[T, S]` or `[num_heads, T, S]`, booleans or numbers: False or zero hides a key, as in Equinox;
                 or a mask of `energy_attn.masks`.
-            key: a `jax.random.key` for dropout.
-            inference: overrides the field of the same name in `dropout`.
-            deterministic: deprecated name of `inference`, as in Equinox; warns.
-            process_heads: maps `(query, key, value)` heads, `[T, num_heads, qk_size]`,
-                `[S, num_kv_heads, qk_size]`, `[S, num_kv_heads, vo_size]`, to new ones of the
-                same shapes, for example with rotary embeddings.
-            query_positions: `[T]` integers for causality and windows; negative means absent.
-            key_positions: `[S]` integers likewise.
             return_energy: whether to return `(out, energy)`.
+            **options: of dropout, and where queries and keys stand.
 
         Returns:
             `[T, output_size]`; with `return_energy`, also energies `[T, num_heads]` in nats
@@ -257,17 +256,19 @@ class MultiheadAttention(eqx.Module):
             ValueError: shapes that do not match; a mask of scores to add, with negative numbers, where it is known.
             RuntimeError: dropout is on but no key is given.
         """
-        if unknown:
-            raise _unknown(next(iter(unknown)))
+        if unknown := options.keys() - LayerOptions.__annotations__.keys():
+            raise _unknown(min(unknown))
+        inference, deterministic = options.get("inference"), options.get("deterministic")
         if deterministic is not None:
             warnings.warn("deterministic: use inference instead", DeprecationWarning, stacklevel=2)
             inference = deterministic
         check_flag("return_energy", return_energy)
         if not (mask is None or isinstance(mask, AbstractMask)):
             mask = as_visible("mask", mask)
+        process_heads = options.get("process_heads")
         heads = self.project(query, key_, value, mask=mask, process_heads=process_heads)
-        options = {"query_positions": query_positions, "key_positions": key_positions}
-        out, energy = self._attend(heads, mask, options, key, inference)
+        positions = {name: options.get(name) for name in ("query_positions", "key_positions")}
+        out, energy = self._attend(heads, mask, positions, options.get("key"), inference)
         out = jax.vmap(self.output_proj)(out.reshape(query.shape[0], self.num_heads * self.vo_size))
         return (out, energy) if return_energy else out
 
@@ -353,9 +354,8 @@ def _unknown(name: str) -> TypeError:
             f"{name}: wanted it where the layer is made, as MultiheadAttention(..., {name}=...) or "
             f"replace_attention(model, {name}=...), got it in a call"
         )
-    parameters = inspect.signature(MultiheadAttention.__call__).parameters.values()
-    known = ", ".join(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)
-    return TypeError(f"{name}: wanted mask, {known}, got {name!r}")
+    known = ", ".join(LayerOptions.__annotations__)
+    return TypeError(f"{name}: wanted mask, {known}, return_energy, got {name!r}")
 
 
 def _project(linear: eqx.nn.Linear, x: Array, heads: int) -> Array:

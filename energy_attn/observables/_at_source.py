@@ -27,6 +27,7 @@ from energy_attn.kernels.internal import (
     CallPolicy,
     Operands,
     Settings,
+    Tokens,
     attention_and_expectation,
     centred,
     check_floating,
@@ -127,12 +128,7 @@ def mean_over_keys(
 
 
 def sum_over_keys(
-    calls: Calls,
-    source: Source,
-    parts: Parts,
-    term: Callable[..., Array],
-    width: int,
-    *rows: Array,
+    calls: Calls, source: Source, parts: Parts, term: Callable[..., Array], width: int, *rows: Array
 ) -> Array:
     """The sum over all keys of `term(scores, value, *rows)`, `[*B, T, N, width]`: of any function of a score.
 
@@ -207,14 +203,15 @@ def sinks_as_keys(calls: Calls, parts: Parts) -> tuple[Calls, Parts]:
 
 def _as_key(call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]:
     """A key of zeros, whose value is zero and whose bias is the sink, for the queries that are there."""
-    key, value = (jnp.zeros((len(x), 1, *x.shape[2:]), x.dtype) for x in operands[1:3])
+    key, value = (
+        jnp.zeros((len(x), 1, *x.shape[2:]), x.dtype) for x in (operands.key, operands.value)
+    )
     sink = jnp.asarray(operands.sink, lse_dtype(operands.query.dtype))
     bias = jnp.where(jnp.isposinf(sink), jnp.finfo(sink.dtype).max, sink)[..., None, None]
-    bias, positions = bias if bias.ndim == 4 else bias[None], operands.query_positions
-    own = Operands(operands.query, key, value, bias, None, positions, None)
-    if positions is not None:
-        own = own._replace(key_positions=jnp.zeros((1, 1), positions.dtype))
-    own = own._replace(query_lengths=operands.query_lengths)
+    bias, positions = bias if bias.ndim == 4 else bias[None], operands.tokens.query_positions
+    at = None if positions is None else jnp.zeros((1, 1), positions.dtype)
+    tokens = Tokens(positions, at, query_lengths=operands.tokens.query_lengths)
+    own = Operands(operands.query, key, value, bias, tokens=tokens)
     # All devices have it, so that nothing is folded over them; one column of scores is dense.
     plan = None if call.plan is None else call.plan._replace(sequence=(), queries=False)
     settings = Settings(1.0, window_structure())

@@ -23,12 +23,12 @@ from energy_attn.kernels.internal import (
     Candidate,
     CheckedCall,
     RowOptions,
+    Scales,
     call_policy,
     check_call,
     check_integral,
     check_shape,
     received,
-    with_unrounded_out,
 )
 from energy_attn.kernels.scores import AbstractScore
 
@@ -137,7 +137,7 @@ def tree_decode(
         cache.value,
         source=source,
         sink=sink,
-        scales=(cache.key_scale, cache.value_scale),
+        scales=Scales(cache.key_scale, cache.value_scale),
         **scores,
         local_window_size=reach,
         query_positions=jnp.where(used, positions, -1),
@@ -161,11 +161,9 @@ def tree_decode(
 
 
 def _partial_state(
-    plan: ShardingPlan | None,
-    policy: CallPolicy,
-    call: CheckedCall,
+    plan: ShardingPlan | None, policy: CallPolicy, call: CheckedCall
 ) -> AttentionState:
-    return attend_sharded(plan, policy, with_unrounded_out(call.settings), call.operands)
+    return attend_sharded(plan, policy, call.settings.needing(unrounded=True), call.operands)
 
 
 def commit(

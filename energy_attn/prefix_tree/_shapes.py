@@ -141,9 +141,8 @@ def tree_from_checked_parents(depth: int, tokens: Array, parent: Array, size: Ar
     slots = tokens.shape[1]
     slot_index = jnp.arange(slots, dtype=jnp.int32)[None]
     used = slot_index < size[:, None]
-    node = jnp.where(
-        used, slot_index + 0 * parent, -1
-    )  # of the type of `parent`, in a shard_map too
+    # of the type of `parent`, in a shard_map too
+    node = jnp.where(used, slot_index + 0 * parent, -1)
 
     def go_up(node: Array, _: None) -> tuple[Array, Array]:
         return jnp.where(node >= 0, gather_slots(parent, node), -1), node
@@ -253,17 +252,14 @@ def _grown(count: int, tree: PrefixTree, logits: Array) -> PrefixTree:
     scores = _scores(tree, logits)
     scores, tokens = lax.top_k(scores, min(count, scores.shape[2]))
     candidates = scores.shape[2]
-    scores, best = lax.top_k(
-        scores.reshape(batch, slots * candidates), min(count, slots * candidates)
-    )
+    entries = slots * candidates
+    scores, best = lax.top_k(scores.reshape(batch, entries), min(count, entries))
     added = (scores > -jnp.inf).sum(-1, dtype=jnp.int32)
 
     rank = jnp.arange(slots, dtype=jnp.int32)[None] - tree.size[:, None]
     is_new = (rank >= 0) & (rank < added[:, None])
     selected = gather_slots(best, jnp.where(is_new, rank, -1))
-    token = gather_slots(tokens.reshape(batch, slots * candidates), selected).astype(
-        tree.tokens.dtype
-    )
+    token = gather_slots(tokens.reshape(batch, entries), selected).astype(tree.tokens.dtype)
     return tree_from_checked_parents(
         tree.unpacker.shape[2],
         jnp.where(is_new, token, tree.tokens),

@@ -5,17 +5,17 @@ Here each of them runs with more results.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels.internal import bind
+from energy_attn.kernels.internal import REMAT, bind, closed, equations, interpret, programs
 
 from ..functional._tag import tag_p
 
@@ -45,23 +45,16 @@ def lift(program: ClosedJaxpr, args: Sequence[Any], asked: Asked) -> Results:
 
     Raises `NotImplementedError` where a tag is in what cannot return more: a loop of unknown length.
     """
-    return _run(program.jaxpr, program.consts, args, asked)
-
-
-def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], asked: Asked) -> Results:
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    known |= dict(zip(jaxpr.invars, args, strict=True))
     seen: list[Seen] = []
 
-    def read(x: Literal | Var) -> Any:
-        return x.val if isinstance(x, Literal) else known[x]
-
-    for equation in jaxpr.eqns:
+    def rule(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
         with equation.ctx.manager:
-            found, more = _run_one(equation, list(map(read, equation.invars)), asked)
-        known |= dict(zip(equation.outvars, found, strict=True))
-        seen += more
-    return list(map(read, jaxpr.outvars)), seen
+            found, more = _run_one(equation, inputs, asked)
+        seen.extend(more)
+        return found
+
+    found = interpret(program.jaxpr, program.consts, args, rule, calls=frozenset())
+    return found, seen
 
 
 def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
@@ -71,10 +64,15 @@ def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
         return [query], [Seen(params["tree"].unflatten(values), params["name"], params["axes"])]
     if primitive is tag_p and not asked.others_stay:
         return args[:1], []
-    inside = [name for program in programs(params) for name in _names(program, asked)]
-    if not inside or (primitive.name in _REMAT and params["differentiated"]):
+    inside = [
+        x.params["name"]
+        for program in programs(equation)
+        for x in equations(program)
+        if x.primitive is tag_p and x.params["level"] == asked.level
+    ]
+    if not inside or (primitive.name in REMAT and params["differentiated"]):
         # Nothing to see; or the backward pass computes again what the forward pass has shown.
-        return bind(primitive, params, args), []
+        return bind(equation, args), []
     mask = _RULES.get(primitive.name)
     if mask is None:
         raise NotImplementedError(
@@ -84,30 +82,9 @@ def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     return mask(equation, args, asked)
 
 
-def programs(params: Any) -> Iterator[Jaxpr]:
-    """The programs among the parameters of an equation."""
-    for x in jax.tree.leaves(list(params.values()), is_leaf=_is_program):
-        if _is_program(x):
-            yield x.jaxpr if isinstance(x, ClosedJaxpr) else x
-
-
-def _is_program(x: object) -> bool:
-    return isinstance(x, (ClosedJaxpr, Jaxpr))
-
-
-def _names(program: Jaxpr, asked: Asked) -> Iterator[str]:
-    """The names of the tags of a level in a program."""
-    for equation in program.eqns:
-        if equation.primitive is tag_p and equation.params["level"] == asked.level:
-            yield equation.params["name"]
-        for inner in programs(equation.params):
-            yield from _names(inner, asked)
-
-
 def _runner(program: ClosedJaxpr | Jaxpr, asked: Asked) -> Callable[..., Results]:
     """The program as a function of its arguments."""
-    closed = program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
-    return lambda *args: lift(closed, args, asked)
+    return lambda *args: lift(closed(program), args, asked)
 
 
 def _jit(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
@@ -132,7 +109,7 @@ def _custom(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     # The results keep their rule. What is seen has the derivative of the function itself, which the
     # compiler finds to be the same computation.
     _, seen = _call(equation, args, asked._replace(others_stay=False))
-    return bind(equation.primitive, equation.params, args), seen
+    return bind(equation, args), seen
 
 
 def _remat(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
@@ -218,7 +195,6 @@ def _behind(axis: str, seen: Seen) -> Seen:
     return Seen(seen.values, seen.name, (axis, *seen.axes))
 
 
-_REMAT = ("checkpoint", "remat", "remat2")
 # By the names of JAX's primitives, some of which differ between its versions.
 _RULES: dict[str, Callable[[JaxprEqn, list[Any], Asked], Results]] = {
     "jit": _jit,
@@ -227,7 +203,7 @@ _RULES: dict[str, Callable[[JaxprEqn, list[Any], Asked], Results]] = {
     "closed_call": _call,
     "custom_jvp_call": _custom,
     "custom_vjp_call": _custom,
-    **dict.fromkeys(_REMAT, _remat),
+    **dict.fromkeys(REMAT, _remat),
     "scan": _scan,
     "cond": _cond,
     "shard_map": _shard_map,

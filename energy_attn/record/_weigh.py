@@ -9,7 +9,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Int, PyTree
 
 from energy_attn.kernels.internal import (
@@ -17,12 +17,13 @@ from energy_attn.kernels.internal import (
     TokenScores,
     check_floating,
     check_integral,
+    equations,
+    programs,
     received,
     weighing,
 )
 
 from ..flax._nnx import holds_nnx, run_pure
-from ._lift import programs
 from ._partial import Partial
 from ._record import check_callable, check_calls
 
@@ -144,7 +145,7 @@ def _run(
         return arrays
 
     program, types = jax.make_jaxpr(traced, return_shape=True)(weights)
-    _check_rules(program.jaxpr)
+    _check_rules(program)
 
     def value(weights: Array) -> Any:
         found = jaxpr_as_fun(program)(weights)
@@ -153,18 +154,18 @@ def _run(
     return ask(value, weights)
 
 
-def _check_rules(program: Jaxpr, name: str | None = None) -> None:
+def _check_rules(program: ClosedJaxpr) -> None:
     """Raises `NotImplementedError` for an attention inside a function whose own rule would not see the weights."""
-    for equation in program.eqns:
-        if name is not None and equation.params.get("name") == TOKEN_SCORES:
+    for equation in equations(program):
+        kind = equation.primitive.name
+        inside = (x for inner in programs(equation) for x in equations(inner))
+        if kind.startswith(("custom_jvp", "custom_vjp")) and any(
+            x.params.get("name") == TOKEN_SCORES for x in inside
+        ):
             raise NotImplementedError(
                 "function: wanted attention outside of functions with a derivative of their own, which would "
-                f"lose that in log_weights, got one inside a {name}"
+                f"lose that in log_weights, got one inside a {kind}"
             )
-        kind = equation.primitive.name
-        own = kind if kind.startswith(("custom_jvp", "custom_vjp")) else name
-        for inner in programs(equation.params):
-            _check_rules(inner, own)
 
 
 def _scores_of(weights: Array, numbers: Array) -> Array:

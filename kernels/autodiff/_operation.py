@@ -67,5 +67,4 @@ def unless_zero(tangent: Any) -> Any:
 
 
 def axes_like(tree: PyTree, axes: tuple[int | None, ...]) -> Any:
-    """The mapped axes of the leaves of a tree, for `jax.vmap`."""
     return jax.tree.structure(tree).unflatten(axes)

@@ -26,17 +26,17 @@ from .._checks import (
     received,
 )
 from ..scores._check import check_score
-from ._canonical import Tokens, canonical_mask, split_mask
+from ._canonical import canonical_mask, split_mask
 from ._eight_bits import dequantize
 from ._leaves import check_leaves
-from ._operands import Operands, Settings
+from ._operands import NO_SCALES, Operands, Scales, Settings
 from ._options import KernelOptions, check_options
 from ._sink import check_sink
 from ._source import with_source
 from ._state import lse_dtype
+from ._tokens import Tokens
 from ._weighing import with_token_scores
 
-Scales = tuple[Array | None, Array | None]
 # What a layout says of a call's tokens, and whether masks, scores or lengths of keys read their positions.
 Place = Callable[[Tokens, bool], Tokens]
 
@@ -71,7 +71,7 @@ def check_call(
     source: Array | np.ndarray | None = None,
     bias: object = None,
     mask: object = None,
-    scales: Scales = (None, None),
+    scales: Scales = NO_SCALES,
     place: Place | None = None,
     sink: object = None,
     **options: Unpack[KernelOptions],
@@ -95,12 +95,12 @@ def check_call(
 
 
 def check_arrays(
-    query: object, key: object, value: object, scales: Scales = (None, None)
+    query: object, key: object, value: object, scales: Scales = NO_SCALES
 ) -> CheckedArrays:
     """Checks query, key and value against each other. Raises as `check_call`."""
     query = jnp.asarray(check_floating("query", query))
-    key = _of_keys("key", key, scales[0], query)
-    value = _of_keys("value", value, scales[1], query)
+    key = _of_keys("key", key, scales.key, query)
+    value = _of_keys("value", value, scales.value, query)
     if query.ndim not in (3, 4):
         raise ValueError(f"query: wanted shape (B, T, N, H) or (T, N, H), got {received(query)}")
     *lead, _, heads, width = query.shape
@@ -124,7 +124,7 @@ def check_scored(
     arrays: CheckedArrays,
     bias: object = None,
     mask: object = None,
-    scales: Scales = (None, None),
+    scales: Scales = NO_SCALES,
     place: Place | None = None,
     sink: object = None,
     **options: Unpack[KernelOptions],
@@ -167,16 +167,11 @@ def check_scored(
         key, value = (
             dequantize(x, scale, query.dtype) for x, scale in zip((key, value), scales, strict=True)
         )
-        scales = None, None
+        scales = NO_SCALES
     query, key, scale = _scaled(query, key, options.get("scale"), canonical.tokens)
     operands = Operands(
-        query, key, value, bias, mask, *canonical.tokens[:4], canonical.arrays, score_arrays
-    )
-    operands = operands._replace(
-        key_scale=scales[0],
-        value_scale=scales[1],
-        query_lengths=canonical.tokens.query_lengths,
-        key_lengths=canonical.tokens.key_lengths,
+        *(query, key, value, bias, mask, canonical.tokens, canonical.arrays, score_arrays),
+        scales=scales,
         sink=check_sink(sink, query.shape[0 if batched else 1 : -1]),
     )
     return CheckedCall(operands, Settings(scale, canonical.structure, score=score), batched)

@@ -18,36 +18,7 @@ from ..masks._segments import Segments, looked_up
 from ..masks._structure import WINDOWS, MaskStructure, structure_of, window_mask, window_structure
 from ..masks._visibility import visible
 from ..masks._window import Window
-
-
-class Tokens(NamedTuple):
-    """Positions, segments and lengths of queries and keys: None, or int32 with a batch axis of `B` or 1.
-
-    Lengths are given only where positions count from 0, and so are None.
-    """
-
-    query_positions: Array | None
-    key_positions: Array | None
-    query_segments: Array | None
-    key_segments: Array | None
-    query_lengths: Array | None = None
-    key_lengths: Array | None = None
-
-    def with_positions(self, query_len: int, key_len: int) -> "Tokens":
-        """Positions of both, in place of lengths; counted from 0 where none are given."""
-        query_positions, key_positions = (
-            shortened(jnp.arange(size, dtype=jnp.int32)[None] if x is None else x, length)
-            for x, length, size in (
-                (self.query_positions, self.query_lengths, query_len),
-                (self.key_positions, self.key_lengths, key_len),
-            )
-        )
-        return Tokens(query_positions, key_positions, self.query_segments, self.key_segments)
-
-
-def shortened(positions: Array, lengths: Array | np.ndarray | None) -> Array:
-    """Positions `[B or 1, L]`, of which those from a length `[B or 1]` on are absent."""
-    return positions if lengths is None else jnp.where(positions < lengths[:, None], positions, -1)
+from ._tokens import Tokens
 
 
 class CanonicalMask(NamedTuple):
@@ -112,7 +83,7 @@ def canonical_mask(
         elif isinstance(x, Window):
             left, right = _least(left, x.left), _least(right, x.right)
         elif isinstance(x, Lengths):
-            tokens = with_lengths(tokens, x.queries, x.keys)
+            tokens = tokens.with_lengths(x.queries, x.keys)
         elif isinstance(x, Segments) and tokens.query_segments is None:
             tokens = _with_segments(x, tokens, query_len, key_len)
         elif not isinstance(x, All):
@@ -158,29 +129,14 @@ def _least(a: int | None, b: int | None) -> int | None:
     return min((x for x in (a, b) if x is not None), default=None)
 
 
-def with_lengths(tokens: Tokens, queries: Any, keys: Any) -> Tokens:
-    """Tokens of which those at positions from a length `[B or 1]` on are absent; None: all are there."""
-    if tokens.query_positions is None or tokens.key_positions is None:
-        least = (
-            y if x is None else x if y is None else jnp.minimum(x, y)
-            for x, y in ((tokens.query_lengths, queries), (tokens.key_lengths, keys))
-        )
-        return tokens._replace(**dict(zip(("query_lengths", "key_lengths"), least, strict=True)))
-    return tokens._replace(
-        query_positions=shortened(tokens.query_positions, queries),
-        key_positions=shortened(tokens.key_positions, keys),
-    )
-
-
 def _with_segments(mask: Segments, tokens: Tokens, query_len: int, key_len: int) -> Tokens:
     of_queries: Any = mask.query_ids
     of_keys: Any = of_queries if mask.key_ids is None else mask.key_ids
     known = isinstance(query_len, int) and isinstance(key_len, int)  # not symbols
     named = ("query_ids", of_queries, query_len), ("key_ids", of_keys, key_len)
     short = [x for x in named if known and x[1].shape[1] < x[2]]
-    lengths = tokens.query_lengths is not None or tokens.key_lengths is not None
     counted = tokens.query_positions is None and tokens.key_positions is None
-    if counted and known and not (lengths and short):
+    if counted and known and not (tokens.has_lengths and short):
         for name, ids, size in short:
             raise ValueError(
                 f"mask.{name}: wanted an id for each position from 0 to {size - 1}, "

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from ._operands import Operands
+from ._operands import NO_SCALES, Operands
 
 
 def dequantize(x: Array, scale: Array | None, dtype: DTypeLike) -> Array:
@@ -18,8 +18,7 @@ def dequantized(operands: Operands) -> Operands:
     """Operands with keys and values in the dtype of the query, in place of eight bits and scales."""
     dtype = operands.query.dtype
     return operands._replace(
-        key=dequantize(operands.key, operands.key_scale, dtype),
-        value=dequantize(operands.value, operands.value_scale, dtype),
-        key_scale=None,
-        value_scale=None,
+        key=dequantize(operands.key, operands.scales.key, dtype),
+        value=dequantize(operands.value, operands.scales.value, dtype),
+        scales=NO_SCALES,
     )

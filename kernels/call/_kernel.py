@@ -17,10 +17,8 @@ from ._operands import (
     KernelCall,
     Operands,
     differentiated,
-    has_lengths,
     map_some,
     with_moved,
-    without_lengths,
 )
 from ._state import AttentionState, holds_keys
 
@@ -43,7 +41,7 @@ class AbstractKernel(abc.ABC):
             `jax.export`.
         masks: the classes of masks that it knows, `All` among them. A call with any other is not
             given to it. `AbstractMask` stands for all masks. With `Lengths` among them it gets
-            `query_lengths` and `key_lengths` as they are; otherwise positions in their place.
+            the lengths of `tokens` as they are; otherwise positions in their place.
         scores: whether it computes scores of `energy_attn.scores`; if not, it gets no call with one.
         differentiated_by_jax: whether all derivatives are JAX's own of `forward`, those of any order and that in
             the source too. Otherwise those of second order are of the blockwise kernel, which computes the same.
@@ -152,7 +150,7 @@ class AbstractJAXKernel(AbstractKernel):
         >>> class Softmax(AbstractJAXKernel):
         ...     name = "softmax"
         ...     def forward(self, call):
-        ...         query, key, value = call.operands[:3]
+        ...         query, key, value = call.operands.qkv
         ...         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], 2) for x in (key, value))
         ...         scores = call.settings.scale * jnp.einsum("btnh,bsnh->btns", query, key)
         ...         out = jnp.einsum("btns,bsnh->btnh", jax.nn.softmax(scores), value)
@@ -170,7 +168,7 @@ class AbstractJAXKernel(AbstractKernel):
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for arrays of biases, masks, positions or segments."""
-        decline_arrays(call.operands, Operands._fields[3:])
+        decline_arrays(call.operands, list(call.operands.named())[3:])
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -201,6 +199,7 @@ def _of_rows_with_keys(state: AttentionState, change: AttentionState) -> Attenti
     return AttentionState(jnp.where(rows[..., None], change.out, 0), jnp.where(rows, change.lse, 0))
 
 
+_QKV = "query", "key", "value"
 Candidate = str | AbstractKernel  # what may compute a call: a name of the registry, or a kernel
 
 
@@ -227,12 +226,12 @@ def check_call_of(kernel: AbstractKernel, call: KernelCall) -> None:
             f"score: wanted None, got {settings.score.name} (blockwise takes it)"
         )
     for name in ("query_segments", "key_segments") if kernel.platforms else ():
-        ids = getattr(operands, name)
+        ids = getattr(operands.tokens, name)
         if ids is not None and ids.dtype != jnp.int32:
             raise NotImplementedError(
                 f"{name.removesuffix('s')}_ids: wanted int32, got {ids.dtype} (blockwise takes it)"
             )
-    if operands.key_scale is not None or has_lengths(operands):
+    if operands.scales.key is not None or operands.tokens.has_lengths:
         read = jax.eval_shape(
             lambda x: as_read(kernel, call._replace(operands=x)).operands, operands
         )
@@ -244,8 +243,10 @@ def check_call_of(kernel: AbstractKernel, call: KernelCall) -> None:
 
 def as_read(kernel: AbstractKernel, call: KernelCall) -> KernelCall:
     """Operands as a kernel takes them: positions unless it takes lengths, dequantized unless it reads eight bits."""
-    operands = call.operands if Lengths in kernel.masks else without_lengths(call.operands)
-    if operands.key_scale is not None and not kernel.reads_eight_bits(call):
+    operands = call.operands
+    if Lengths not in kernel.masks:
+        operands = operands.positioned(read=False)
+    if operands.scales.key is not None and not kernel.reads_eight_bits(call):
         operands = dequantized(operands)
     return call._replace(operands=operands)
 
@@ -257,20 +258,21 @@ def check_operands(operands: Operands, dtypes: Sequence[str], without: Sequence[
     """
     decline_arrays(operands, without)
     check_dtypes(operands, dtypes)
-    for name, x in zip(Operands._fields[:3], operands[:3], strict=True):
+    for name, x in zip(_QKV, operands.qkv, strict=True):
         if 0 in x.shape:
             raise NotImplementedError(f"{name}: wanted no empty axis, got shape {x.shape}")
 
 
 def check_dtypes(operands: Operands, dtypes: Sequence[str]) -> None:
     """Raises `NotImplementedError` for queries, keys or values of other dtypes than these."""
-    for name, x in zip(Operands._fields[:3], operands[:3], strict=True):
+    for name, x in zip(_QKV, operands.qkv, strict=True):
         if x.dtype.name not in dtypes:
             raise NotImplementedError(f"{name}: wanted {' or '.join(dtypes)}, got {x.dtype}")
 
 
 def decline_arrays(operands: Operands, names: Sequence[str]) -> None:
-    """Raises `NotImplementedError` for arrays in any of these fields of the operands."""
+    """Raises `NotImplementedError` for arrays by any of these names among the operands."""
+    named = operands.named()
     for name in names:
-        if jax.tree.leaves(getattr(operands, name)):
+        if jax.tree.leaves(named[name]):
             raise NotImplementedError(f"{name}: wanted None, got an array (blockwise takes it)")

@@ -1,4 +1,4 @@
-"""The operands of a kernel, which are the arrays of a call, and its static settings."""
+"""The call of a kernel: its arrays, its static settings, and what its caller needs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,8 +11,25 @@ from ..masks._abstract import AbstractMask
 from ..masks._structure import MaskStructure
 from ..masks._visibility import reachable
 from ..scores._structure import BoundScore, ScoreStructure, floating
-from ._canonical import Tokens
 from ._state import lse_dtype
+from ._tokens import Tokens
+
+
+class Scales(NamedTuple):
+    """Scales of keys and values of eight bits, `[B, S, K]`; None for others."""
+
+    key: Array | None = None
+    value: Array | None = None
+
+
+NO_SCALES = Scales()
+
+
+class PartIndices(NamedTuple):
+    """Indices of a part in the whole batch, `[B]`, and among all heads of queries, `[N]`; None: from 0."""
+
+    batch: Array | None = None
+    heads: Array | None = None
 
 
 class Operands(NamedTuple):
@@ -24,25 +41,15 @@ class Operands(NamedTuple):
         value: `[B, S, K, Hv]`, of any floating dtype.
         bias: None, or floating of four axes that broadcast to `[B, N, T, S]`.
         mask: None, or boolean of four axes that broadcast to `[B, N, T, S]`.
-        query_positions: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'. Where
-            the mask compares positions and None is given, they count from 0.
-        key_positions: None, or int32 `[B, S]` or `[1, S]`.
-        query_segments: None, or int32 `[B, T]` or `[1, T]`; given together with the keys'. Of 64 bits if
-            they are traced and may need them, for kernels made of XLA's operations alone.
-        key_segments: None, or `[B, S]` or `[1, S]` likewise.
+        tokens: the positions, segments and lengths of queries and keys.
         mask_arrays: those of the mask of the settings, each with a first axis of `B` or 1. A kernel
             that knows no mask with arrays gets none.
         score_arrays: those of the score of the settings. A kernel that knows no scores gets none.
-        batch_indices: None, or int32 `[B]`, for a score: which entries of the whole batch these are;
-            None: from 0.
-        head_indices: None, or int32 `[N]` likewise: which of all heads of queries.
-        key_scale: None; or, where key and value are int8, float32 `[B, S, K]`: the numbers of a key are
-            multiples of it. A kernel gets keys and values in the dtype of the query, and no scales, unless its
-            `reads_eight_bits` says so; then only its forward gets them.
-        value_scale: likewise.
-        query_lengths: None, or int32 `[B]` or `[1]`, and no positions are given: queries from this index on are
-            absent. A kernel gets positions in their place, unless `Lengths` is one of its `masks`.
-        key_lengths: likewise.
+        indices: for a score, the indices of a part in the whole batch, `indices.batch`, int32 `[B]`, and among all
+            heads of queries, `indices.heads`, int32 `[N]`; each may be None: from 0.
+        scales: where key and value are int8, `scales.key` and `scales.value`, float32 `[B, S, K]`: the numbers of a
+            key are multiples of its scale. A kernel gets keys and values in the dtype of the query, and no scales,
+            unless its `reads_eight_bits` says so; then only its forward gets them.
         sink: None, or floating `[N]` or `[B, N]`: the score of one more outcome, of value zero, which is merged once
             with the state of all keys. Only the canonical kernel gets it.
 
@@ -50,28 +57,91 @@ class Operands(NamedTuple):
         >>> import jax.numpy as jnp
         >>> from energy_attn.kernels import Operands
         >>> x = jnp.ones((1, 6, 2, 4))
-        >>> Operands(x, x, x, None, None, None, None).mask_arrays
+        >>> Operands(x, x, x).mask_arrays
         ()
     """
 
     query: Array
     key: Array
     value: Array
-    bias: Array | None
-    mask: Array | None
-    query_positions: Array | None
-    key_positions: Array | None
-    query_segments: Array | None = None
-    key_segments: Array | None = None
+    bias: Array | None = None
+    mask: Array | None = None
+    tokens: Tokens = Tokens()
     mask_arrays: tuple[Array, ...] = ()
     score_arrays: tuple[Any, ...] = ()
-    batch_indices: Array | None = None
-    head_indices: Array | None = None
-    key_scale: Array | None = None
-    value_scale: Array | None = None
-    query_lengths: Array | None = None
-    key_lengths: Array | None = None
+    indices: PartIndices = PartIndices()
+    scales: Scales = NO_SCALES
     sink: Array | None = None
+
+    @property
+    def qkv(self) -> tuple[Any, Any, Any]:
+        """Query, key and value: arrays, or their shapes; among cotangents and directions also None."""
+        return self.query, self.key, self.value
+
+    def named(self) -> dict[str, Any]:
+        """The operands by name, each of the tokens by its own."""
+        fields = self._asdict()
+        tokens = fields.pop("tokens")
+        return fields | tokens._asdict()
+
+    def positioned(self, read: bool = True) -> "Operands":
+        """Operands with positions in place of lengths; if positions are `read`, counted from 0 where none are given."""
+        if self.tokens.query_positions is not None or not (read or self.tokens.has_lengths):
+            return self
+        tokens = self.tokens.with_positions(self.query.shape[1], self.key.shape[1])
+        return self._replace(tokens=tokens)
+
+    def map_queries(self, f: Callable[[Array, int], Any]) -> "Operands":
+        """`f(x, axis)` of each array and its axis of queries, which broadcasts where it is 1."""
+        return self._replace(
+            query=f(self.query, 1),
+            bias=self.bias if self.bias is None else f(self.bias, 2),
+            mask=self.mask if self.mask is None else f(self.mask, 2),
+            tokens=self.tokens.map_queries(lambda x: f(x, 1)),
+        )
+
+    def map_keys(self, f: Callable[[Array, int], Any]) -> "Operands":
+        """`f(x, axis)` of each array and its axis of keys, which broadcasts where it is 1."""
+        return self._replace(
+            key=f(self.key, 1),
+            value=f(self.value, 1),
+            bias=self.bias if self.bias is None else f(self.bias, 3),
+            mask=self.mask if self.mask is None else f(self.mask, 3),
+            tokens=self.tokens.map_keys(lambda x: f(x, 1)),
+            scales=Scales(*(x if x is None else f(x, 1) for x in self.scales)),
+        )
+
+    def part_indices(self) -> tuple[Array, Array]:
+        """Indices in the whole batch, `[B]`, and among all heads, `[N]`."""
+        batch, _, heads = self.query.shape[:3]
+        pairs = (self.indices.batch, batch), (self.indices.heads, heads)
+        batches, heads = (jnp.arange(n, dtype=jnp.int32) if x is None else x for x, n in pairs)
+        return batches, heads
+
+
+class Needs(NamedTuple):
+    """Needs of the caller of a kernel.
+
+    Attributes:
+        unrounded: whether `out` has the dtype of `lse`, for merging, instead of that of `value`.
+        score_grad: whether a backward has to compute the cotangents of the score's arrays; otherwise zeros
+            will do.
+        bias_grad: whether it has to compute that of the bias.
+        sink_grad: whether it has to compute that of the sink.
+        part: whether these are some of the queries of a larger array: a kernel that needs another layout
+            then copies them alone.
+
+    Examples:
+        >>> from energy_attn.kernels import Needs
+        >>> Needs().unrounded
+        False
+    """
+
+    unrounded: bool = False
+    score_grad: bool = True
+    bias_grad: bool = True
+    sink_grad: bool = True
+    part: bool = False
 
 
 class Settings(NamedTuple):
@@ -81,38 +151,35 @@ class Settings(NamedTuple):
         scale: the factor of the scores.
         mask: the static structure of the mask. Its `window` is how far a query sees before and after
             it; a kernel that takes no other masks than `All`, `Causal` and `Window` needs no more.
-        unrounded: whether `out` has the dtype of `lse`, for merging, instead of that of `value`.
-        score: what is static in the score, or None: the scaled product itself.
-        scored_width: where a score and a source are given, how many features of query and key make
-            the product that the score is of; the product of the others, the source and the value, is
-            added to it. None: all.
-        learnt: whether a backward has to compute the cotangents of the score's arrays; otherwise zeros
-            will do.
-        bias_learnt: whether it has to compute that of the bias.
-        sink_learnt: whether it has to compute that of the sink.
-        part: whether these are some of the queries of a larger array: a kernel that wants another layout
-            then copies them alone.
+        score: what is static in the score, or None: the scaled product itself. Its `width` is how many features of
+            query and key make the product that the score is of, where a source is given; the product of the others,
+            the source and the value, is added to it. None: all.
+        needs: what the caller needs of the call.
 
     Examples:
         >>> from energy_attn.kernels import Settings
         >>> Settings._fields
-        ('scale', 'mask', 'unrounded', 'score', 'scored_width', 'learnt', 'bias_learnt', 'sink_learnt', 'part')
+        ('scale', 'mask', 'score', 'needs')
     """
 
     scale: float
     mask: MaskStructure
-    unrounded: bool = False
     score: ScoreStructure | None = None
-    scored_width: int | None = None
-    learnt: bool = True
-    bias_learnt: bool = True
-    sink_learnt: bool = True
-    part: bool = False
+    needs: Needs = Needs()
 
     @property
     def compares(self) -> bool:
         """Whether the mask or the score reads positions."""
         return self.mask.constrains or (self.score is not None and self.score.compares)
+
+    @property
+    def scored_width(self) -> int | None:
+        """How many features of query and key the score is a function of; None: all."""
+        return None if self.score is None else self.score.width
+
+    def needing(self, **needs: bool) -> "Settings":
+        """These settings, for a caller with these needs in place of the same."""
+        return self._replace(needs=self.needs._replace(**needs))
 
 
 class KernelCall(NamedTuple):
@@ -139,19 +206,19 @@ def cotangents(
     query: Array | None,
     key: Array | None,
     value: Array | None,
-    bias: Array | None,
+    bias: Array | None = None,
     score_arrays: tuple[Array | None, ...] = (),
     sink: Array | None = None,
 ) -> Operands:
     """Cotangents in the form of the operands: None for masks, positions and segments."""
-    arrays: Any = query, key, value, bias, *[None] * 6, score_arrays
-    return Operands(*arrays, sink=sink)
+    arrays: Any = {"query": query, "key": key, "value": value, "mask_arrays": None}
+    return Operands(**arrays, bias=bias, score_arrays=score_arrays, sink=sink)
 
 
 def differentiated(operands: Operands) -> Operands:
     """Those of operands, or of their tangents, that are differentiated; None for the others."""
     arrays = (x if x is None or floating(x) else None for x in operands.score_arrays)
-    return cotangents(*operands[:4], tuple(arrays), operands.sink)
+    return cotangents(*operands.qkv, operands.bias, tuple(arrays), operands.sink)
 
 
 def map_some(f: Callable[..., Any], first: Operands, *rest: Any) -> Operands:
@@ -169,8 +236,9 @@ def with_moved(operands: Operands, moved: Operands) -> Operands:
         x if y is None else y
         for x, y in zip(operands.score_arrays, moved.score_arrays, strict=True)
     )
-    some = {name: x for name, x in moved._asdict().items() if x is not None}
-    return operands._replace(**some | {"score_arrays": tuple(arrays)})
+    names = "query", "key", "value", "bias", "sink"
+    some = {name: x for name in names if (x := getattr(moved, name)) is not None}
+    return operands._replace(**some, score_arrays=tuple(arrays))
 
 
 def bound(settings: Settings, operands: Operands) -> AbstractMask:
@@ -182,41 +250,14 @@ def bound_score(settings: Settings, operands: Operands) -> BoundScore | None:
     """The score of a call with its arrays; None: there is none."""
     if settings.score is None:
         return None
-    return BoundScore(settings.score, operands.score_arrays, settings.learnt)
-
-
-def with_default_positions(operands: Operands, settings: Settings) -> Operands:
-    """Operands with positions in place of lengths, and counted from 0 where mask or score read them.
-
-    For operands of which each device gets a part.
-    """
-    return positioned(operands) if settings.compares else without_lengths(operands)
-
-
-def has_lengths(operands: Operands) -> bool:
-    """Whether lengths say which queries or keys are there."""
-    return operands.query_lengths is not None or operands.key_lengths is not None
-
-
-def without_lengths(operands: Operands) -> Operands:
-    """Operands with positions in place of lengths, if there are any."""
-    return positioned(operands) if has_lengths(operands) else operands
-
-
-def positioned(operands: Operands) -> Operands:
-    """Operands with positions in place of lengths, counted from 0 where none are given."""
-    if operands.query_positions is not None:
-        return operands
-    tokens = Tokens._make(getattr(operands, name) for name in Tokens._fields)
-    found = tokens.with_positions(operands.query.shape[1], operands.key.shape[1])
-    return operands._replace(**found._asdict())
+    return BoundScore(settings.score, operands.score_arrays, settings.needs.score_grad)
 
 
 def all_meet(operands: Operands, settings: Settings) -> bool:
     """Whether positions count from 0, and by a window each query sees a key and each key is seen."""
     query_len, key_len = operands.query.shape[1], operands.key.shape[1]
     left, right = settings.mask.window
-    counted = operands.query_positions is None and settings.mask.is_window
+    counted = operands.tokens.query_positions is None and settings.mask.is_window
     counted = counted and is_static(query_len, key_len)
     return counted and query_len - key_len <= left and key_len - query_len <= right
 
@@ -224,12 +265,13 @@ def all_meet(operands: Operands, settings: Settings) -> bool:
 def hide_unreachable(operands: Operands, settings: Settings) -> Operands:
     """Positions where the mask reads them, and position -1 (absent, never read) for keys that no query sees."""
     if settings.mask.constrains:
-        operands = positioned(operands)
-    queries, keys = operands.query_positions, operands.key_positions
+        operands = operands.positioned()
+    tokens = operands.tokens
+    queries, keys = tokens.query_positions, tokens.key_positions
     if queries is None or keys is None or queries.shape[1] == 0:
         return operands
     seen = reachable(bound(settings, operands), queries, keys)
-    return operands._replace(key_positions=jnp.where(seen, keys, -1))
+    return operands._replace(tokens=tokens._replace(key_positions=jnp.where(seen, keys, -1)))
 
 
 def zero_absent(operands: Operands) -> Operands:
@@ -244,19 +286,19 @@ def zero_absent(operands: Operands) -> Operands:
             return x
         return jnp.where(jnp.expand_dims(some, tuple(range(2, x.ndim))), x, 0)
 
-    rows = operands.query_positions
+    rows = operands.tokens.query_positions
     return operands._replace(
         query=kept(operands.query, None if rows is None else rows >= 0),
         key=kept(operands.key, keys),
         value=kept(operands.value, keys),
-        key_scale=kept(operands.key_scale, keys),
-        value_scale=kept(operands.value_scale, keys),
+        scales=Scales(*(kept(x, keys) for x in operands.scales)),
     )
 
 
 def present_keys(operands: Operands) -> Array | None:
     """Which keys some query may see, `[B or 1, S or 1]`; None if all."""
-    found = None if operands.key_positions is None else operands.key_positions >= 0
+    positions = operands.tokens.key_positions
+    found = None if positions is None else positions >= 0
     if operands.mask is None:
         return found
     shown = operands.mask.any((1, 2))
@@ -265,15 +307,10 @@ def present_keys(operands: Operands) -> Array | None:
 
 def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:
     """The dtype of `out`: that of `value` as it is read, or that of `lse` where it stays unrounded."""
-    read = operands.query if operands.value_scale is not None else operands.value
-    if settings.unrounded:
+    read = operands.value if operands.scales.value is None else operands.query
+    if settings.needs.unrounded:
         return lse_dtype(operands.query.dtype, read.dtype)
     return jnp.dtype(read.dtype)
-
-
-def with_unrounded_out(settings: Settings) -> Settings:
-    """Settings of a part that will be merged, so that `out` is rounded once, after the merge."""
-    return settings._replace(unrounded=True)
 
 
 def is_static(*sizes: object) -> bool:

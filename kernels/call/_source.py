@@ -24,14 +24,14 @@ def with_source(
     if source is None:
         return settings, operands
     operands = dequantized(operands)
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     dtype, width = lse_dtype(query.dtype, source.dtype), settings.scored_width or query.shape[-1]
     source, value = _as_split(source, query), _as_split(value, key)
     query = jnp.concatenate([query.astype(dtype) * settings.scale, source.astype(dtype)], -1)
     key = jnp.concatenate([key.astype(dtype), value.astype(dtype)], -1)
     settings = settings._replace(scale=1.0)
     if settings.score is not None:
-        settings = settings._replace(scored_width=width)
+        settings = settings._replace(score=settings.score.within(width))
     return settings, operands._replace(query=query, key=key)
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ..call._kernel import Candidate
-from ..call._operands import Operands, Settings, is_static, with_default_positions
+from ..call._operands import Operands, Settings, is_static
 from ..call._state import AttentionState, merge
 from ._overlap import overlap_transfer
 from ._registry import attend
@@ -39,8 +39,8 @@ def attend_and_merge(
     if not is_static(query_len) or query_len <= size:
         found, in_flight = overlap_transfer(attend(names, settings, operands), in_flight)
         return merge(state, found), in_flight
-    operands = with_default_positions(operands, settings)
-    settings = settings._replace(part=True)
+    operands = operands.positioned(settings.compares)
+    settings = settings.needing(part=True)
 
     def merge_rows(first: int | Array, size: int, state: AttentionState) -> AttentionState:
         rows = jax.tree.map(functools.partial(_cut, first=first, size=size, axis=1), state)
@@ -65,16 +65,8 @@ def _part_len(state: AttentionState) -> int:
 
 def _rows(operands: Operands, first: int | Array, size: int) -> Operands:
     """The operands of `size` queries from `first`."""
-
-    def cut(x: Array | None, axis: int) -> Array | None:
-        return x if x is None or x.shape[axis] == 1 else _cut(x, first, size, axis)
-
-    return operands._replace(
-        query=_cut(operands.query, first, size, 1),
-        bias=cut(operands.bias, 2),
-        mask=cut(operands.mask, 2),
-        query_positions=cut(operands.query_positions, 1),
-        query_segments=cut(operands.query_segments, 1),
+    return operands.map_queries(
+        lambda x, axis: x if x.shape[axis] == 1 else _cut(x, first, size, axis)
     )
 
 

@@ -18,7 +18,6 @@ from ..call._operands import (
     Settings,
     cotangents,
     differentiated,
-    without_lengths,
 )
 from ..call._state import AttentionState, divided, of_each
 from ..xla._blockwise import Blockwise, empty_like
@@ -76,20 +75,20 @@ def tangent_along(
 
 def keep_moved(found: Operands, moved: Operands) -> Operands:
     """Those of the cotangents that are True in `moved`; None for the others."""
-    query, key, value, bias = (
-        x if some else None for x, some in zip(found[:4], moved[:4], strict=True)
-    )
+    names = "query", "key", "value", "bias", "sink"
+    kept = {name: getattr(found, name) if getattr(moved, name) else None for name in names}
     # a kernel that takes no scores may return None for their arrays
     pairs = zip(found.score_arrays or (), moved.score_arrays, strict=True)
-    arrays = tuple(x if some else None for x, some in pairs)
-    return cotangents(query, key, value, bias, arrays, None if moved.sink is None else found.sink)
+    return cotangents(**kept, score_arrays=tuple(x if some else None for x, some in pairs))
 
 
-def wanting(settings: Settings, moved: Operands) -> Settings:
+def needing_moved(settings: Settings, moved: Operands) -> Settings:
     """The settings of a backward of which the cotangents in `moved` are kept."""
-    learnt = any(x is not None for x in moved.score_arrays)
-    biased, sunk = moved.bias is not None, moved.sink is not None
-    return settings._replace(learnt=learnt, bias_learnt=biased, sink_learnt=sunk)
+    return settings.needing(
+        score_grad=any(x is not None for x in moved.score_arrays),
+        bias_grad=moved.bias is not None,
+        sink_grad=moved.sink is not None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +197,7 @@ class _OfKernels(AbstractDerivative):
         return run_when_lowered(_tangent, _like_state, *of, saved.state, directions)
 
     def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
-        of = self.kernels, wanting(self.settings, moved), saved.operands
+        of = self.kernels, needing_moved(self.settings, moved), saved.operands
         return run_when_lowered(_backward, _like_operands, *of, saved.state, saved.rest, cotangent)
 
     def plain(self) -> AbstractDerivative:
@@ -231,7 +230,7 @@ def _tangent(
     found = kernel.tangent(call, state, directions)
     if found is not None:
         return found
-    return tangent(without_lengths(call.operands), call.settings, state, directions)
+    return tangent(call.operands.positioned(read=False), call.settings, state, directions)
 
 
 def _backward(

@@ -82,7 +82,7 @@ def _pays(operands: Operands) -> bool:
 
     In float16 weights times a scale would underflow; float64 is no dtype of TPUs.
     """
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     if query.dtype.name not in ("bfloat16", "float32") or not is_static(*query.shape, *key.shape):
         return False
     widths = key.shape[2] * (key.shape[3] + value.shape[3])

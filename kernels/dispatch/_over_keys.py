@@ -161,7 +161,7 @@ def _like_sums(settings: Settings, operands: Operands, terms: Array) -> Array:
 
 def _like_keys(settings: Settings, operands: Operands, *_: object) -> tuple[Array, Array]:
     dtype = lse_dtype(operands.query.dtype)
-    key, value = (lax.full_like(x, 0, dtype) for x in operands[1:3])
+    key, value = (lax.full_like(x, 0, dtype) for x in (operands.key, operands.value))
     return key, value
 
 

@@ -42,7 +42,7 @@ def _try(kernel: AbstractKernel, platform: str) -> str | None:
     query, key = (
         jax.ShapeDtypeStruct((1, _ROWS, heads, _WIDTH), jnp.bfloat16) for heads in (_HEADS, 1)
     )
-    operands = Operands(query, key, key, None, None, None, None)  # pyright: ignore[reportArgumentType]
+    operands = Operands(query, key, key)  # pyright: ignore[reportArgumentType]
     settings = Settings(_WIDTH**-0.5, window_structure(right=0))
     try:
         kernel.check(KernelCall(operands, settings))

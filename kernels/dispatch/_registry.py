@@ -12,7 +12,7 @@ from .._checks import check_flag, received
 from .._varying import vary_together
 from ..autodiff._function import function_call
 from ..call._kernel import AbstractKernel, Candidate, as_read, check_call_of
-from ..call._operands import KernelCall, Operands, Settings, is_static, without_lengths
+from ..call._operands import KernelCall, Operands, Settings, is_static
 from ..call._state import AttentionState
 from ..call._target import Device
 from ..pallas.canonical._kernel import CanonicalGPU, CanonicalTPU
@@ -193,8 +193,8 @@ def attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands)
     """
     operands = vary_together(operands)
     kernels, _ = accepting(names, settings, operands)
-    if operands.key_scale is not None:
-        operands = without_lengths(operands)
+    if operands.scales.key is not None:
+        operands = operands.positioned(read=False)
         return attend_eight_bits(attend, names, kernels, settings, operands)
     if kernels[0].differentiated_by_jax:
         return kernels[0].forward(as_read(kernels[0], KernelCall(operands, settings)))
@@ -270,7 +270,7 @@ def _check_known(operands: Operands) -> None:
 
 
 def _named_arrays(operands: Operands) -> Iterator[tuple[str, Any]]:
-    for name, x in zip(Operands._fields, operands, strict=True):
+    for name, x in operands.named().items():
         for array in jax.tree.leaves(x):
             yield name, array
 

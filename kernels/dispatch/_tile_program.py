@@ -13,11 +13,11 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from .._compiled import run_compiled
-from .._program import without_mesh
 from .._varying import axes_of, vary_together
 from ..call._target import lowered_for
 from ..pallas.gpu._chip import named_gpu
 from ..pallas.tile_program import _evaluated as chips
+from ..program._read import evaluate_by, without_mesh
 from ..xla import _tile_program as cpu
 from ._lowering import PLATFORMS, device_of
 
@@ -26,9 +26,7 @@ Function = Callable[..., list[Array]]
 
 def computed(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` of arrays, as `evaluated`."""
-    program, struct = jax.make_jaxpr(function, return_shape=True)(*args)
-    found = evaluated(program.jaxpr, program.consts, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(struct), found)
+    return evaluate_by(evaluated, function, *args)
 
 
 def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:

@@ -16,8 +16,17 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array, Bool, Int
 
-from .._program import bind, inlined, without_mesh
 from .._varying import vary_together
+from ..program._operations import (
+    ProgramValue,
+    bind_in_kernel,
+    inputs_of,
+    needed,
+    operations_of,
+    run,
+    value_of,
+)
+from ..program._read import bind, without_mesh
 from ._structure import MaskStructure
 
 # Each number is an array in memory, of which a tile is read with each tile of queries or keys.
@@ -25,12 +34,12 @@ MOST_NUMBERS = 16
 # The operations that kernels apply to tiles of pairs, and those that do not change arrays of one element.
 _ELEMENTWISE = frozenset(
     "and or xor not eq ne lt le gt ge add sub mul neg abs sign max min clamp div rem shift_left "
-    "shift_right_arithmetic shift_right_logical".split()
+    "shift_right_arithmetic shift_right_logical select_n convert_element_type".split()
 )
 _SAME = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p pcast pvary".split()
 )
-_QUERY, _KEY = 1, 2  # flags: whether a value depends on the query, on the key
+_BOTH = frozenset(("query", "key"))
 
 
 class Features(NamedTuple):
@@ -45,12 +54,6 @@ class Features(NamedTuple):
     keys: tuple[Int[Array, "c S"], ...] = ()
 
 
-class _Step(NamedTuple):
-    equation: JaxprEqn
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
 class Pairwise:
     """A mask as a kernel computes it: numbers of tokens, and operations on tiles of pairs; static.
 
@@ -63,28 +66,24 @@ class Pairwise:
     """
 
     def __init__(self, structure: MaskStructure, arrays: Sequence[jax.ShapeDtypeStruct]):
-        def one_pair(query: Array, key: Array, arrays: Sequence[Array]) -> Array:
+        def one_pair(query: Array, key: Array, *arrays: Array) -> Array:
             return structure.bind(arrays).visible(query, key)
 
         one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        program = jax.make_jaxpr(one_pair)(one, one, tuple(arrays))
-        self._types: list[Any] = []
-        self._sides: list[int] = []
-        self._known: dict[int, Any] = {}
-        self._steps: list[_Step] = []
-        sides = [_QUERY, _KEY] + [0] * len(arrays)
-        inputs = [
-            self._slot(x.aval, side) for x, side in zip(program.jaxpr.invars, sides, strict=True)
-        ]
+        program = jax.make_jaxpr(one_pair)(one, one, *arrays)
+        inputs = inputs_of(program, "query", "key")
         self._query, self._key, *self._arrays = inputs
-        constant = self._constant
-        (self._result,) = inlined(program, inputs, constant, lambda x: constant(x.val), self._add)
-        self._of_pairs, needed = self._live([self._result], pairs=True)
-        numbers = sorted(needed - {self._query, self._key} - self._known.keys())
-        self._numbers = tuple(
-            tuple(x for x in numbers if (self._sides[x] == _KEY) == of_keys) for of_keys in (0, 1)
-        )
-        self.of_queries, self.of_keys = map(len, self._numbers)
+        # tiles would read from memory what is not folded
+        operations, (self._result,) = operations_of(program, inputs)
+        operations = [x for x in operations if not x.is_known]
+        self._of_tokens = [x for x in operations if x.reads != _BOTH]
+        of_pairs = [x for x in operations if x.reads == _BOTH]
+        self._of_pairs, read = needed(of_pairs, [self._result])
+        numbers = [*self._arrays, *(y for x in self._of_tokens for y in x.outputs)]
+        numbers = [x for x in numbers if x in read]
+        self._of_query = [x for x in numbers if "key" not in x.reads]
+        self._of_key = [x for x in numbers if "key" in x.reads]
+        self.of_queries, self.of_keys = len(self._of_query), len(self._of_key)
         self.problem = self._problem()
 
     def features(
@@ -95,8 +94,8 @@ class Pairwise:
         Arrays have a first axis of the batch, of 1 or `B`. Numbers of absent tokens mean nothing.
         """
         return Features(
-            self._evaluated(self._query, self._numbers[0], arrays, queries),
-            self._evaluated(self._key, self._numbers[1], arrays, keys),
+            self._evaluated(self._query, self._of_query, arrays, queries),
+            self._evaluated(self._key, self._of_key, arrays, keys),
         )
 
     def visible(
@@ -107,79 +106,34 @@ class Pairwise:
         of_key: Sequence[Array],
     ) -> Bool[Array, "..."]:
         """Which queries see which keys, by their positions and numbers; all of them broadcast."""
-        values: dict[int, Any] = {self._query: query, self._key: key}
-        for slots, numbers in zip(self._numbers, (of_query, of_key), strict=True):
-            for slot, x in zip(slots, numbers, strict=True):
-                values[slot] = x != 0 if self._types[slot].dtype == jnp.bool_ else x
+        values: dict[ProgramValue, Any] = {self._query: query, self._key: key}
+        numbers = zip((*self._of_query, *self._of_key), (*of_query, *of_key), strict=True)
+        values |= {x: y != 0 if x.dtype == jnp.bool_ else y for x, y in numbers}
 
-        def read(slot: int) -> Array:
-            if slot in values:
-                return values[slot]
-            type_ = self._types[slot]
-            return lax.full((1,) * query.ndim, np.asarray(self._known[slot]).item(), type_.dtype)
+        def tile(x: Any) -> Array:
+            is_constant = isinstance(x, np.ndarray)
+            return lax.full((1,) * query.ndim, x.item(), x.dtype) if is_constant else x
 
-        for equation, inputs, outputs in self._of_pairs:
-            values[outputs[0]] = _on_tiles(equation, [read(x) for x in inputs])
-        return (query >= 0) & (key >= 0) & read(self._result)
+        def on_tiles(equation: JaxprEqn, inputs: list[Any]) -> list[Array]:
+            return [_on_tiles(equation, list(map(tile, inputs)))]
 
-    def _slot(self, type_: Any, side: int) -> int:
-        self._types.append(type_)
-        self._sides.append(side)
-        return len(self._types) - 1
-
-    def _constant(self, value: Any) -> int:
-        slot = self._slot(jax.typeof(value), 0)
-        self._known[slot] = value if isinstance(value, jax.Array) else np.asarray(value)
-        return slot
-
-    def _add(self, equation: JaxprEqn, inputs: tuple[int, ...]) -> list[int]:
-        side = functools.reduce(int.__or__, (self._sides[x] for x in inputs), 0)
-        outputs = [self._slot(x.aval, side) for x in equation.outvars]
-        if all(x in self._known for x in inputs):
-            # fold constants, which tiles would otherwise read from memory
-            with jax.ensure_compile_time_eval():
-                values = bind(equation.primitive, equation.params, [self._known[x] for x in inputs])
-            # as NumPy arrays: JAX's would be on the current mesh, and the mask may be used on another
-            constants = (
-                x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in values
-            )
-            self._known.update(zip(outputs, constants, strict=True))
-        else:
-            self._steps.append(_Step(equation, inputs, tuple(outputs)))
-        return outputs
-
-    def _live(self, results: Sequence[int], *, pairs: bool) -> tuple[list[_Step], set[int]]:
-        """The steps that compute `results`, of pairs or of single tokens, and the inputs of these steps."""
-        needed, steps = set(results), []
-        for step in reversed(self._steps):
-            of_pairs = self._sides[step.outputs[0]] == _QUERY | _KEY if step.outputs else False
-            if of_pairs == pairs and needed & set(step.outputs):
-                needed = needed - set(step.outputs) | set(step.inputs)
-                steps.append(step)
-        return steps[::-1], needed
+        run(self._of_pairs, values, on_tiles)
+        return (query >= 0) & (key >= 0) & tile(value_of(values, self._result))
 
     def _problem(self) -> str | None:
-        def of_both(x: int) -> bool:
-            return self._sides[x] == _QUERY | _KEY
-
         expected = "mask: wanted a mask that compares numbers of a query with numbers of a key, got"
-        for equation, inputs, outputs in self._of_pairs:
-            name = equation.primitive.name
-            many_cases = name == "select_n" and len(inputs) > 3
-            if many_cases or name not in _ELEMENTWISE | _SAME | {
-                "select_n",
-                "convert_element_type",
-            }:
-                return f"{expected} the operation {name} of both"
-            for x in (*inputs, *outputs):
-                if self._types[x].dtype not in (jnp.bool_, jnp.int32):
-                    return f"{expected} {self._types[x].dtype}" + " of both" * of_both(x)
-        numbers = [*self._of_pairs, _Step(None, self._numbers[0] + self._numbers[1], ())]  # pyright: ignore[reportArgumentType]
-        for _, inputs, outputs in numbers:
-            for x in (*inputs, *outputs):
-                if self._types[x].size != 1:
-                    shape = ",".join(map(str, self._types[x].shape))
-                    return f"{expected} {self._types[x].dtype}[{shape}] in place of one number"
+        for x in self._of_pairs:
+            many_cases = x.name == "select_n" and len(x.inputs) > 3
+            if many_cases or x.name not in _ELEMENTWISE | _SAME:
+                return f"{expected} the operation {x.name} of both"
+            for y in (*x.inputs, *x.outputs):
+                if y.dtype not in (jnp.bool_, jnp.int32):
+                    return f"{expected} {y.dtype}" + " of both" * (y.reads == _BOTH)
+        of_pairs = [y for x in self._of_pairs for y in (*x.inputs, *x.outputs)]
+        for x in (*of_pairs, *self._of_query, *self._of_key):
+            if x.size != 1:
+                shape = ",".join(map(str, x.shape))
+                return f"{expected} {x.dtype}[{shape}] in place of one number"
         most = max(self.of_queries, self.of_keys)
         if most > MOST_NUMBERS:
             return f"mask: wanted a mask that compares at most {MOST_NUMBERS} numbers, got {most}"
@@ -187,20 +141,17 @@ class Pairwise:
 
     def _evaluated(
         self,
-        token: int,
-        numbers: tuple[int, ...],
+        token: ProgramValue,
+        numbers: list[ProgramValue],
         arrays: Sequence[Array],
         positions: Int[Array, "b L"],
     ) -> tuple[Array, ...]:
-        steps, _ = self._live(numbers, pairs=False)
+        operations, _ = needed(self._of_tokens, numbers)
 
         def one_token(position: Array, arrays: Sequence[Array]) -> tuple[Array, ...]:
-            values = self._known | {token: position.reshape(1, 1)}
-            values |= dict(zip(self._arrays, arrays, strict=True))
-            for equation, inputs, outputs in steps:
-                operands = vary_together([values[x] for x in inputs])
-                operands = bind(equation.primitive, equation.params, operands)
-                values |= dict(zip(outputs, operands, strict=True))
+            values: dict[ProgramValue, Any] = {token: position.reshape(1, 1)}
+            values |= zip(self._arrays, arrays, strict=True)
+            run(operations, values, lambda equation, x: bind(equation, vary_together(x)))
             return tuple(values[x].reshape(()).astype(jnp.int32) for x in numbers)
 
         if not numbers:
@@ -234,15 +185,10 @@ def _on_tiles(equation: JaxprEqn, values: Sequence[Array]) -> Array:
     if name == "convert_element_type":
         new = equation.params["new_dtype"]
         return values[0] != 0 if new == jnp.bool_ else values[0].astype(new)
-    if (
-        name == "sign"
-    ):  # Mosaic does not lower it ahead of time; see TARGET in kernels/pallas/tpu/_layout.py
-        (x,) = values
-        return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
     shape = jnp.broadcast_shapes(*(x.shape for x in values))
     values = [jnp.broadcast_to(x, shape) for x in values]
     if name == "select_n" and values[1].dtype == jnp.bool_:
         # compilers of kernels only select numbers
         condition, if_false, if_true = values
         return (condition & if_true) | (~condition & if_false)
-    return bind(equation.primitive, equation.params, values)[0]
+    return bind_in_kernel(equation, values)[0]

@@ -31,7 +31,7 @@ def pairs_of(operands: Operands, settings: Settings) -> Pairwise | None:
 
 def features_of(operands: Operands, pairs: Pairwise | None) -> Features:
     """The numbers of queries and of keys that the mask compares; none without positions."""
-    queries, keys = operands.query_positions, operands.key_positions
+    queries, keys = operands.tokens.query_positions, operands.tokens.key_positions
     if pairs is None or queries is None or keys is None:
         return Features()
     return pairs.features(operands.mask_arrays, queries, keys)
@@ -65,11 +65,12 @@ def padded_visibility(
     def padded(x: Array | None, tile: int, value: int) -> Any:
         return None if x is None else pad_to_blocks(x, 1, tile, value)
 
+    tokens = operands.tokens
     return Visibility(
-        padded(operands.query_positions, row_tile, -1),
-        padded(operands.key_positions, key_tile, -1),
-        padded(operands.query_segments, row_tile, 0),
-        padded(operands.key_segments, key_tile, 0),
+        padded(tokens.query_positions, row_tile, -1),
+        padded(tokens.key_positions, key_tile, -1),
+        padded(tokens.query_segments, row_tile, 0),
+        padded(tokens.key_segments, key_tile, 0),
         Features(
             tuple(padded(x, row_tile, 0) for x in features.queries),
             tuple(padded(x, key_tile, 0) for x in features.keys),
@@ -159,7 +160,6 @@ def block_list(meets: Bool[Array, "b x y"], all_visible: Bool[Array, "#b #x #y"]
 
 
 def pad_to_blocks(x: Array, axis: int, block: int, fill: float) -> Array:
-    """`x` with an axis padded to whole blocks."""
     missing = math.ceil(x.shape[axis] / block) * block - x.shape[axis]
     if missing == 0:
         return x
@@ -201,7 +201,7 @@ def visibility_of(operands: Operands, plan: Tiling) -> Visibility:
 
     Positions that are None stay None: the kernels then count from 0.
     """
-    compared = operands.query_positions, operands.query_segments, plan.pairs
+    compared = operands.tokens.query_positions, operands.tokens.query_segments, plan.pairs
     if any(x is not None for x in compared):
         operands = hide_unreachable(operands, plan.settings)
     return padded_visibility(operands, features_of(operands, plan.pairs), plan.row_times, plan.keys)
@@ -234,7 +234,7 @@ def tile_ranges(
     return ranges * plan.head_tiles if of_keys else ranges
 
 
-def moving_arrays(directions: Operands) -> dict[str, Array]:
+def moving_arrays(directions: Operands) -> dict[str, Any]:
     """The directions of query, key and value that are not None, by name."""
-    fields = zip(Operands._fields, directions[:3], strict=False)
-    return {name: x for name, x in fields if x is not None}
+    named = {"query": directions.query, "key": directions.key, "value": directions.value}
+    return {name: x for name, x in named.items() if x is not None}

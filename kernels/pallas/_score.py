@@ -31,7 +31,7 @@ def score_numbers(operands: Operands, program: ScoreProgram | None) -> Numbers:
     """The inputs of the score, `[B or 1, N or 1]` and `[B or 1, N or 1, D]`; empty without a score."""
     if program is None:
         return Numbers()
-    return program.outside(operands.score_arrays, *_indices(operands))
+    return program.outside(operands.score_arrays, *operands.part_indices())
 
 
 def score_directions(
@@ -76,16 +76,7 @@ def score_cotangents(
     return tuple(cotangents)
 
 
-def _indices(operands: Operands) -> tuple[Array, Array]:
-    batch, _, heads = operands.query.shape[:3]
-    sizes = (operands.batch_indices, batch), (operands.head_indices, heads)
-    indices = (jnp.arange(size, dtype=jnp.int32) if x is None else x for x, size in sizes)
-    batches, heads = indices
-    return batches, heads
-
-
 def _differentiable(operands: Operands) -> dict[int, Array]:
-    """The arrays that have derivatives, by their number."""
     return {i: x for i, x in enumerate(operands.score_arrays) if floating(x)}
 
 
@@ -97,7 +88,7 @@ def _numbers_of_moving(operands: Operands, program: ScoreProgram) -> Any:
         arrays = list(operands.score_arrays)
         for i, x in zip(indices, moving, strict=True):
             arrays[i] = x
-        numbers = program.outside(arrays, *_indices(operands))
+        numbers = program.outside(arrays, *operands.part_indices())
         return numbers._replace(fixed=())
 
     return numbers_of

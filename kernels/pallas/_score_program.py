@@ -4,7 +4,6 @@ The numbers and the tables are computed outside of the kernel, so that the kerne
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,11 +14,22 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
-from .._program import without_mesh
+from ..program._operations import (
+    Operation,
+    ProgramValue,
+    bind_in_kernel,
+    inputs_of,
+    operations_of,
+    reads,
+    run,
+    value_of,
+)
+from ..program._read import equations, without_mesh
+from ..scores._abstract import At
 from ..scores._structure import ScoreStructure, floating
-from ._score_steps import Name, Step, reads, run, traced, value
 
 MOST_ENTRIES = 64  # of a table by position: each is a sum over a tile in the backward
+_NAMES: tuple[str, ...] = "raw", "query", "key", "batch", "head"
 _INSIDE = frozenset({"raw", "query", "key", "table"})
 _POSITIONS = frozenset({"query", "key", "batch", "head"})
 _SAME = "reshape", "squeeze", "broadcast_in_dim", "expand_dims"
@@ -48,18 +58,21 @@ class Numbers(NamedTuple):
 
 
 class _Lookup(NamedTuple):
-    """One entry of a table: at `index` of `axis`, and at `starts` of the other axes."""
+    """One entry of a table: at `starts` of its axes, of which that of `axis` depends on positions."""
 
-    table: Any
-    starts: tuple[Any, ...]
+    table: ProgramValue
+    starts: tuple[ProgramValue, ...]
     axis: int
-    index: Any
     fill: bool  # NaN beyond the end; else the nearest entry
-    output: Name
+    output: ProgramValue
 
     @property
     def size(self) -> int:
         return self.table.shape[self.axis]
+
+    @property
+    def place(self) -> ProgramValue:
+        return self.starts[self.axis]
 
 
 class ScoreProgram:
@@ -73,28 +86,31 @@ class ScoreProgram:
 
     def __init__(self, structure: ScoreStructure, types: tuple[Any, ...]):
         self.name, self.compares = structure.name, structure.compares
-        program = traced(structure, types)
-        self._inputs, self._arrays, self._known = program.inputs, program.arrays, program.known
-        self._outside: list[Step] = []
-        self._inside: list[Step] = []
+        program = _traced(structure, types)
+        inputs = inputs_of(program, *_NAMES)
+        self._inputs = dict(zip(_NAMES, inputs, strict=False))
+        self._arrays = inputs[len(_NAMES) :]
+        self._outside: list[Operation] = []
+        self._inside: list[Operation] = []
         self._lookups: list[_Lookup] = []
-        self._same: dict[Any, Any] = {}
-        self._joined: dict[Any, tuple[Any, ...]] = {}
-        for step in program.steps:
-            self._sort(step)
-        self._output = self._of(program.output)
-        used = [x for step in self._inside for x in step.inputs]
-        used += [x.index for x in self._lookups] + [self._output]
-        numbers = dict.fromkeys(x for x in used if isinstance(x, Name) and not x.reads & _INSIDE)
+        self._same: dict[ProgramValue, ProgramValue] = {}
+        self._joined: dict[ProgramValue, tuple[ProgramValue, ...]] = {}
+        operations, (output,) = operations_of(program, inputs, foldable=1)
+        for x in operations:
+            self._sort(x)
+        self._output = self._of(output)
+        used = [y for x in self._inside for y in x.inputs]
+        used += [x.place for x in self._lookups] + [self._output]
+        numbers = [x for x in dict.fromkeys(used) if not x.reads & _INSIDE]
+        self._constants = {
+            x: x.known.reshape(())[()] for x in numbers if x.known is not None and x.size == 1
+        }
+        numbers = [x for x in numbers if x not in self._constants]
         for x in numbers:
-            if x.dtype.name not in _TYPES or math.prod(x.shape) != 1:
+            if x.dtype.name not in _TYPES or x.size != 1:
                 raise self._declined(
                     f"float32 and int32 numbers for each head, got {x.dtype}{list(x.shape)}"
                 )
-        self._constants = {
-            x: np.asarray(self._known[x]).reshape(())[()] for x in numbers if x in self._known
-        }
-        numbers = [x for x in numbers if x not in self._known]
         self._floats = [x for x in numbers if floating(x)]
         self._fixed = [x for x in numbers if not floating(x)]
 
@@ -106,9 +122,9 @@ class ScoreProgram:
         """Numbers `[B or 1, N or 1]` and tables `[B or 1, N or 1, D]`, for indices `[B]` and `[N]`."""
 
         def one(batch: Array, head: Array) -> Numbers:
-            values = self._known | dict(zip(self._arrays, arrays, strict=True))
+            values: dict[ProgramValue, Any] = dict(zip(self._arrays, arrays, strict=True))
             values |= {self._inputs["batch"]: batch, self._inputs["head"]: head}
-            run(self._outside, values)
+            run(self._outside, values, bind_in_kernel)
             floats = (values[x].reshape(()) for x in self._floats)
             fixed = (values[x].reshape(()).astype(jnp.int32) for x in self._fixed)
             return Numbers(
@@ -135,11 +151,9 @@ class ScoreProgram:
 
         def one(places: dict[str, Array], numbers: Numbers) -> list[Array]:
             values = self._inputs_of(places, numbers)
-            run([x for x in self._inside if x.reads <= _POSITIONS], values)
-            return [
-                jnp.broadcast_to(value(values, x.index), ()).astype(jnp.int32)
-                for x in self._lookups
-            ]
+            run([x for x in self._inside if x.reads <= _POSITIONS], values, bind_in_kernel)
+            found = (value_of(values, x.place) for x in self._lookups)
+            return [jnp.broadcast_to(x, ()).astype(jnp.int32) for x in found]
 
         indices = _each(one)(places, numbers)
         return [
@@ -154,20 +168,23 @@ class ScoreProgram:
             values = self._inputs_of(places, numbers)
             values[self._inputs["raw"]] = raw
             values |= {x.output: y for x, y in zip(self._lookups, numbers.tables, strict=True)}
-            run(self._inside, values)
-            return jnp.broadcast_to(value(values, self._output), ())
+            run(self._inside, values, bind_in_kernel)
+            return jnp.broadcast_to(value_of(values, self._output), ())
 
         return _each(one)(raw, places, numbers)
+
+    def _of_numbers(
+        self, places: dict[str, Array], fixed: tuple[Any, ...]
+    ) -> Callable[[Array, Any, Any], Array]:
+        """The score as a function of the products, floats and entries."""
+        return lambda raw, floats, entries: self.score(raw, places, Numbers(floats, entries, fixed))
 
     def vjp(
         self, raw: Array, places: dict[str, Array], numbers: Numbers
     ) -> tuple[Array, Callable[[Array], Any]]:
         """The scores, and the pullback to the cotangents of products, floats and entries."""
-
-        def score_of(raw: Array, floats: Any, entries: Any) -> Array:
-            return self.score(raw, places, Numbers(floats, entries, numbers.fixed))
-
-        return jax.vjp(score_of, raw, numbers.floats, numbers.tables)
+        score = self._of_numbers(places, numbers.fixed)
+        return jax.vjp(score, raw, numbers.floats, numbers.tables)
 
     def jvp(
         self,
@@ -178,17 +195,13 @@ class ScoreProgram:
         changes: Numbers | None,
     ) -> Array:
         """The derivative of the scores in a direction of the products, of floats and entries, or of both."""
-
-        def score_of(raw: Array, floats: Any, entries: Any) -> Array:
-            return self.score(raw, places, Numbers(floats, entries, numbers.fixed))
-
-        primals = raw, numbers.floats, numbers.tables
+        score = self._of_numbers(places, numbers.fixed)
         if changes is None:
             assert change is not None
-            return jax.jvp(lambda raw: score_of(raw, *primals[1:]), primals[:1], (change,))[1]
+            return jax.jvp(lambda raw: score(raw, *numbers[:2]), (raw,), (change,))[1]
         if change is None:
-            return jax.jvp(functools.partial(score_of, raw), primals[1:], changes[:2])[1]
-        return jax.jvp(score_of, primals, (change, *changes[:2]))[1]
+            return jax.jvp(functools.partial(score, raw), numbers[:2], changes[:2])[1]
+        return jax.jvp(score, (raw, *numbers[:2]), (change, *changes[:2]))[1]
 
     def check(self, target: Target) -> None:
         """Raises `NotImplementedError` for what the target lacks, in the score or either derivative."""
@@ -206,105 +219,130 @@ class ScoreProgram:
             tangent = self.jvp(raw, places, numbers, raw, numbers)
             return self.indices(places, numbers), scores, pullback(raw), tangent
 
-        self._check(jax.make_jaxpr(self.score)(raw, places, numbers).jaxpr, target)
-        self._check(jax.make_jaxpr(derivatives)(raw, places, numbers).jaxpr, target)
+        self._check(jax.make_jaxpr(self.score)(raw, places, numbers), target)
+        self._check(jax.make_jaxpr(derivatives)(raw, places, numbers), target)
 
-    def _check(self, jaxpr: Any, target: Target) -> None:
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name not in target.primitives:
-                raise self._declined(f"functions that kernels compute, got {eqn.primitive.name}")
-            for x in eqn.outvars:
-                if x.aval.dtype.name not in target.dtypes:
+    def _check(self, program: ClosedJaxpr, target: Target) -> None:
+        for equation in equations(program):
+            if (name := equation.primitive.name) not in target.primitives:
+                raise self._declined(f"functions that kernels compute, got {name}")
+            types: list[Any] = [x.aval for x in equation.outvars]
+            for x in types:
+                if x.dtype.name not in target.dtypes:
                     dtypes = " or ".join(sorted(target.dtypes))
-                    raise self._declined(f"numbers of {dtypes}, got {x.aval.dtype}")
-            for inner in eqn.params.values():
-                if isinstance(inner, ClosedJaxpr):
-                    self._check(inner.jaxpr, target)
+                    raise self._declined(f"numbers of {dtypes}, got {x.dtype}")
 
     def _declined(self, reason: str) -> NotImplementedError:
         return NotImplementedError(f"score: wanted {reason} in {self.name} (blockwise takes it)")
 
-    def _of(self, x: Any) -> Any:
-        return self._same.get(x, x) if isinstance(x, Name) else x
+    def _of(self, x: ProgramValue) -> ProgramValue:
+        return self._same.get(x, x)
 
-    def _inputs_of(self, places: dict[str, Array], numbers: Numbers) -> dict[Any, Any]:
-        values = dict(self._constants)
+    def _inputs_of(self, places: dict[str, Array], numbers: Numbers) -> dict[ProgramValue, Any]:
+        values: dict[ProgramValue, Any] = dict(self._constants)
         values |= {self._inputs[name]: x for name, x in places.items()}
         values |= zip(self._floats, numbers.floats, strict=True)
-        for name, x in zip(self._fixed, numbers.fixed, strict=True):
-            values[name] = x != 0 if name.dtype == jnp.bool_ else x
+        for x, y in zip(self._fixed, numbers.fixed, strict=True):
+            values[x] = y != 0 if x.dtype == jnp.bool_ else y
         return values
 
-    def _sort(self, step: Step) -> None:
-        """Adds a step to those outside of the kernel, those inside, or the lookups."""
-        step = step._replace(inputs=tuple(map(self._of, step.inputs)))
-        for x in step.outputs:
-            x.reads = step.reads
-        kind = step.primitive.name
-        first, output = step.inputs[0] if step.inputs else None, step.outputs[0]
-        small = all(math.prod(x.shape) == 1 for x in step.outputs)
-        if not step.reads & _INSIDE:
-            self._outside.append(step)
-            if all(not isinstance(x, Name) or x in self._known for x in step.inputs) and small:
-                with jax.ensure_compile_time_eval():
-                    run([step], self._known)
-                for x in step.outputs:
-                    self._known[x] = np.asarray(self._known[x])
-        elif kind in _SAME and math.prod(output.shape) == 1:
+    def _sort(self, operation: Operation) -> None:
+        """Adds an operation to those outside of the kernel, those inside, or the lookups."""
+        operation = operation._replace(inputs=tuple(map(self._of, operation.inputs)))
+        for x in operation.outputs:
+            x.reads = operation.reads  # a table, too
+        kind = operation.name
+        if not operation.outputs:
+            raise self._declined(f"functions that kernels compute, got {kind}")
+        if operation.is_known:
+            return
+        output = operation.outputs[0]
+        first = operation.inputs[0] if operation.inputs else output
+        if not operation.reads & _INSIDE:
+            self._outside.append(operation)
+        elif kind in _SAME and output.size == 1:
             self._same[output] = first
         elif kind == "concatenate" and jnp.issubdtype(output.dtype, jnp.integer):
-            self._joined[output] = sum((self._parts(x) for x in step.inputs), ())
+            self._joined[output] = sum((self._parts(x) for x in operation.inputs), ())
         elif kind == "convert_element_type" and first in self._joined:
             self._joined[output] = self._joined[first]
-        elif kind in ("gather", "dynamic_slice") and not reads((first,)) & _INSIDE:
-            self._lookups.append(self._looked_up(step))
-        elif small:
-            self._inside.append(step)
+        elif kind in ("gather", "dynamic_slice") and not first.reads & _INSIDE:
+            self._lookups.append(self._looked_up(operation))
+        elif all(x.size == 1 for x in operation.outputs):
+            self._inside.append(operation)
         else:
             shape = list(output.shape)
             raise self._declined(f"numbers at each query and key, got {kind} to an array {shape}")
 
-    def _parts(self, x: Any) -> tuple[Any, ...]:
+    def _parts(self, x: ProgramValue) -> tuple[ProgramValue, ...]:
         if x in self._joined:
             return self._joined[x]
-        if math.prod(x.shape) != 1:
+        if x.size != 1:
             raise self._declined(f"indices put together of numbers, got an array {list(x.shape)}")
         return (x,)
 
-    def _looked_up(self, step: Step) -> _Lookup:
-        table, *starts = step.inputs
-        sizes, fill = step.params["slice_sizes"], False
+    def _looked_up(self, operation: Operation) -> _Lookup:
+        table, *starts = operation.inputs
+        params, fill = operation.equation.params, False
         shape, order = table.shape, range(len(table.shape))
-        if step.primitive.name == "gather":
-            numbers = step.params["dimension_numbers"]
+        if operation.name == "gather":
+            numbers = params["dimension_numbers"]
             order, starts = numbers.start_index_map, self._parts(starts[0])
-            fill = step.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
-            if numbers.operand_batching_dims or step.params.get("fill_value") is not None:
+            fill = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+            if numbers.operand_batching_dims or params.get("fill_value") is not None:
                 raise self._declined("tables by head and position, got gather of several")
-        by_axis: list[Any] = [np.int32(0)] * len(shape)
+        zero = np.zeros((), np.int32)
+        by_axis = [ProgramValue(zero, known=zero) for _ in shape]
         for axis, x in zip(order, starts, strict=True):
             by_axis[axis] = x
-        moving = [axis for axis, x in enumerate(by_axis) if reads((x,)) & _INSIDE]
-        if len(moving) != 1 or set(sizes) != {1} or not floating(table):
+        moving = [axis for axis, x in enumerate(by_axis) if x.reads & _INSIDE]
+        if len(moving) != 1 or set(params["slice_sizes"]) != {1} or not floating(table):
             raise self._declined(
-                f"floating tables by head and one index, got {step.primitive.name} of "
+                f"floating tables by head and one index, got {operation.name} of "
                 f"{table.dtype}{list(shape)}"
             )
-        axis = moving[0]
-        if not reads((by_axis[axis],)) <= _POSITIONS:
+        (axis,) = moving
+        if not by_axis[axis].reads <= _POSITIONS:
             raise self._declined("tables by position, got an index by the product")
         if shape[axis] > MOST_ENTRIES:
             raise self._declined(f"tables of at most {MOST_ENTRIES} entries, got {shape[axis]}")
-        output = step.outputs[0]
-        output.reads = output.reads | {"table"}
-        return _Lookup(table, tuple(by_axis), axis, by_axis[axis], fill, output)
+        (output,) = operation.outputs
+        output.reads |= {"table"}
+        return _Lookup(table, tuple(by_axis), axis, fill, output)
 
 
-def _row(x: _Lookup, values: dict[Any, Any]) -> Array:
+def _traced(structure: ScoreStructure, types: tuple[Any, ...]) -> ClosedJaxpr:
+    """The program of a score of single numbers in float32, with arrays of shapes and dtypes `types`.
+
+    Raises `NotImplementedError` for a score that takes no single numbers.
+    """
+
+    def score(raw: Any, query: Any, key: Any, batch: Any, head: Any, *arrays: Any) -> Any:
+        arrays_float32 = [x.astype(jnp.float32) if floating(x) else x for x in arrays]
+        index = At(batch, head, query, key)
+        if not structure.compares:
+            index = At(batch, head, None, None)  # pyright: ignore[reportArgumentType]
+        return structure.bind(arrays_float32)(raw, index)
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    array_types = (jax.ShapeDtypeStruct(*x) for x in types)
+    raw = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        return jax.make_jaxpr(score)(raw, *[number] * 4, *array_types)
+    except (TypeError, ValueError, IndexError) as reason:
+        raise NotImplementedError(
+            f"score: wanted a function that takes single numbers, got {structure.name} with {reason} "
+            "(blockwise takes it)"
+        ) from reason
+
+
+def _row(x: _Lookup, values: dict[ProgramValue, Any]) -> Array:
     """The entries of a table at a batch and head."""
-    table = jnp.asarray(value(values, x.table))
+    table = jnp.asarray(value_of(values, x.table))
     starts = [
-        jnp.int32(0) if i == x.axis else jnp.asarray(value(values, y)).reshape(()).astype(jnp.int32)
+        jnp.int32(0)
+        if i == x.axis
+        else jnp.asarray(value_of(values, y)).reshape(()).astype(jnp.int32)
         for i, y in enumerate(x.starts)
     ]
     sizes = [x.size if i == x.axis else 1 for i in range(table.ndim)]

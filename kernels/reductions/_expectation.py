@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from .._varying import vary_together
 from ..call._kernel import Candidate
-from ..call._operands import Operands, Settings, with_unrounded_out
+from ..call._operands import Operands, Settings
 from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype, precision
 from ..dispatch._registry import attend
 from ..xla._blocks import BlockedOperands, outer
@@ -74,7 +74,7 @@ def attention_and_expectation(
     operands: Operands,
 ) -> AttentionState:
     """The state whose `out`, in the dtype of `lse`, is attention followed by the expectation."""
-    state = attend(names, with_unrounded_out(settings), operands)
+    state = attend(names, settings.needing(unrounded=True), operands)
     mean = weighted_mean(block_sums, width, settings, operands, state.lse)
     return AttentionState(jnp.concatenate([state.out, mean], -1), state.lse)
 

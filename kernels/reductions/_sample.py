@@ -93,7 +93,6 @@ def _draw(
     seeds: UInt32[Array, "B rows 2"],
     first: Int[Array, ""],
 ) -> Draw:
-    """Draws from the keys of a block, one after the other."""
     index = first + jnp.arange(scores.shape[-1], dtype=jnp.int32)
 
     def one(draw: Array) -> Draw:

@@ -1,13 +1,11 @@
 """The weights of a few rows and keys, with their whole matrix in memory."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .._varying import vary_together
-from ..call._operands import Operands, Settings, with_default_positions
+from ..call._operands import Operands, Settings
 from ..call._state import holds_keys
 from ..xla._reference import dense_scores
 
@@ -43,26 +41,19 @@ def weights_of_keys(
 
 def take_rows(settings: Settings, operands: Operands, index: Int[Array, " rows"]) -> Operands:
     """The same call with the queries of given indices; those out of range are NaN."""
-    return _taken(settings, operands, index, ("query", "query_positions", "query_segments"), 2)
+    size = operands.query.shape[1]
+    operands = operands.positioned(settings.compares)
+    return operands.map_queries(lambda x, axis: _take(x, index, axis, size))
 
 
 def take_keys(settings: Settings, operands: Operands, index: Int[Array, " keys"]) -> Operands:
     """The same call with the keys of given indices, which are in range."""
-    return _taken(settings, operands, index, ("key", "value", "key_positions", "key_segments"), 3)
+    size = operands.key.shape[1]
+    operands = operands.positioned(settings.compares)
+    return operands.map_keys(lambda x, axis: _take(x, index, axis, size))
 
 
-def _taken(
-    settings: Settings, operands: Operands, index: Array, names: tuple[str, ...], axis: int
-) -> Operands:
-    """Entries of the second axis of operands, and of the axis of biases and masks that is of these."""
-    operands = with_default_positions(operands, settings)
-    size = getattr(operands, names[0]).shape[1]
-
-    def take(name: str, axis: int) -> Any:
-        x = getattr(operands, name)
-        if x is None or x.shape[axis] != size:  # absent, or broadcast
-            return x
-        return jnp.take(x, index, axis, mode="fill")
-
-    axes = {"bias": axis, "mask": axis} | dict.fromkeys(names, 1)
-    return operands._replace(**{name: take(name, axis) for name, axis in axes.items()})
+def _take(x: Array, index: Array, axis: int, size: int) -> Array:
+    if x.shape[axis] != size:  # broadcast
+        return x
+    return jnp.take(x, index, axis, mode="fill")

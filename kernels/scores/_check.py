@@ -1,22 +1,23 @@
 """Checks a score by its jaxpr, once for each structure and shapes."""
 
 import functools
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
 from .._checks import received
-from .._program import inlined, without_mesh
+from ..program._operations import Operation, ProgramValue, inputs_of, operations_of
+from ..program._read import CALLS_WITH_RULES, programs, without_mesh
 from ._abstract import AbstractScore, At
 from ._structure import ScoreStructure, floating, split_score
 
+_KNOWN = 2**16  # entries of indices that are followed, at most
 # Operations that mix entries of an array, so that a score would depend on the other keys in its block.
 _MIXING = (
     *("dot_general", "conv_general_dilated", "sort", "top_k", "rev", "transpose", "slice"),
@@ -90,75 +91,42 @@ def _check(
             f"score: wanted arrays that are traced as parameters of {structure.name}, got a function "
             "that closes over them"
         )
-    known = [None, indices_of_scores.batch, indices_of_scores.head]
-    count = 1 + len(jax.tree.leaves(indices_of_scores))
-    inputs = [
-        _Value(known[i] if i < len(known) else None, i < count)
-        for i in range(len(program.jaxpr.invars))
-    ]
-    with without_mesh(), jax.ensure_compile_time_eval():
-        _check_program(structure.name, program, inputs)
+    inputs = inputs_of(program, *("score",) * (1 + len(jax.tree.leaves(indices_of_scores))))
+    inputs[1].known, inputs[2].known = indices_of_scores[:2]
+    _check_program(structure.name, program, inputs)
 
 
-class _Value(NamedTuple):
-    """A value of a score's program: what it is, None if not known, and whether it has an entry for each score."""
-
-    constant: Any
-    mixed: bool = False
-
-
-def _check_program(name: str, program: ClosedJaxpr, inputs: Sequence[_Value]) -> list[_Value]:
-    """Checks each step; returns what is known of the outputs."""
-
-    def add(eqn: JaxprEqn, operands: tuple[_Value, ...]) -> list[_Value]:
-        inner = _inner(eqn)
-        if inner is not None and len(inner.jaxpr.invars) == len(operands):
-            return _check_program(name, inner, operands)
-        _check_step(name, eqn, operands)
-        mixed = any(x.mixed for x in operands)
-        return [_Value(x, mixed) for x in _constants(eqn, [x.constant for x in operands])]
-
-    return inlined(program, inputs, _Value, lambda x: _Value(x.val), add)
+def _check_program(name: str, program: ClosedJaxpr, inputs: Sequence[ProgramValue]) -> None:
+    """Checks each operation; values that have an entry for each score read "score"."""
+    options: Any = {"calls": CALLS_WITH_RULES, "foldable": _KNOWN}
+    for x in operations_of(program, inputs, **options)[0]:
+        _check_operation(name, x)
+        for inner in programs(x.equation):
+            variables = inner.jaxpr.invars
+            if len(variables) == len(x.inputs):
+                pairs = zip(variables, x.inputs, strict=True)
+                _check_program(name, inner, [ProgramValue(y.aval, z.reads) for y, z in pairs])
 
 
-def _inner(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The program of a call, such as that of a jitted function."""
-    for x in eqn.params.values():
-        if isinstance(x, ClosedJaxpr):
-            return x
-    return None
-
-
-def _type(x: Literal | Var) -> Any:
-    return x.aval  # which is declared as the abstract class of types
-
-
-def _check_step(name: str, eqn: JaxprEqn, operands: Sequence[_Value]) -> None:
-    step = eqn.primitive.name
+def _check_operation(name: str, operation: Operation) -> None:
+    step = operation.name
     mixes = step in _MIXING or step.startswith(_MIXING_STARTS)
     # indices are concatenated from several arrays
     if step == "concatenate":
-        mixes = not jnp.issubdtype(_type(eqn.outvars[0]).dtype, jnp.integer)
-    if (mixes and any(x.mixed for x in operands)) or (step == "gather" and operands[0].mixed):
+        mixes = not jnp.issubdtype(operation.outputs[0].dtype, jnp.integer)
+    if (mixes and operation.reads) or (step == "gather" and operation.inputs[0].reads):
         raise ValueError(
             f"score: wanted an elementwise function of scores and places, got {name}, which takes "
             f"{step} of them"
         )
-    if step == "gather" and operands[1].constant is not None:
-        sizes, index = _type(eqn.invars[0]).shape, np.asarray(operands[1].constant)
-        for place, axis in enumerate(eqn.params["dimension_numbers"].start_index_map):
+    if step == "gather" and operation.inputs[1].known is not None:
+        sizes, index = operation.inputs[0].shape, operation.inputs[1].known
+        for place, axis in enumerate(
+            operation.equation.params["dimension_numbers"].start_index_map
+        ):
             least, most = index[..., place].min(), index[..., place].max()
             if not 0 <= least <= most < sizes[axis]:
                 raise ValueError(
                     f"score: wanted indices of {name} by head or batch from 0 to {sizes[axis] - 1}, "
                     f"the length of the array that it reads, {sizes}, got {least} to {most}"
                 )
-
-
-def _constants(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    unknown = [None] * len(eqn.outvars)
-    all_known = all(x is not None for x in operands) and not eqn.primitive.multiple_results
-    small = all(math.prod(_type(x).shape) <= 2**16 for x in eqn.outvars)
-    if not all_known or not small or eqn.effects or _inner(eqn) is not None:
-        return unknown
-    return [eqn.primitive.bind(*operands, **eqn.params)]

@@ -21,11 +21,13 @@ class ScoreStructure:
     Attributes:
         name: of its class.
         compares: whether it reads positions.
+        width: how many features of query and key make the products that it is of; None: all.
     """
 
-    def __init__(self, tree: Any, static: tuple[Any, ...]):
+    def __init__(self, tree: Any, static: tuple[Any, ...], width: int | None = None):
         self._tree = tree
         self._static = static  # for each leaf, whether it is an array, and its value if not
+        self.width = width
         score = self.bind([None] * sum(array for array, _ in static))
         self.name = type(score).__name__
         self.compares = bool(score.compares)
@@ -35,12 +37,22 @@ class ScoreStructure:
         remaining = iter(arrays)
         return self._tree.unflatten([next(remaining) if array else x for array, x in self._static])
 
+    def within(self, width: int) -> "ScoreStructure":
+        """A structure of the same score, for products of `width` features."""
+        return _known(self._tree, self._static, width)
+
     def __repr__(self) -> str:
         return f"ScoreStructure({self._tree})"
 
 
 # A structure lives as long as a program that holds it.
 _KNOWN: "weakref.WeakValueDictionary[Any, ScoreStructure]" = weakref.WeakValueDictionary()
+
+
+def _known(tree: Any, static: tuple[Any, ...], width: int | None = None) -> ScoreStructure:
+    key = tree, tuple((array, type(x), x) for array, x in static), width  # 1 is not True
+    found = _KNOWN.get(key)
+    return _KNOWN.setdefault(key, ScoreStructure(tree, static, width)) if found is None else found
 
 
 def split_score(score: object) -> tuple[ScoreStructure | None, tuple[Any, ...]]:
@@ -63,29 +75,26 @@ def split_score(score: object) -> tuple[ScoreStructure | None, tuple[Any, ...]]:
     leaves, tree = jax.tree.flatten(score)
     arrays = tuple(x for x in leaves if isinstance(x, _ARRAYS))
     static = tuple((True, None) if isinstance(x, _ARRAYS) else (False, x) for x in leaves)
-    key = tree, tuple((array, type(x), x) for array, x in static)  # 1 is not True
     try:
-        structure = _KNOWN.get(key)
+        hash((tree, static))
     except TypeError as reason:
         raise TypeError(
             f"score: wanted a module of arrays and of what can be hashed, got {received(score)}: "
             f"{reason}"
         ) from None
-    return _KNOWN.setdefault(
-        key, ScoreStructure(tree, static)
-    ) if structure is None else structure, arrays
+    return _known(tree, static), arrays
 
 
 class BoundScore(NamedTuple):
     """A score with arrays: a function of scaled products, with both derivatives.
 
-    Floating arrays are cast to the dtype of the products. If they are not `learnt`, `vjp` returns zeros for
-    them, as XLA does not remove sums that are not read from a loop.
+    Floating arrays are cast to the dtype of the products. Without `needs_grad`, `vjp` returns zeros for them, as XLA
+    does not remove sums that are not read from a loop.
     """
 
     structure: ScoreStructure
     arrays: tuple[Any, ...]
-    learnt: bool = True
+    needs_grad: bool = True
 
     def __call__(self, raw: Array, at: At) -> Array:
         """The scores of scaled products."""
@@ -94,7 +103,7 @@ class BoundScore(NamedTuple):
     def vjp(self, raw: Array, at: At) -> tuple[Array, Any]:
         """The scores, and the pullback to the cotangents of the products and of the arrays."""
         arrays = self._cast(raw.dtype)
-        if not self.learnt:
+        if not self.needs_grad:
             scores, pullback_raw = jax.vjp(lambda raw: self._scores(raw, arrays, at), raw)
             zeros = tuple(jnp.zeros_like(x) if floating(x) else None for x in arrays)
             return scores, lambda cotangent: (*pullback_raw(cotangent), zeros)

@@ -16,10 +16,7 @@ from ..call._operands import (
     Operands,
     Settings,
     cotangents,
-    has_lengths,
     out_dtype,
-    positioned,
-    without_lengths,
     zero_absent,
 )
 from ..call._state import AttentionState, holds_keys
@@ -52,7 +49,6 @@ class VendorGPU(AbstractKernel):
         """The cotangents of query, key and value, of any value where these are absent. `lse` as of `attend`."""
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """One call."""
         operands, settings, _ = call
         out, lse = self.attend(call._replace(operands=zero_beyond(operands)))
         return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
@@ -91,10 +87,10 @@ def check_plain(
     kernel: AbstractKernel, operands: Operands, settings: Settings, widest: int
 ) -> None:
     """Raises `NotImplementedError` for calls that a vendor's kernel for widths up to `widest` gets wrong."""
-    query, key, value = operands[:3]
-    supported = {"query_lengths", "key_lengths"}
+    query, key, value = operands.qkv
+    supported = {"query", "key", "value", "query_lengths", "key_lengths"}
     supported |= {"query_segments", "key_segments"} if Segments in kernel.masks else set()
-    check_operands(operands, _DTYPES, [x for x in Operands._fields[3:] if x not in supported])
+    check_operands(operands, _DTYPES, [x for x in operands.named() if x not in supported])
     width = query.shape[-1]
     if width > widest or width % 8 != 0:
         raise NotImplementedError(
@@ -122,7 +118,8 @@ def window_side(size: int, keys: int) -> int | None:
 def lengths(operands: Operands) -> tuple[Array, Array]:
     """The lengths of queries and of keys, `[B]`, clipped to those of the arrays."""
     batch, query_len = operands.query.shape[:2]
-    pairs = (operands.query_lengths, query_len), (operands.key_lengths, operands.key.shape[1])
+    tokens, key_len = operands.tokens, operands.key.shape[1]
+    pairs = (tokens.query_lengths, query_len), (tokens.key_lengths, key_len)
     queries, keys = (
         jnp.broadcast_to(size if x is None else jnp.clip(x, 0, size), batch) for x, size in pairs
     )
@@ -131,9 +128,9 @@ def lengths(operands: Operands) -> tuple[Array, Array]:
 
 def zero_beyond(operands: Operands) -> Operands:
     """Operands with zeros beyond the lengths, so that weights of zero do not multiply NaN."""
-    if not has_lengths(operands):
+    if not operands.tokens.has_lengths:
         return operands
-    query, key, value, *_ = zero_absent(positioned(operands))
+    query, key, value = zero_absent(operands.positioned()).qkv
     return operands._replace(query=query, key=key, value=value)
 
 
@@ -149,7 +146,7 @@ def vendor_state(out: Array, lse: Array, operands: Operands, settings: Settings)
     state = AttentionState(out, lse)
     return (
         keep_rows(_sees_keys(operands, settings), state, -jnp.inf)
-        if has_lengths(operands)
+        if operands.tokens.has_lengths
         else state
     )
 
@@ -171,7 +168,7 @@ def keep_rows(rows: Array, state: AttentionState, lse: float) -> AttentionState:
 
 def may_be_empty(operands: Operands) -> bool:
     """Whether a row may see no key, by lengths or segments."""
-    return has_lengths(operands) or operands.query_segments is not None
+    return operands.tokens.has_lengths or operands.tokens.query_segments is not None
 
 
 def without_empty(
@@ -190,17 +187,17 @@ def present_cotangents(
     """Cotangents with zeros beyond the lengths, and where a query sees no key."""
     if may_be_empty(operands):
         query = jnp.where(holds_keys(state.lse)[..., None], query, 0)
-    if has_lengths(operands):
-        keys: Any = positioned(operands).key_positions
+    if operands.tokens.has_lengths:
+        keys: Any = operands.positioned().tokens.key_positions
         key, value = (jnp.where(keys[..., None, None] >= 0, x, 0) for x in (key, value))
-    return cotangents(query, key, value, None)
+    return cotangents(query, key, value)
 
 
 def push_forward(
     kernel: AbstractKernel, call: KernelCall, state: AttentionState, directions: Operands
 ) -> AttentionState | None:
     """The tangent of `kernel`, one of ours; None if it declines the call."""
-    call = call._replace(operands=without_lengths(call.operands))
+    call = call._replace(operands=call.operands.positioned(read=False))
     try:
         kernel.check(call)
     except NotImplementedError:

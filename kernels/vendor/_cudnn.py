@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._private import private_names
-from ..call._operands import KernelCall, Operands, Settings, has_lengths
+from ..call._operands import KernelCall, Operands, Settings
 from ..call._target import check_capability, target_capability
 from ..masks._lengths import Lengths
 from ..masks._structure import WINDOWS
@@ -64,9 +64,8 @@ class CuDNN(VendorGPU):
         private_names("cudnn")
 
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
-        """The primitive of the forward."""
         operands, settings, _ = call
-        query, key, value = operands[:3]
+        query, key, value = operands.qkv
         arrays = query, key, value, *_unused_but_lengths(operands)
         options = _options(operands, settings)
         return tuple(private_names("cudnn").forward.bind(*arrays, **options, is_training=True))
@@ -74,9 +73,8 @@ class CuDNN(VendorGPU):
     def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        """The primitive of the backward."""
         operands, settings, _ = call
-        query, key, value = operands[:3]
+        query, key, value = operands.qkv
         arrays = query, key, value, *_unused_but_lengths(operands), lse, out, d_out
         return tuple(private_names("cudnn").backward.bind(*arrays, **_options(operands, settings)))
 
@@ -107,16 +105,15 @@ def _version() -> int | None:
 def _unused_but_lengths(operands: Operands) -> list[Array]:
     """Bias, lengths of queries and keys, offsets and pages; all are empty except the lengths."""
     unused = [jnp.zeros(0, operands.query.dtype)] * 7
-    if has_lengths(operands):
+    if operands.tokens.has_lengths:
         unused[1:3] = lengths(operands)
     return unused
 
 
 def _options(operands: Operands, settings: Settings) -> dict[str, Any]:
-    """The parameters of both primitives."""
     (left, right), names = settings.mask.window, private_names("cudnn")
     left = window_side(left, operands.key.shape[1])
-    padding = "PADDING_" if has_lengths(operands) else ""
+    padding = "PADDING_" if operands.tokens.has_lengths else ""
     mask = f"{padding}CAUSAL" if right == 0 else "PADDING" if padding else "NO_MASK"
     # parameters of newer versions of JAX for functions of the scores
     parameters = inspect.signature(names.lowering).parameters

@@ -39,18 +39,16 @@ class FA4(VendorGPU):
         _package()
 
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
-        """The package's forward, with energies in float32."""
         operands, settings, _ = call
         config, backend = _configured(operands, settings)
-        return backend.fwd_lse(config, *operands[:3], ())
+        return backend.fwd_lse(config, *operands.qkv, ())
 
     def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        """The package's backward."""
         operands, settings, _ = call
         config, backend = _configured(operands, settings)
-        return backend.vjp(config, *operands[:3], out, lse, d_out, None, ())
+        return backend.vjp(config, *operands.qkv, out, lse, d_out, None, ())
 
 
 def _check_attached(capability: Capability) -> None:
@@ -67,7 +65,6 @@ def _check_attached(capability: Capability) -> None:
 
 
 def _configured(operands: Operands, settings: Settings) -> tuple[Any, Any]:
-    """The package's configuration of a call, and its backend."""
     left, right = (window_side(x, operands.key.shape[1]) for x in settings.mask.window)
     causal = left is None and right == 0
     window = (None, None) if causal else (left, right)

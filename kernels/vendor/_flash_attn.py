@@ -37,17 +37,15 @@ class FlashAttn(VendorGPU):
         _package()
 
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
-        """The package's forward, with energies in float32."""
         operands, settings, _ = call
-        return _package().forward(*operands[:3], **_options(settings, operands.key.shape[1]))
+        return _package().forward(*operands.qkv, **_options(settings, operands.key.shape[1]))
 
     def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        """The package's backward."""
         operands, settings, _ = call
         options = _options(settings, operands.key.shape[1])
-        return _package().backward(d_out, *operands[:3], out, lse, **options)
+        return _package().backward(d_out, *operands.qkv, out, lse, **options)
 
 
 def _options(settings: Settings, keys: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from .._private import private_names
 from ..call._kernel import AbstractKernel
-from ..call._operands import KernelCall, Operands, Settings, has_lengths, positioned
+from ..call._operands import KernelCall, Operands, Settings
 from ..call._state import AttentionState
 from ..masks._lengths import Lengths
 from ..masks._segments import Segments
@@ -68,7 +68,7 @@ class Splash(AbstractKernel):
         """
         operands, settings, _ = call
         check_plain(self, operands, settings, widest=256)
-        if has_lengths(operands) and operands.query_segments is not None:
+        if operands.tokens.has_lengths and operands.tokens.query_segments is not None:
             raise NotImplementedError("query_segment_ids: wanted None beside lengths, got an array")
         if operands.query.dtype != "bfloat16":
             raise NotImplementedError(f"query: wanted bfloat16, got {operands.query.dtype}")
@@ -82,7 +82,6 @@ class Splash(AbstractKernel):
         private_names("splash")
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """One kernel, after a copy of the operands with heads in front."""
         operands, settings, platform = call
         query, key, value = _scaled(zero_beyond(operands), settings)
         kernel = _kernel(
@@ -91,7 +90,7 @@ class Splash(AbstractKernel):
         with _splash_config():
             out, (lse,) = jax.vmap(kernel)(query, key, value, _segments(operands))
         state = vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
-        if operands.query_segments is None:
+        if operands.tokens.query_segments is None:
             return state
         return keep_rows(~(state.lse < _NO_KEY), state, -jnp.inf)
 
@@ -123,7 +122,6 @@ class Splash(AbstractKernel):
             return push_forward(PallasTPU(), call, state, directions)
 
     def _blocks(self, query: Array, key: Array, settings: Settings) -> "_Blocks":
-        """The blocks of queries and keys, heads in front."""
         rows, keys = query.shape[2], key.shape[2]
         seen = min(keys, sum(settings.mask.window) + 1)
 
@@ -157,14 +155,14 @@ class _Blocks(NamedTuple):
 
 def _segments(operands: Operands) -> Any:
     """The ids of queries and keys, `[B, T]` and `[B, S]`, or None; with lengths, 0, and -1 beyond them."""
-    ids: Any = operands.query_segments, operands.key_segments
-    if has_lengths(operands):
-        with_positions: Any = positioned(operands)
+    ids: Any = operands.tokens.query_segments, operands.tokens.key_segments
+    if operands.tokens.has_lengths:
+        with_positions: Any = operands.positioned().tokens
         ids = (
             jnp.minimum(x, 0)
             for x in (with_positions.query_positions, with_positions.key_positions)
         )
-    elif operands.query_segments is None:
+    elif operands.tokens.query_segments is None:
         return None
     rows = operands.query.shape[0]
     return private_names("splash").SegmentIds(
@@ -174,7 +172,7 @@ def _segments(operands: Operands) -> Any:
 
 def _scaled(operands: Operands, settings: Settings) -> list[Array]:
     """The operands with heads in front and scaled queries, which a power of two does not round."""
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     return [x.swapaxes(1, 2) for x in (query * settings.scale, key, value)]
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from ..call._operands import Operands, Settings, all_meet, bound, hide_unreachable, positioned
+from ..call._operands import Operands, Settings, all_meet, bound, hide_unreachable
 from ..masks._interval import Interval
 from ..masks._visibility import may_meet, meeting, visible
 from ._grid import Grid, Index, pad
@@ -15,7 +15,7 @@ def with_block_positions(operands: Operands, settings: Settings, grid: Grid) -> 
         return operands
     operands = hide_unreachable(operands, settings)
     # keys that pad the last block are absent
-    return positioned(operands) if settings.compares or _pads(grid, operands) else operands
+    return operands.positioned(settings.compares or _pads(grid, operands))
 
 
 def _pads(grid: Grid, operands: Operands) -> bool:
@@ -31,8 +31,9 @@ class BlockVisibility:
         self._lengths = operands.query.shape[1], operands.key.shape[1]
         self._pads = _pads(grid, operands)
         self._constrains = settings.mask.constrains
-        self._positions = self._cut(operands.query_positions, operands.key_positions, fill=-1)
-        self._segments = self._cut(operands.query_segments, operands.key_segments, fill=0)
+        tokens = operands.tokens
+        self._positions = self._cut(tokens.query_positions, tokens.key_positions, fill=-1)
+        self._segments = self._cut(tokens.query_segments, tokens.key_segments, fill=0)
         meet = meeting(self._mask, self._positions, self._segments)
         self._meet = None if meet is None else meet.any(0)
 
@@ -64,7 +65,6 @@ class BlockVisibility:
         return by_position if meet is None else meet & by_position
 
     def _first(self, index: Index) -> tuple[Array, Array]:
-        """The first position of a block's queries, and of its keys."""
         queries, keys = (jnp.asarray(x, jnp.int32) for x in index[1:])
         return queries * self._grid.queries, keys * self._grid.keys
 

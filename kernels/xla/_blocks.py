@@ -41,7 +41,7 @@ class BlockedOperands:
         self.grid = g = on or grid(operands, settings.mask, sizes)
         self.settings = settings
         self.score = bound_score(settings, operands)
-        self._batches, self._heads = operands.batch_indices, operands.head_indices
+        self._batches, self._heads = operands.indices
         exact = precision(operands.query.dtype)
         extras = self.score, operands.bias, settings.scored_width
         self._plain = settings.scale > 0 and all(x is None for x in extras)

@@ -242,7 +242,7 @@ def backward_rows(operands: Operands, settings: Settings, rows: RowCotangents) -
     """The rows of a backward, with zeros in fully masked ones."""
     query, d_out = operands.query, rows.d_out
     has_keys = holds_keys(rows.lse)
-    masks = operands.query_segments, operands.mask, operands.bias
+    masks = operands.tokens.query_segments, operands.mask, operands.bias
     if any(x is not None for x in masks) or not all_meet(operands, settings):
         query, d_out = (jnp.where(has_keys[..., None], x, 0) for x in (query, d_out))
     lse = jnp.where(has_keys, rows.lse, jnp.inf)
@@ -265,7 +265,7 @@ def backward_unrounded(
 
     `given` may be of the state of more keys than these; weights are then relative to all of them.
     """
-    query, key, value, bias = operands[:4]
+    (query, key, value), bias = operands.qkv, operands.bias
     dtype = lse_dtype(query.dtype)
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype), differentiated(operands))
     (batch, query_len), key_len = query.shape[:2], key.shape[1]

@@ -40,8 +40,10 @@ def backward_by_head(
         cotangents, in_flight = backward_unrounded(operands, settings, rows, in_flight)
         query = cotangents.query if d_query is None else cotangents.query + d_query
         return cotangents._replace(query=query), in_flight
-    if settings.score is not None and operands.head_indices is None:
-        operands = operands._replace(head_indices=jnp.arange(heads, dtype=jnp.int32))
+    indices = operands.indices
+    if settings.score is not None and indices.heads is None:
+        indices = indices._replace(heads=jnp.arange(heads, dtype=jnp.int32))
+        operands = operands._replace(indices=indices)
 
     def add(head: Array, sums: Operands) -> Operands:
         head_rows = RowCotangents(*(_cut(x, 2, head, kv_heads) for x in rows))
@@ -60,20 +62,19 @@ def backward_by_head(
     if d_query is not None:
         sums = sums._replace(query=d_query)
     cotangents = lax.fori_loop(0, kv_heads, add, sums)
-    (query, key, value), in_flight = after_products(cotangents[:3], in_flight)
+    (query, key, value), in_flight = after_products(cotangents.qkv, in_flight)
     return cotangents._replace(query=query, key=key, value=value), in_flight
 
 
 def _of_head(operands: Operands, head: Array) -> Operands:
-    """The operands of one key head."""
-    count = operands.key.shape[2]
+    count, indices = operands.key.shape[2], operands.indices
     return operands._replace(
         query=_cut(operands.query, 2, head, count),
         key=_cut(operands.key, 2, head, count),
         value=_cut(operands.value, 2, head, count),
         bias=_cut(operands.bias, 1, head, count),
         mask=_cut(operands.mask, 1, head, count),
-        head_indices=_cut(operands.head_indices, 0, head, count),
+        indices=indices._replace(heads=_cut(indices.heads, 0, head, count)),
     )
 
 

@@ -106,7 +106,9 @@ class Canonical(AbstractKernel):
         none = of.empty(heads, of.rows)
         identity = Part(none - jnp.inf, none, of.empty(heads, of.rows, width))
         rows = operands.query, of.sink()
-        return OverKeys(of, rows, operands[1:3], identity, term, join_parts, finish)
+        return OverKeys(
+            of, rows, (operands.key, operands.value), identity, term, join_parts, finish
+        )
 
     def rounded_state(
         self, call: KernelCall, found: tuple[Array, Array, Array]
@@ -127,12 +129,12 @@ class Canonical(AbstractKernel):
         given = call, state, cotangent
         others = jax.tree.map(jnp.zeros_like, differentiated(operands))
         if not _is_empty(operands):
-            if operands.bias is not None and settings.bias_learnt:
+            if operands.bias is not None and settings.needs.bias_grad:
                 others = others._replace(bias=self.bias_cotangent(*given))
-            if jax.tree.leaves(others.score_arrays) and settings.learnt:
+            if jax.tree.leaves(others.score_arrays) and settings.needs.score_grad:
                 others = others._replace(score_arrays=self.array_cotangents(*given))
         has_rows = 0 not in operands.query.shape[:2]
-        if operands.sink is not None and settings.sink_learnt and has_rows:
+        if operands.sink is not None and settings.needs.sink_grad and has_rows:
             others = others._replace(sink=self.sink_cotangent(*given))
         found = cotangents(
             self.query_cotangent(*given),
@@ -172,14 +174,14 @@ class Canonical(AbstractKernel):
     ) -> Array:
         """That of the bias."""
         rows = given_rows(call.operands.query, state, cotangent)
-        return Sums(self._of(call)).of_bias(rows, list(call.operands[1:3]))
+        return Sums(self._of(call)).of_bias(rows, list(call.operands.qkv[1:]))
 
     def array_cotangents(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> tuple[Any, ...]:
         """Those of the score's arrays."""
         rows = given_rows(call.operands.query, state, cotangent)
-        return Sums(self._of(call)).of_arrays(rows, list(call.operands[1:3]))
+        return Sums(self._of(call)).of_arrays(rows, list(call.operands.qkv[1:]))
 
     def query_cotangent(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -193,7 +195,7 @@ class Canonical(AbstractKernel):
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> OverKeys:
         """The gradient of each row over leaves."""
-        query, key, value = call.operands[:3]
+        query, key, value = call.operands.qkv
         of = self._of(call)
 
         def to_queries(given: tuple, tile: Tile, key: Array, value: Array) -> Array:
@@ -218,7 +220,7 @@ class Canonical(AbstractKernel):
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> tuple[Array, Array]:
         """Those of the keys and values of a call, likewise: folded over tiles of queries."""
-        query, key, value = call.operands[:3]
+        query, key, value = call.operands.qkv
         # the sums of a key are over queries alone, so that keys may be read as they lie
         of, heads = CanonicalCall(call.operands, call.settings, in_order=True), key.shape[2]
         if _is_empty(call.operands):
@@ -296,7 +298,9 @@ class Canonical(AbstractKernel):
         sinks = of.sink(), of.of_heads(directions.sink, 0.0)
         rows = operands.query, directions.query, state.out, state.lse, *sinks
         identity = of.empty(heads, of.rows, width), none, none
-        return OverKeys(of, rows, (*operands[1:3], *moved), identity, term, add, finish)
+        return OverKeys(
+            of, rows, (operands.key, operands.value, *moved), identity, term, add, finish
+        )
 
     def rounded_tangent(self, state: AttentionState, found: tuple[Array, Array]) -> AttentionState:
         """The tangent, from the results of `tangent_over_keys`."""

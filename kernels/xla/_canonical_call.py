@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..call._leaves import LEAF
-from ..call._operands import Operands, Settings, bound, bound_score, positioned
+from ..call._operands import Operands, Settings, bound, bound_score
 from ..call._state import lse_dtype, unfused
 from ..masks._abstract import AbstractMask
 from ..masks._visibility import meeting, visible
@@ -73,10 +73,11 @@ class CanonicalCall:
         rows: int | None = None,
     ):
         """`rows`: of a tile, where that is a constant of the platform's format."""
-        self.counted = operands.query_positions is None
-        operands = positioned(operands)
+        self.counted = operands.tokens.query_positions is None
+        operands = operands.positioned()
         self.operands = operands = operands._replace(score_arrays=rounded(operands.score_arrays))
-        assert operands.query_positions is not None and operands.key_positions is not None
+        tokens = operands.tokens
+        assert tokens.query_positions is not None and tokens.key_positions is not None
         self.scale = settings.scale
         self.dtype = lse_dtype(operands.query.dtype)
         self.batch, self.queries, heads = operands.query.shape[:3]
@@ -87,15 +88,15 @@ class CanonicalCall:
         self.mask: AbstractMask = bound(settings, operands)
         self.score = bound_score(settings, operands)
         self.held: AbstractSlots = (
-            InOrder(operands.key_positions, LEAF, self.counted)
+            InOrder(tokens.key_positions, LEAF, self.counted)
             if self.counted or in_order
-            else Scattered(operands.key_positions, LEAF)
+            else Scattered(tokens.key_positions, LEAF)
         )
-        self.keys = in_slots(self.held, operands.key_segments)
+        self.keys = in_slots(self.held, tokens.key_segments)
 
     def queries_by_position(self, size: int) -> AbstractSlots:
         """The queries, in tiles of so many positions."""
-        positions: Any = self.operands.query_positions
+        positions: Any = self.operands.tokens.query_positions
         return InOrder(positions, size, True) if self.counted else Scattered(positions, size)
 
     def met(self, rows: Side) -> Bool[Array, "b tiles leaves"]:
@@ -117,7 +118,7 @@ class CanonicalCall:
 
     def of_heads(self, x: Array | None, absent: float) -> Float[Array, "B T N"] | None:
         """`[N]` or `[B, N]` for each row."""
-        positions = self.operands.query_positions
+        positions = self.operands.tokens.query_positions
         if x is None or positions is None:
             return None
         x = unfused(jnp.atleast_2d(x).astype(self.dtype))[:, None]
@@ -180,7 +181,7 @@ class CanonicalCall:
 
     def at(self, tile: Tile) -> At:
         """Batch, head and positions of the scores of a tile, for a score."""
-        batches, heads = self.operands.batch_indices, self.operands.head_indices
+        batches, heads = self.operands.indices
         batch = tile.batch if batches is None else batches[tile.batch]
         head = (tile.heads if heads is None else heads[tile.heads])[:, :, None]
         if self.score is None or not self.score.structure.compares:
@@ -209,7 +210,7 @@ def _pairs(x: Array, tile: Tile) -> Array:
 
 def check_whole(settings: Settings) -> None:
     """Raises `NotImplementedError` for a part of the keys of a row, and for a score with a source."""
-    if settings.unrounded:
+    if settings.needs.unrounded:
         raise NotImplementedError(
             "key: wanted all keys of a row in one call, got a part whose state is merged with others, in an "
             "order of its own"

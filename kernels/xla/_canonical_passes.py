@@ -71,7 +71,7 @@ class OverKeys(NamedTuple):
     def _folds(self) -> Callable[[Array, Array, Array], Any]:
         """The fold of the `n`-th tile over leaves from one number to another."""
         call, held, tiles = self.call, self.call.held, self.call.tiles
-        ids = call.operands.query_positions, call.operands.query_segments
+        ids = call.operands.tokens.query_positions, call.operands.tokens.query_segments
         side = Side(*(None if x is None else tiles.spread(x) for x in ids))  # pyright: ignore[reportArgumentType]
         live_after = following(call.met(side))
         first_heads = jnp.arange(call.key_heads, dtype=jnp.int32)[:, None] * call.group
@@ -142,7 +142,7 @@ def over_queries(
     operands, group, held = call.operands, call.group, call.held
     of_rows = call.queries_by_position(QUERIES)
     flat, form = jax.tree.flatten(rows)
-    side = in_slots(of_rows, operands.query_segments)
+    side = in_slots(of_rows, operands.tokens.query_segments)
     live_after = following(call.met(side).swapaxes(1, 2))
     first_heads = jnp.arange(call.key_heads, dtype=jnp.int32)[:, None] * group
     depth = of_rows.depth + group.bit_length()

@@ -64,7 +64,7 @@ def _indices(operands: Operands) -> tuple[Array, Array]:
             f"query: wanted at most {(1 << 31) // HEADS} entries of the batch and {HEADS} heads for gradients of "
             f"sinks, biases and scores beside reproducible=True, got {batch} and {heads}"
         )
-    numbers = (operands.batch_indices, batch), (operands.head_indices, heads)
+    numbers = (operands.indices.batch, batch), (operands.indices.heads, heads)
     batches, heads = (_counted(size) if x is None else x for x, size in numbers)
     return batches, heads
 
@@ -85,7 +85,7 @@ class Sums:
         operands, self._call = call.operands, call
         self._batches, self._heads = _indices(operands)
         self._queries = call.queries_by_position(QUERIES)
-        self._side: Side = in_slots(self._queries, operands.query_segments)
+        self._side: Side = in_slots(self._queries, operands.tokens.query_segments)
 
     def of_rows(self, x: Float[Array, "B T N"]) -> Float[Array, "B N"]:
         """Of numbers of rows, of each head of each entry of the batch."""

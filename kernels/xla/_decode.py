@@ -19,7 +19,7 @@ from ..call._operands import (
 from ..call._state import AttentionState, divided, holds_keys, lse_dtype, precision
 from ..masks._abstract import AbstractMask
 from . import _blockwise
-from ._reference import masked, masked_scores, score_index
+from ._reference import dense_products, dense_sums, masked, masked_scores, score_index
 from ._softmax import softmax
 from ._tangent import tangent_of
 
@@ -55,19 +55,16 @@ class Decode(AbstractDecode):
     platforms = ()
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for more than 64 queries times heads, or a score with a source."""
         operands, settings, _ = call
         check_rows(operands, settings, MOST_ROWS)
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """One product for all scores and one for all outputs."""
         operands, settings, _ = call
         return per_head(hide_unreachable(operands, settings), settings)
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
-        """One product for each change of the scores and of the outputs."""
         operands, settings, _ = call
         return _tangent(operands, settings, state, directions)
 
@@ -87,7 +84,7 @@ def check_rows(operands: Operands, settings: Settings, most: int) -> None:
 def per_head(operands: Operands, settings: Settings) -> AttentionState:
     """The state by products batched over heads; keys and values of eight bits are cast inside the products."""
     # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, which T = 1 does not.
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     batch, query_len, heads, width = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(batch, query_len, kv_heads, heads // kv_heads, width)
@@ -96,15 +93,15 @@ def per_head(operands: Operands, settings: Settings) -> AttentionState:
         jnp.einsum, precision=precision(query.dtype), preferred_element_type=dtype
     )
     present = zero_absent(operands)
-    if operands.value_scale is None:
+    if operands.scales.value is None:
         value = present.value  # the zeros are fused into the product
     else:
         key, value = key.astype(query.dtype), value.astype(query.dtype)  # exact, and likewise
-    scores = _times(einsum("btkgh,bskh->btkgs", grouped, key), operands.key_scale)
+    scores = _times(einsum("btkgh,bskh->btkgs", grouped, key), operands.scales.key)
     scores = scores.reshape(batch, query_len, heads, key.shape[1])
     scores = masked(scores.transpose(0, 2, 1, 3), operands, settings).transpose(0, 2, 1, 3)
     weights, total, lse = softmax(scores)
-    weights = _times(weights.reshape(*grouped.shape[:-1], key.shape[1]), present.value_scale)
+    weights = _times(weights.reshape(*grouped.shape[:-1], key.shape[1]), present.scales.value)
     out = einsum("btkgs,bskv->btkgv", weights.astype(value.dtype), value)
     out = out.reshape(batch, query_len, heads, value.shape[-1]) / total
     return AttentionState(out.astype(out_dtype(operands, settings)), lse)
@@ -129,28 +126,15 @@ def _tangent(
     )
     query, key, value = zero_absent(operands)[:3]
     query = jnp.where(has_keys, query, 0)
-    batch, query_len, heads = query.shape[:3]
-    kv_heads, key_len = key.shape[2], key.shape[1]
-    einsum = functools.partial(
-        jnp.einsum, precision=precision(query.dtype), preferred_element_type=dtype
-    )
-
-    def products(query: Array, key: Array) -> Array:
-        grouped = query.reshape(batch, query_len, kv_heads, heads // kv_heads, query.shape[-1])
-        return einsum("btkgh,bskh->bkgts", grouped, key).reshape(batch, heads, query_len, key_len)
-
-    def mean(weights: Array, value: Array) -> Array:
-        grouped = weights.reshape(batch, kv_heads, heads // kv_heads, query_len, key_len)
-        out = einsum("bkgts,bskv->btkgv", grouped, value.astype(dtype))
-        return out.reshape(batch, query_len, heads, value.shape[-1])
-
+    exact = precision(query.dtype)
     pairs: list[tuple[Array, Array]] = []
     if directions_present.query is not None:
         pairs.append((jnp.where(has_keys, directions_present.query, 0), key))
     if directions_present.key is not None:
         pairs.append((query, directions_present.key))
-    changes = [products(*x) * settings.scale for x in pairs]
-    scores, score = products(query, key) * settings.scale, bound_score(settings, operands)
+    changes = [dense_products(*x, dtype) * settings.scale for x in pairs]
+    scores = dense_products(query, key, dtype) * settings.scale
+    score = bound_score(settings, operands)
     if score is not None:
         change = functools.reduce(jnp.add, changes) if changes else None
         index = score_index(operands, settings)
@@ -162,8 +146,10 @@ def _tangent(
     sums, energy = jnp.zeros_like(state.out, dtype=dtype), jnp.zeros_like(state.lse)
     if changes:
         terms = weights * sum(changes)
-        sums, energy = mean(terms, value), terms.sum(-1).transpose(0, 2, 1)
+        sums = dense_sums(terms, value.astype(dtype), exact, dtype)
+        energy = terms.sum(-1).transpose(0, 2, 1)
     if directions_present.value is not None:
-        sums = sums + mean(weights, directions_present.value)
+        value = directions_present.value.astype(dtype)
+        sums = sums + dense_sums(weights, value, exact, dtype)
     total = total.transpose(0, 2, 1, 3)
     return tangent_of(state, AttentionState(sums / total, energy / total[..., 0]))

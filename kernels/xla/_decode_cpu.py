@@ -16,7 +16,6 @@ from ..call._operands import (
     hide_unreachable,
     out_dtype,
     present_keys,
-    with_default_positions,
 )
 from ..call._state import AttentionState, exp_from, lse_dtype, safe_shift
 from ._decode import AbstractDecode, check_rows
@@ -58,14 +57,12 @@ class DecodeCPU(AbstractDecode):
     platforms = ("cpu",)
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for empty axes, many rows, or a score with a source."""
         operands, settings, _ = call
-        plain = operands if operands.key_scale is None else jax.eval_shape(dequantized, operands)
+        plain = operands if operands.scales.key is None else jax.eval_shape(dequantized, operands)
         check_operands(plain, ("float32", "bfloat16", "float16", "float64"), without=())
         check_rows(operands, settings, MOST_ROWS)
 
     def check_preferred(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for many rows of a key head, which `blockwise` multiplies faster."""
         query_len, heads = call.operands.query.shape[1:3]
         rows = query_len * heads // call.operands.key.shape[2]
         if rows > PREFERRED_ROWS:
@@ -80,10 +77,9 @@ class DecodeCPU(AbstractDecode):
         return True
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """The online softmax over the blocks that are seen."""
         operands, settings, _ = call
-        operands = hide_unreachable(with_default_positions(operands, settings), settings)
-        query, _, value = operands[:3]
+        operands = hide_unreachable(operands.positioned(settings.compares), settings)
+        query, value = operands.query, operands.value
         batch, query_len, heads = query.shape[:3]
         key_len, kv_heads, width = value.shape[1:]
         group = heads // kv_heads

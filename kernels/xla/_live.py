@@ -81,18 +81,18 @@ def take_block(operands: Operands, row: Array, first: Array, size: int) -> Block
     def plain(x: Array, scale: Array | None) -> Array:
         return dequantize(cut(x, 1), cut(scale, 1), operands.query.dtype)
 
-    batches = operands.batch_indices
+    scales, indices = operands.scales, operands.indices
+    batches = row[None]
+    if indices.batch is not None:
+        batches = lax.dynamic_slice(indices.batch, (row,), (1,))
     part = operands._replace(
         query=cut(operands.query),
-        key=plain(operands.key, operands.key_scale),
+        key=plain(operands.key, scales.key),
         bias=cut(operands.bias, 3),
         mask=cut(operands.mask, 3),
-        query_positions=cut(operands.query_positions),
-        key_positions=cut(operands.key_positions, 1),
-        query_segments=cut(operands.query_segments),
-        key_segments=cut(operands.key_segments, 1),
+        tokens=operands.tokens.map_queries(cut).map_keys(lambda x: cut(x, 1)),
         mask_arrays=jax.tree.map(cut, operands.mask_arrays),
-        batch_indices=row[None] if batches is None else lax.dynamic_slice(batches, (row,), (1,)),
-        key_scale=None,
+        indices=indices._replace(batch=batches),
+        scales=scales._replace(key=None),
     )
-    return Block(part, lambda: plain(operands.value, operands.value_scale)[0])
+    return Block(part, lambda: plain(operands.value, scales.value)[0])

@@ -87,12 +87,10 @@ def _weighed_by_row(weights: Array, value: Array, how: Products) -> Array:
 
 
 def row_maximum(x: Float[Array, "rows S"]) -> Float[Array, " rows"]:
-    """The largest number of each row."""
     return _folded(x, lambda a, b: -lax.min(-a, -b), -jnp.inf)
 
 
 def row_sum(x: Float[Array, "rows S"]) -> Float[Array, " rows"]:
-    """The sum of each row."""
     return _folded(x, _plus, 0.0)
 
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..call._kernel import AbstractJAXKernel
@@ -15,7 +16,6 @@ from ..call._operands import (
     bound_score,
     hide_unreachable,
     out_dtype,
-    positioned,
     zero_absent,
 )
 from ..call._state import AttentionState, holds_keys, lse_dtype, precision
@@ -41,10 +41,9 @@ class Reference(AbstractJAXKernel):
         """Takes every call."""
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """The softmax and the weighted sum, as in the equations."""
         operands, settings, _ = call
         operands = hide_unreachable(operands, settings)
-        query, key, value = zero_absent(operands)[:3]
+        query, key, value = zero_absent(operands).qkv
         batch, query_len, heads = query.shape[:3]
         key_len, kv_heads = key.shape[1:3]
         group = heads // kv_heads
@@ -53,18 +52,11 @@ class Reference(AbstractJAXKernel):
             return _scores(query, key, operands, settings)
 
         if operands.mask is not None:  # derivatives multiply rows without keys by zeros
-            has_keys = holds_keys(scores(jax.lax.stop_gradient(query)).max(-1, initial=-jnp.inf))
+            has_keys = holds_keys(scores(lax.stop_gradient(query)).max(-1, initial=-jnp.inf))
             query = jnp.where(has_keys.transpose(0, 2, 1)[..., None], query, 0)
         weights, total, lse = softmax(scores(query))
         weights = (weights / total).astype(value.dtype)
-        out = jnp.einsum(
-            "bkgts,bskh->btkgh",
-            weights.reshape(batch, kv_heads, group, query_len, key_len),
-            value,
-            precision=precision(query.dtype),
-            preferred_element_type=lse_dtype(value.dtype),
-        )
-        out = out.reshape(batch, query_len, heads, value.shape[-1])
+        out = dense_sums(weights, value, precision(query.dtype), lse_dtype(value.dtype))
         lse = lse.transpose(0, 2, 1)
         # a fully masked row passes no cotangent to the values
         out = jnp.where(holds_keys(lse)[..., None], out, 0)
@@ -74,29 +66,41 @@ class Reference(AbstractJAXKernel):
 def dense_scores(settings: Settings, operands: Operands) -> Float[Array, "B N T S"]:
     """All scores of a call, in the precision of energies, minus infinity where a key is hidden."""
     operands = hide_unreachable(operands, settings)
-    query, key = zero_absent(operands)[:2]
+    query, key, _ = zero_absent(operands).qkv
     return _scores(query, key, operands, settings)
 
 
 def _scores(query: Array, key: Array, operands: Operands, settings: Settings) -> Array:
     """The scores of queries and keys in the places of those of the operands."""
-    batch, query_len, heads = query.shape[:3]
-    key_len, kv_heads = key.shape[1:3]
-
-    def products(query: Array, key: Array) -> Array:
-        out = jnp.einsum(
-            "btkgh,bskh->bkgts",
-            query.reshape(batch, query_len, kv_heads, heads // kv_heads, query.shape[-1]),
-            key,
-            precision=precision(query.dtype),
-            preferred_element_type=lse_dtype(query.dtype),
-        )
-        return out.reshape(batch, heads, query_len, key_len)
-
-    inner = settings.scored_width
-    added = None if inner is None else products(query[..., inner:], key[..., inner:])
-    raw = products(query[..., :inner], key[..., :inner])
+    inner, dtype = settings.scored_width, lse_dtype(query.dtype)
+    added = None if inner is None else dense_products(query[..., inner:], key[..., inner:], dtype)
+    raw = dense_products(query[..., :inner], key[..., :inner], dtype)
     return masked(raw, operands, settings, added)
+
+
+def dense_products(query: Array, key: Array, dtype: DTypeLike) -> Float[Array, "B N T S"]:
+    """The products of all queries and keys."""
+    batch, query_len, heads, width = query.shape
+    key_len, kv_heads = key.shape[1:3]
+    grouped = query.reshape(batch, query_len, kv_heads, heads // kv_heads, width)
+    exact = precision(query.dtype)
+    out = jnp.einsum(
+        "btkgh,bskh->bkgts", grouped, key, precision=exact, preferred_element_type=dtype
+    )
+    return out.reshape(batch, heads, query_len, key_len)
+
+
+def dense_sums(
+    weights: Float[Array, "B N T S"], value: Array, exact: lax.Precision | None, dtype: DTypeLike
+) -> Float[Array, "B T N W"]:
+    """The values of all keys, weighted and summed."""
+    batch, heads, query_len, key_len = weights.shape
+    kv_heads, width = value.shape[2:]
+    grouped = weights.reshape(batch, kv_heads, heads // kv_heads, query_len, key_len)
+    out = jnp.einsum(
+        "bkgts,bskh->btkgh", grouped, value, precision=exact, preferred_element_type=dtype
+    )
+    return out.reshape(batch, query_len, heads, width)
 
 
 def masked(
@@ -118,14 +122,12 @@ def masked(
 
 def score_index(operands: Operands, settings: Settings) -> At:
     """The batch, head and positions of the scores `[B, N, T, S]`, for a score."""
-    batch, _, heads, _ = operands.query.shape
-    indices = (operands.batch_indices, batch), (operands.head_indices, heads)
-    batches, heads = (jnp.arange(size, dtype=jnp.int32) if x is None else x for x, size in indices)
+    batches, heads = operands.part_indices()
     queries, keys = None, None
     if settings.score is not None and settings.score.compares:
-        operands = positioned(operands)
-        queries: Any = operands.query_positions
-        keys: Any = operands.key_positions
+        tokens = operands.positioned().tokens
+        queries: Any = tokens.query_positions
+        keys: Any = tokens.key_positions
         queries, keys = queries[:, None, :, None], keys[:, None, None, :]
     return At(batches[:, None, None, None], heads[None, :, None, None], queries, keys)  # pyright: ignore[reportArgumentType]
 
@@ -138,11 +140,12 @@ def masked_scores(
         scores = scores + added
     if operands.bias is not None:
         scores = scores + operands.bias.astype(scores.dtype)
-    queries, keys = operands.query_positions, operands.key_positions
+    tokens = operands.tokens
+    queries, keys = tokens.query_positions, tokens.key_positions
     if queries is not None and keys is not None:
         is_visible = visible(bound(settings, operands), queries[:, :, None], keys[:, None, :])
         scores = jnp.where(is_visible[:, None], scores, -jnp.inf)
-    queries, keys = operands.query_segments, operands.key_segments
+    queries, keys = tokens.query_segments, tokens.key_segments
     if queries is not None and keys is not None:
         same_segment = queries[:, :, None] == keys[:, None, :]
         scores = jnp.where(same_segment[:, None], scores, -jnp.inf)

@@ -13,22 +13,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from .._varying import vary_together
 from ..call._state import of_each, unfused
+from ..program._read import (
+    CALLS_WITH_RULES,
+    as_array,
+    bind,
+    evaluate_by,
+    interpret,
+    without_shardings,
+)
 from ._products import row_sum
 
-# calls of a function, by name, and where they have its jaxpr
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",  # the name before JAX 0.7
-    "closed_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
 # XLA:CPU computes these otherwise in scalar than in vector instructions, which loops that it fuses them into decide.
 _APPROXIMATED = {
     *("pow", "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh"),
@@ -41,55 +40,19 @@ _LEAST = 8  # rows of an operand of a matrix product
 
 def computed(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` of arrays, by the programs below."""
-    program, struct = jax.make_jaxpr(function, return_shape=True)(*args)
-    found = evaluated(program.jaxpr, program.consts, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(struct), found)
+    return evaluate_by(evaluated, function, *args)
 
 
 def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr, with the programs below for its matrix products and sums."""
-    return walked(jaxpr, consts, given, _results)
-
-
-def walked(
-    jaxpr: Jaxpr,
-    consts: Sequence[Any],
-    given: Sequence[Any],
-    results: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
-) -> list[Any]:
-    """The results of a jaxpr by those of each equation, and of those of the functions that it calls."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True))
-
-    def read(x: Any) -> Any:
-        kind: Any = x.aval
-        return jnp.asarray(x.val, kind.dtype) if isinstance(x, Literal) else values[x]
-
-    for eqn in jaxpr.eqns:
-        found = _called(eqn, [read(x) for x in eqn.invars], results)
-        values.update(zip(eqn.outvars, found, strict=True))
-    return [read(x) for x in jaxpr.outvars]
-
-
-def _called(
-    eqn: JaxprEqn, given: list[Any], results: Callable[[JaxprEqn, list[Any]], Sequence[Any]]
-) -> Sequence[Any]:
-    if eqn.primitive.name == "reshard":  # to a place of the mesh that the function was traced for
-        return given
-    if eqn.primitive.name not in _CALLS:
-        return results(eqn, given)
-    inner = eqn.params[_CALLS[eqn.primitive.name]]
-    if isinstance(inner, ClosedJaxpr):
-        return walked(inner.jaxpr, inner.consts, given, results)
-    return walked(inner, (), given, results)
-
-
-def without_shardings(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of an equation without those of the mesh that its function was traced for."""
-    return {**params, **dict.fromkeys({"sharding", "out_sharding"} & params.keys())}
+    options: Any = {"calls": CALLS_WITH_RULES, "constant": as_array}
+    return interpret(jaxpr, consts, given, _results, **options)
 
 
 def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, without_shardings(eqn.params)
+    if name == "reshard":  # to a place of the mesh that the function was traced for
+        return given
     given = vary_together(given)  # constants of the function do not
     if name == "dot_general" and jnp.issubdtype(given[0].dtype, jnp.inexact):
         a, b = given
@@ -101,10 +64,10 @@ def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
         return [_alone(of_arrays, *jnp.broadcast_arrays(*given))]
     if name == "div":  # or XLA divides by a product with the inverse, here and there
         given = list(lax.optimization_barrier(given))
-    found = eqn.primitive.bind(*given, **params)
-    if name in _PRODUCTS and jnp.issubdtype(found.dtype, jnp.floating):
-        return [unfused(found)]
-    return found if eqn.primitive.multiple_results else [found]
+    found = bind(eqn, given, params)
+    if name in _PRODUCTS and jnp.issubdtype(found[0].dtype, jnp.floating):
+        return [unfused(found[0])]
+    return found
 
 
 def _matrix_product(a: Array, b: Array, params: dict[str, Any]) -> Array:

@@ -672,8 +672,8 @@ CASES = {
 # Public names without a derivative, or modules of them; all that has none is here, with the reason.
 WITHOUT = {
     "of types, which differentiate nothing": """kernels.Operands kernels.Settings kernels.KernelCall
-    kernels.PallasGPU.reads_eight_bits kernels.PallasGPU.forward_and_rest kernels.GPUPlan kernels.GPUTiles
-    kernels.PallasGPU Result prefix_tree.PrefixTree prefix_tree.Accepted models.Generation models.LlamaConfig
+    kernels.Needs kernels.Tokens
+    Result prefix_tree.PrefixTree prefix_tree.Accepted models.Generation models.LlamaConfig
     models.ModelDrafter models.PromptLookup distributed.Collective""",
     "of solvers, masks and costs, which have no floating arrays": """solvers. kernels.masks.
     distributed.cost. distributed.methods.""",
@@ -689,6 +689,4 @@ WITHOUT = {
     models.Llama3Rope.scaled models.YarnRope.scaled models.DynamicRope models.DynamicRope.scaled models.LongRope
     models.LongRope.scaled models.ExpertsConfig models.LatentConfig models.EncoderConfig""",
     "of a loop that ends when it may, which raises in reverse mode": "attribute Attribution",
-    "called by local_attention, which has the derivatives": """kernels.PallasGPU.forward
-    kernels.PallasGPU.tangent""",
 }

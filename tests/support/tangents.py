@@ -31,7 +31,7 @@ def pushed(kernel, problem, dtype, moving, platform):
     @jax.jit
     def run(arrays, state, directions):
         call = check_call(**arrays, **problem.options)
-        moved = directions_of(*(directions.get(name) for name in ALL), None)
+        moved = directions_of(*(directions.get(name) for name in ALL))
         return kernel.tangent(
             as_read(kernel, KernelCall(call.operands, call.settings, platform)), state, moved
         )

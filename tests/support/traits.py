@@ -7,12 +7,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from energy_attn.kernels import AttentionState, GPUPlan, GPUTiles, PallasGPU, local_attention
+from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.call import _arguments
 from energy_attn.kernels.call._kernel import AbstractKernel
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.dispatch._lowering import platform_here
-from energy_attn.kernels.pallas.gpu._sizes import KINDS
+from energy_attn.kernels.pallas.gpu._default import KINDS, GPUTiles
+from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
 from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
 from energy_attn.kernels.pallas.tpu._layout import LayoutSizes
 from energy_attn.kernels.xla._blockwise import Blockwise
@@ -180,7 +181,7 @@ def blind_rows_and_hidden_keys(problem: Problem) -> tuple[np.ndarray, np.ndarray
 
 # Blocks of 8 or 16 queries and keys: many of them, and ragged last ones, in a problem that is quick to compile.
 SMALL_BLOCKS = BlockSizes(rows=8, keys=8, keys_of_few_rows=8)
-SMALL_TILES = GPUPlan(tuple(GPUTiles(kind, 16, 16, programs=16, least_steps=1) for kind in KINDS))
+SMALL_TILES = tuple(GPUTiles(kind, 16, 16, programs=16, least_steps=1) for kind in KINDS)
 SMALL_LAYOUT = LayoutSizes(
     rows=16, keys=8, keys_of_few_rows=8, keys_backward=8, lanes=1, sublanes=1
 )

@@ -8,19 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from energy_attn.distributed import SequenceParallel, collectives
-from energy_attn.kernels.internal import Attention, explain, platform_here
+from energy_attn.kernels.internal import Attention, explain, platform_here, programs
 
 from ... import attention
 from ...models import DecoderCache, Llama
 from ...models.decoder._cache import Trace
 from ...models.decoder._read import read_on
 from ...models.decoder._see import How
-from ...record._lift import programs
 
 
 def kernels(traced: jax.stages.Traced) -> str:
@@ -28,16 +27,16 @@ def kernels(traced: jax.stages.Traced) -> str:
 
     Neither `reference`, which leaves only its operations in a program, nor any under `jax.vmap`.
     """
-    return ", ".join(dict.fromkeys(_names(traced.jaxpr.jaxpr)))
+    return ", ".join(dict.fromkeys(_names(traced.jaxpr)))
 
 
-def _names(program: Jaxpr) -> Iterator[str]:
+def _names(program: ClosedJaxpr) -> Iterator[str]:
     for equation in program.eqns:
         call: Any = equation.params.get("call")
         if isinstance(getattr(call, "owner", None), Attention):
             yield _name(call, [x.aval for x in equation.invars])
         else:
-            for inner in programs(equation.params):
+            for inner in programs(equation):
                 yield from _names(inner)
 
 
@@ -207,16 +206,8 @@ def decode(
     )
     cache_content = CacheContent(key, value, np.asarray(final_cache.layers[0].positions[0]))
     text = np.asarray(decoded).astype(np.uint8)
-    return Decoded(
-        text,
-        prefill_seconds,
-        kernels(reading),
-        kernels(step),
-        steps,
-        cache_content,
-        (model, first, cache),
-        loop,
-    )
+    start, names = (model, first, cache), (kernels(reading), kernels(step))
+    return Decoded(text, prefill_seconds, *names, steps, cache_content, start, loop)
 
 
 @jax.jit

@@ -61,10 +61,7 @@ def parts(tree: Decoded, alone: Decoded, mesh: jax.sharding.Mesh, over: Sequence
 
 
 def _made(
-    decoded: Decoded,
-    over: SequenceParallel | None,
-    attend: Callable[..., Any],
-    calls: int = 1,
+    decoded: Decoded, over: SequenceParallel | None, attend: Callable[..., Any], calls: int = 1
 ) -> TimedLoop:
     count, model = len(decoded.tokens) // calls, decoded.start[0]
     return TimedLoop(decoded, compile_loop(model, decoded.slots, count, over, attend), calls)

@@ -92,9 +92,10 @@ def _array(
     """A weight on its devices; this process reads the parts that its own devices hold."""
     if sharding is None:
         bounds = tuple((0, size) for size in shape)
-        return jax.device_put(place.read(tensors, [bounds], dtype)[bounds])
+        return jax.device_put(place.read(tensors, bounds, dtype))
     indices = sharding.addressable_devices_indices_map(shape).values()
-    data = place.read(tensors, {_part(index, shape) for index in indices}, dtype)
+    parts = {_part(index, shape) for index in indices}
+    data = {part: place.read(tensors, part, dtype) for part in parts}
     return jax.make_array_from_callback(shape, sharding, lambda index: data[_part(index, shape)])
 
 
@@ -227,16 +228,16 @@ def _matching(
     ]
     missing = [name for name in shapes if name not in stored]
     _check_prefix(missing, stored)
-    for expected, wrong in (
-        ("all tensors of the model", missing),
-        ("no other tensors", unexpected),
-    ):
-        if wrong:
-            preposition = "without" if wrong is missing else "with"
-            place = f"{folder}{_not_read(folder)}" if wrong is missing else stored[wrong[0]].file
-            raise ValueError(
-                f"directory: wanted {expected}, got it {preposition} {_listed(wrong)}, in {place}"
-            )
+    if missing:
+        raise ValueError(
+            f"directory: wanted all tensors of the model, got it without {_listed(missing)}, in "
+            f"{folder}{_not_read(folder)}"
+        )
+    if unexpected:
+        raise ValueError(
+            f"directory: wanted no other tensors, got it with {_listed(unexpected)}, in "
+            f"{stored[unexpected[0]].file}"
+        )
     first = next(name for name in shapes if name not in own)
     for name, shape in shapes.items():
         tensor = stored[name]

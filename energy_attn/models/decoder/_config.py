@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, UnionType
 from typing import Any, get_args
@@ -40,12 +40,8 @@ class StoredWeight:
             sizes[-2:] = sizes[:-3:-1]
         return tuple(sizes[self.is_split :])
 
-    def read(
-        self, tensors: Mapping[str, Tensor], parts: Iterable[Part], dtype: np.dtype
-    ) -> dict[Part, np.ndarray]:
-        return {part: self._read(tensors, part, dtype) for part in parts}
-
-    def _read(self, tensors: Mapping[str, Tensor], part: Part, dtype: np.dtype) -> np.ndarray:
+    def read(self, tensors: Mapping[str, Tensor], part: Part, dtype: np.dtype) -> np.ndarray:
+        """A part of the weight."""
         if self.is_split:
             (first, last), *rest = part
             whole = dataclasses.replace(
@@ -54,7 +50,7 @@ class StoredWeight:
             out = np.empty([end - start for start, end in part], dtype)
             for row, name in zip(out, self.names[first:last], strict=True):
                 one = dataclasses.replace(whole, names=(name,))
-                row[...] = one._read(tensors, tuple(rest), dtype)
+                row[...] = one.read(tensors, tuple(rest), dtype)
             return out
         bounds = list(part)
         if self.axis is not None:

@@ -15,11 +15,7 @@ from ._see import How
 
 
 def attend_paths(
-    how: How,
-    tree: PrefixTree,
-    stored: KVCache,
-    nodes: tuple[Array, Array, Array],
-    **options: Any,
+    how: How, tree: PrefixTree, stored: KVCache, nodes: tuple[Array, Array, Array], **options: Any
 ) -> Array:
     """Attention of the nodes over a cache and their ancestors; `nodes` are their queries, keys and values.
 

@@ -40,9 +40,7 @@ class How:
         return by_rows if self.reproducible else together
 
     def see(
-        self,
-        attend: Callable[..., tuple[Array, Any]],
-        parallel: SequenceParallel | None = None,
+        self, attend: Callable[..., tuple[Array, Any]], parallel: SequenceParallel | None = None
     ) -> "See":
         """The attention of a layer whose tokens are sharded over these axes; tiles of rows never are."""
         return See(attend, None if self.reproducible else parallel, self.rows)

@@ -27,10 +27,7 @@ _RENAMED = (
 _IGNORED = re.compile(r"pooler\.dense\.(weight|bias)|embeddings\.position_ids")
 _ACTIVATION = "gelu"
 # Fields with the only value that is computed.
-_ONLY: Mapping[str, Any] = {
-    "position_embedding_type": "absolute",
-    "is_decoder": False,
-}
+_ONLY: Mapping[str, Any] = {"position_embedding_type": "absolute", "is_decoder": False}
 # Fields of training, of the pooler, of heads, and of how others lay out their work.
 _OF_NO_EFFECT = (
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
@@ -95,14 +92,8 @@ class EncoderConfig(AbstractModelConfig):
 
     def to_json(self) -> dict[str, Any]:
         """The fields of a `config.json` that transformers reads."""
-        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {
-            "architectures": ["BertModel"],
-            "model_type": "bert",
-            "hidden_act": _ACTIVATION,
-            **_ONLY,
-            **sizes,
-        }
+        entries = {"architectures": ["BertModel"], "model_type": "bert", "hidden_act": _ACTIVATION}
+        return {**entries, **_ONLY, **vars(self)}
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         """Returns the place in a checkpoint of the weight of this name and shape."""

@@ -92,28 +92,24 @@ PHI3 = Variant(
 
 # Qwen2 (arXiv 2407.10671), with biases before attention; Qwen3 (arXiv 2505.09388), with norms of queries and keys.
 # --8<-- [start:qwen]
-_QWEN: Mapping[str, Any] = {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-}
 QWEN2 = Variant(
     "Qwen2ForCausalLM",
-    defaults=_QWEN,
+    defaults={
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+    },
     fixed={"attention_bias": True, "output_bias": False},
     fields=WINDOWS,
     read=read_windows,
     write=write_windows,
 )
-QWEN3 = Variant(
-    "Qwen3ForCausalLM",
-    defaults={**_QWEN, "head_dim": 128},
+QWEN3 = QWEN2._replace(
+    architecture="Qwen3ForCausalLM",
+    defaults={**QWEN2.defaults, "head_dim": 128},
     fixed={"qk_norm": True},
     own={"attention_bias": False},
-    fields=WINDOWS,
-    read=read_windows,
-    write=write_windows,
 )
 # --8<-- [end:qwen]
 

@@ -301,12 +301,7 @@ def _stop_tokens(tokens: object) -> Array:
 
 @functools.partial(jax.jit, static_argnames="most")
 def _generation(
-    text: Array,
-    start: Array,
-    lengths: Array,
-    counts: Array,
-    logprobs: Array | None,
-    most: int,
+    text: Array, start: Array, lengths: Array, counts: Array, logprobs: Array | None, most: int
 ) -> Generation:
     each = jnp.arange(most, dtype=jnp.int32)[None]
     exists = each < (lengths - start)[:, None]

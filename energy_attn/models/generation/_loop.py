@@ -83,11 +83,8 @@ def begin(
     logits = by.how.rows(by.model.logits, x)
     first = choose(by.sampling, by.how.rows, logits, seen, numbers, lengths - 1, None)
     text = jnp.pad(tokens, ((0, 0), (0, most)))
-    state = (
-        None
-        if by.drafter is None
-        else by.drafter.start(tokens, lengths, time + most, cache.parallel)
-    )
+    drafter, slots = by.drafter, time + most
+    state = None if drafter is None else drafter.start(tokens, lengths, slots, cache.parallel)
     left, counts = jnp.full(batch, most, jnp.int32), jnp.zeros((3, batch), jnp.int32)
     left = jnp.where(invalid, 0, left)
     logprobs = jnp.zeros(text.shape, jnp.float32) if by.sampling.is_scored else None

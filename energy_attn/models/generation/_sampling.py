@@ -90,19 +90,15 @@ def sampling_of(vocab: int, options: SamplingOptions, is_scored: bool) -> Sampli
             f"temperature: wanted 0, for the likeliest token, or a number above 0, got {temperature}"
         )
     greedy = is_number and temperature == 0
-    checked = check_sampling(
-        1.0 if greedy else temperature, options.get("top_k"), options.get("top_p")
-    )
-    temperature, top_k, top_p = checked
-    min_p = options.get("min_p")
+    top_k, top_p, min_p = (options.get(name) for name in ("top_k", "top_p", "min_p"))
+    temperature, top_k, top_p = check_sampling(1.0 if greedy else temperature, top_k, top_p)
     min_p = None if min_p is None else check_positive("min_p", min_p, 1)
     if key is not None:
         check_key("key", key)
     penalties = _penalties(vocab, options)
     if greedy:
-        drawn = ("top_k", top_k), ("top_p", top_p), ("min_p", min_p)
-        unused = [name for name, x in drawn if x is not None]
-        if unused:
+        drawn = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        if unused := [name for name, x in drawn.items() if x is not None]:
             warn(f"{unused[0]}: wanted a temperature above 0 beside it, got 0; nothing is drawn")
         return Sampling(**penalties, is_scored=is_scored)
     if key is None:

@@ -1,6 +1,5 @@
 """The sizes and constants of a Llama decoder, and the `config.json` that holds them."""
 
-import dataclasses
 import os
 import re
 from collections.abc import Collection
@@ -288,7 +287,7 @@ class LlamaConfig(AbstractDecoderConfig):
             >>> LlamaConfig(rope_theta=5e5).to_json()["rope_parameters"]
             {'rope_type': 'default', 'rope_theta': 500000.0}
         """
-        entries = write_fields(self._values())
+        entries = write_fields(vars(self))
         own, read = self._computed(), LlamaConfig(**read_fields(entries))._computed()
         if lost := [name for name, x in own.items() if read[name] != x]:
             raise ValueError(
@@ -314,12 +313,9 @@ class LlamaConfig(AbstractDecoderConfig):
         drafts = VARIANTS[self.model_type].has_drafting_layers
         return drafts and f"{layer[0]}eh_proj.weight" in names
 
-    def _values(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
     def _computed(self) -> dict[str, Any]:
         """The decoder's settings, in one form where a configuration has several."""
-        values, layers = self._values(), range(self.num_hidden_layers)
+        values, layers = dict(vars(self)), range(self.num_hidden_layers)
         del values["layer_types"]
         return values | {
             "sliding_window": [self.window(i) for i in layers],

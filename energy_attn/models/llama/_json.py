@@ -132,7 +132,7 @@ def rope_entries(scaling: AbstractRope) -> dict[str, Any]:
         raise ValueError(
             f"rope_scaling: wanted one of {', '.join(_KINDS)} in a checkpoint, got {received(scaling)}"
         )
-    values = {x.name: getattr(scaling, x.name) for x in _fields(scaling) if x.name != _LIMIT}
+    values = {name: x for name, x in vars(scaling).items() if name != _LIMIT}
     return {"rope_type": kind} | {
         _THEIRS.get(name, name): list(x) if isinstance(x, tuple) else x
         for name, x in values.items()

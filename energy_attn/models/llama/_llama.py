@@ -75,10 +75,7 @@ class LlamaLayer(eqx.Module):
         self.mlp = (RoutedMLP if routed else LlamaMLP)(config, dtype, key=mlp)
 
     def __call__(
-        self,
-        x: Float[Array, "batch time width"],
-        ropes: tuple[tuple[Array, Array], ...],
-        see: See,
+        self, x: Float[Array, "batch time width"], ropes: tuple[tuple[Array, Array], ...], see: See
     ) -> tuple[Float[Array, "batch time width"], Any]:
         """The stream after the layer, and the second result of `see(query, key, value, **options)`."""
         rope = None if self.rope is None else ropes[self.rope]

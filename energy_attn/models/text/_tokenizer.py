@@ -100,12 +100,7 @@ class Tokenizer:
             ) from error
         return self._vocabulary.encode(text, check_flag("add_special_tokens", add_special_tokens))
 
-    def decode(
-        self,
-        tokens: Tokens,
-        *,
-        skip_special_tokens: bool = True,
-    ) -> str:
+    def decode(self, tokens: Tokens, *, skip_special_tokens: bool = True) -> str:
         """The text of tokens; U+FFFD in place of bytes that are no UTF-8.
 
         Args:

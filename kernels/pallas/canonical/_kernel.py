@@ -98,7 +98,7 @@ class AbstractCanonical(AbstractKernel):
 
         Raises `NotImplementedError` where that of a score's arrays is wanted.
         """
-        if call.settings.learnt and any(map(floating, call.operands.score_arrays)):
+        if call.settings.needs.score_grad and any(map(floating, call.operands.score_arrays)):
             raise _not_learnt(call)
         given = call, state, cotangent
         zeros = jax.tree.map(jnp.zeros_like, differentiated(call.operands))
@@ -107,7 +107,7 @@ class AbstractCanonical(AbstractKernel):
             *self.key_cotangents(*given),
             zeros.bias,
             zeros.score_arrays,
-            self.sink_cotangent(*given) if call.settings.sink_learnt else zeros.sink,
+            self.sink_cotangent(*given) if call.settings.needs.sink_grad else zeros.sink,
         )
         return cast_like(found, call.operands)
 

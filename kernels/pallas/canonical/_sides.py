@@ -44,8 +44,9 @@ class Sides:
         self.size = sizes.queries  # of a tile of one head
         self._pairs = pairs_of(operands, settings)
         features = features_of(operands, self._pairs)
-        self._has_segments = operands.query_segments is not None
-        segments = (operands.query_segments, operands.key_segments)
+        tokens = operands.tokens
+        self._has_segments = tokens.query_segments is not None
+        segments = (tokens.query_segments, tokens.key_segments)
         self._ids = tuple(
             (*(x for x in (segment,) if x is not None), *numbers)
             for segment, numbers in zip(segments, features, strict=True)
@@ -66,7 +67,9 @@ class Sides:
 
     def rows(self, arrays: dict[str, Array]) -> Side:
         """Rows of all heads of a key head, `[B, T, N, ...]`, in tiles together."""
-        ids = (rows_of(x, self.of) for x in (self.of.operands.query_positions, *self._ids[0]))
+        ids = (
+            rows_of(x, self.of) for x in (self.of.operands.tokens.query_positions, *self._ids[0])
+        )
         found = {name: in_tiles(x, self.of).swapaxes(2, 3) for name, x in arrays.items()}
         return self._side(found, ids)
 
@@ -102,7 +105,7 @@ class Sides:
     def over_queries(self, held: AbstractSlots) -> Walk:
         """The tiles of queries, by position and head, that may see a leaf."""
         group = self.of.group
-        segments = self.of.operands.query_segments
+        segments = self.of.operands.tokens.query_segments
         laid = None if segments is None else held.laid(segments)
         met = self.of.met(Positions(held.positions, laid)).swapaxes(1, 2)
         numbers = held.numbers[:, :, None] * group + jnp.arange(group, dtype=jnp.int32)[None, None]

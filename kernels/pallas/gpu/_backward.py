@@ -35,8 +35,7 @@ def backward(
     *,
     interpret: bool,
 ) -> Operands:
-    """The cotangents of query, key, value and score, by the plans of the two kernels."""
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     rows = backward_rows(operands, query_plan.settings, row_cotangents(state, cotangent))
     lse = rows.lse * tiles.LOG2_E  # in bits
     d_out = rows.d_out.astype(value.dtype)
@@ -70,7 +69,7 @@ def backward(
     (d_query,), sums = run(_query_kernel, query_plan, query)
     (d_key, d_value), _ = run(_key_kernel, key_plan, key, value)
     to_score = score_cotangents(operands, query_plan.score, sums)
-    return cotangents(d_query, d_key, d_value, None, to_score)
+    return cotangents(d_query, d_key, d_value, score_arrays=to_score)
 
 
 def _query_kernel(

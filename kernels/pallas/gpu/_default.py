@@ -1,9 +1,12 @@
-"""The default tiles of the GPU kernels, chosen by shapes and shared memory alone."""
+"""The tiles of the GPU kernels, chosen by shapes and shared memory alone."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ._chip import Chip
-from ._sizes import LEAST, GPUTiles, KernelKind
+
+KernelKind = Literal["forward", "query", "key", "tangent"]
+KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
+LEAST = 16  # the smallest tile that tensor cores take
 
 # With many rows, a program keeps OWN rows (or keys) and iterates over tiles of as many keys; over half as many
 # in the backward and the tangent, which have twice the operands and sums.
@@ -20,6 +23,32 @@ SUMS = 8192
 # Bytes of shared memory that CUDA reserves for each program, and that a program may need beside its tiles.
 RESERVED, SCRATCH = 1024, 1024
 LEAST_STEPS = 4
+
+
+class GPUTiles(NamedTuple):
+    r"""How one of the GPU kernels splits a call into tiles and programs.
+
+    A row is a query of one head, and $T N / K$ rows share a key head. A program keeps a tile of `rows` and
+    iterates over tiles of `keys`; that of the gradients in keys and values keeps `keys` and iterates over `rows`.
+
+    Attributes:
+        kind: the kernel: `"forward"` of the state, `"query"` of the gradient in queries, `"key"` of those in
+            keys and values, `"tangent"` of the state's derivative in a direction.
+        rows, keys: of a tile; powers of two, at least 16.
+        warps: the threads of a program in units of 32: 1, 2, 4, 8 or 16.
+        stages: the number of steps of an iteration that overlap, 1 to 8, whose tiles are in shared memory.
+        programs: where a call has fewer tiles to keep, the iteration of each is split over several programs,
+            up to this number in all, and their parts are merged.
+        least_steps: the least number of tiles that each of these iterates over.
+    """
+
+    kind: KernelKind
+    rows: int
+    keys: int
+    warps: int = 4
+    stages: int = 2
+    programs: int = 132
+    least_steps: int = 4
 
 
 class Need(NamedTuple):
@@ -56,12 +85,10 @@ class Need(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """The rows, or keys, that programs keep."""
         return self.keys if self.kind == "key" else self.rows
 
     @property
     def iterated(self) -> int:
-        """The keys, or rows, that programs iterate over."""
         return self.rows if self.kind == "key" else self.keys
 
     def memory(self, kept: int, other: int, stages: int) -> int:
@@ -92,6 +119,11 @@ class Need(NamedTuple):
         twice = self.kind != "forward" or self.scored or self.eight_bits
         numbers = kept * (2 * self.sums + (2 * other if twice else other))  # sums stay, scores pass
         return 8 if numbers > 4 * SUMS or long_products else 4
+
+
+def power(size: int) -> int:
+    """The least power of two that holds `size`, at least `LEAST`."""
+    return max(LEAST, 1 << (size - 1).bit_length())
 
 
 def default_tiles(need: Need, chip: Chip) -> GPUTiles | None:

@@ -21,9 +21,9 @@ from .._rows import BlockList, Visibility, tile_ranges, visibility_of
 from .._score import score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles
+from ._default import LEAST
 from ._plan import Plan
 from ._score import TileScores
-from ._sizes import LEAST
 
 
 class _Stored(NamedTuple):
@@ -38,8 +38,7 @@ class _Stored(NamedTuple):
 
 
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
-    """The state of a call."""
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     visibility = visibility_of(operands, plan)
     shape = (plan.splits, *query.shape[:-1])
     dtype = out_dtype(operands, plan.settings)
@@ -60,8 +59,8 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
     )(
         *(
             query,
-            _Stored(key, operands.key_scale),
-            _Stored(value, operands.value_scale),
+            _Stored(key, operands.scales.key),
+            _Stored(value, operands.scales.value),
             visibility,
         ),
         tile_ranges(operands, visibility, plan, of_keys=False),
@@ -180,7 +179,6 @@ _TERMS = 4096
 def _merge(
     parts: AttentionState, query: Array, dtype: jnp.dtype, *, interpret: bool
 ) -> AttentionState:
-    """The merge of parts `[splits, ...]`, in one kernel."""
     splits, *shape, width = parts.out.shape
     flat = [x.reshape(splits, -1, *x.shape[4:]) for x in parts]
     rows = flat[1].shape[1]

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 
-from ..._checks import received
 from ...call._eight_bits import dequantized
 from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import KernelCall, Operands, Settings
@@ -12,9 +11,11 @@ from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
 from ._chip import named_gpu
-from ._default import OWN
+from ._default import OWN, GPUTiles, KernelKind
 from ._plan import Plan, make_plan
-from ._sizes import DTYPES, GPUPlan, KernelKind
+
+# Not 8 bits: Pallas computes offsets in signed 32 bits for arrays of up to 2^32 bytes, here as many numbers.
+DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,23 +28,12 @@ class PallasGPU(AbstractKernel):
     $10^{-7}\,\lvert F\rvert$, which is large for large scores: 1% from $10^5$ on.
 
     Attributes:
-        plan: the tiles of its kernels. Those not in the plan are chosen by shapes.
-
-    Raises:
-        TypeError: `plan` is no `GPUPlan`.
+        tiles: those of some of its kernels, to compare; others are chosen by shapes.
 
     Source: FlashAttention-2 (arXiv 2307.08691), and Flash-Decoding for the split of keys.
-
-    Examples:
-        >>> import jax
-        >>> from energy_attn.kernels import GPUPlan, GPUTiles, PallasGPU, local_attention
-        >>> kernel = PallasGPU(GPUPlan((GPUTiles("forward", rows=16, keys=32, stages=4),)))
-        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 5, 2, 16))
-        >>> local_attention(q, k, v, implementation=kernel).out.shape
-        (1, 5, 2, 16)
     """
 
-    plan: GPUPlan | None = None
+    tiles: tuple[GPUTiles, ...] = ()
 
     name = "pallas_gpu"
     platforms = ("cuda",)
@@ -51,10 +41,6 @@ class PallasGPU(AbstractKernel):
     exported = False
     masks = (AbstractMask,)
     scores = True
-
-    def __post_init__(self) -> None:
-        if not (self.plan is None or isinstance(self.plan, GPUPlan)):
-            raise TypeError(f"plan: wanted a GPUPlan or None, got {received(self.plan)}")
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for bias and mask arrays, float64 and empty axes; for widths
@@ -65,7 +51,7 @@ class PallasGPU(AbstractKernel):
         """
         operands, settings, _ = call
         check_capability(self.name, (8, 0))
-        plain = operands if operands.key_scale is None else jax.eval_shape(dequantized, operands)
+        plain = operands if operands.scales.key is None else jax.eval_shape(dequantized, operands)
         check_operands(plain, DTYPES, ("bias", "mask"))
         self._plan(operands, settings, "forward")
         for kind in ("query", "key"):
@@ -84,9 +70,9 @@ class PallasGPU(AbstractKernel):
         In float16, weights times a scale would underflow. Pallas computes offsets in signed 32 bits for
         arrays of up to 2^32 bytes, so arrays of more than 2^31 and at most 2^32 numbers are dequantized.
         """
-        query, *stored = call.operands[:3]
-        few_rows = query.shape[1] * query.shape[2] <= OWN * stored[0].shape[2]
-        counted = not any(2**31 < x.size <= 2**32 for x in stored)
+        query, key, value = call.operands.qkv
+        few_rows = query.shape[1] * query.shape[2] <= OWN * key.shape[2]
+        counted = not any(2**31 < x.size <= 2**32 for x in (key, value))
         return query.dtype.name in ("bfloat16", "float32") and few_rows and counted
 
     def forward(self, call: KernelCall) -> AttentionState:
@@ -130,6 +116,4 @@ class PallasGPU(AbstractKernel):
             return tangent(operands, plan, state, directions, interpret=platform != "cuda")
 
     def _plan(self, operands: Operands, settings: Settings, kind: KernelKind) -> Plan:
-        if self.plan is None:
-            return make_plan(operands, settings, kind)
-        return make_plan(operands, settings, kind, self.plan)
+        return make_plan(operands, settings, kind, self.tiles)

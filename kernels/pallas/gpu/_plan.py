@@ -1,6 +1,5 @@
 """The tiles and programs of a call for the GPU kernels, by shapes alone; does not import Pallas."""
 
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -10,8 +9,7 @@ from .._rows import pairs_of
 from .._score import score_of
 from .._score_program import ScoreProgram, Target
 from ._chip import Chip, target_chip
-from ._default import Need, default_tiles
-from ._sizes import FEW_KEYS, MOST_ROWS, GPUPlan, GPUTiles, KernelKind, power
+from ._default import GPUTiles, KernelKind, Need, default_tiles, power
 
 # The primitives that every supported JAX lowers to Triton, for a score and its derivatives.
 TARGET = Target(
@@ -74,12 +72,10 @@ class Plan(NamedTuple):
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of keys."""
         return math.ceil(self.key_len / self.keys)
 
     @property
     def full_rows(self) -> bool:
-        """Whether no tile has idle rows."""
         return (
             self.row_times * self.row_heads == self.rows
             and self.query_len % self.row_times == 0
@@ -88,28 +84,26 @@ class Plan(NamedTuple):
 
     @property
     def full_keys(self) -> bool:
-        """Whether all tiles of keys are full."""
         return self.key_len % self.keys == 0
 
 
 def make_plan(
-    operands: Operands, settings: Settings, kind: KernelKind, user_plan: GPUPlan | None = None
+    operands: Operands, settings: Settings, kind: KernelKind, given: tuple[GPUTiles, ...] = ()
 ) -> Plan:
-    """The plan of one kernel of a call, with the user's tiles if they are for it, else the default ones.
+    """The plan of one kernel of a call, with the given tiles if some are for it, else the default ones.
 
-    Raises `NotImplementedError` if no tiles fit into shared memory, or the user's do not, or for a mask
+    Raises `NotImplementedError` if no tiles fit into shared memory, or the given ones do not, or for a mask
     or a score that the kernels do not compute.
     """
     score = score_of(operands, settings, TARGET)
-    query, _, value = operands[:3]
+    query, value = operands.query, operands.value
     batch, query_len, heads, width = query.shape
     _, key_len, kv_heads, value_width = value.shape
     group = heads // kv_heads
     pairs = pairs_of(operands, settings)
     need, chip = need_of(operands, settings, kind, score, pairs), target_chip()
-    tiles = None if user_plan is None else _user_tiles(operands, need, user_plan, chip)
-    if tiles is None:
-        tiles = default_tiles(need, chip)
+    tiles = next((x for x in given if x.kind == kind), None)
+    tiles = default_tiles(need, chip) if tiles is None else _no_larger(tiles, need, chip)
     if tiles is None:
         raise NotImplementedError(
             f"query: wanted widths whose tiles fit into {chip.memory >> 10} KiB of shared memory, "
@@ -138,8 +132,7 @@ def need_of(
     score: ScoreProgram | None,
     pairs: Pairwise | None,
 ) -> Need:
-    """The memory that the kernel holds and reads."""
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     width, value_width = power(query.shape[3]), power(value.shape[3])
     query_bytes = width * query.dtype.itemsize
     row_bytes = width * key.dtype.itemsize + value_width * value.dtype.itemsize
@@ -158,7 +151,7 @@ def need_of(
         max(query.dtype.itemsize, value.dtype.itemsize) > 2,
         score is not None,
         pairs is not None,
-        operands.key_scale is not None,
+        operands.scales.key is not None,
     )
 
 
@@ -169,38 +162,23 @@ def _numbers(
     compared = 0
     if pairs is not None:
         compared = pairs.of_queries if kind == "key" else pairs.of_keys
-    segments = int(operands.key_segments is not None)
-    placed = operands.key_positions is not None
+    segments = int(operands.tokens.key_segments is not None)
+    placed = operands.tokens.key_positions is not None
     if settings.mask.constrains and (segments or pairs is not None):
         placed = True  # by `hide_unreachable`
     energies = 2 if kind == "key" else 0  # of rows, lse and delta
-    scales = sum(x is not None for x in (operands.key_scale, operands.value_scale))
+    scales = sum(x is not None for x in operands.scales)
     return compared + segments + int(placed) + energies + scales
 
 
-def _user_tiles(operands: Operands, need: Need, user_plan: GPUPlan, chip: Chip) -> GPUTiles | None:
-    """The user's tiles for a kernel of a call, no larger than the call; None if there are none."""
-    query, _, value = operands[:3]
-    chosen = user_plan.find(
-        need.kind,
-        device=chip.kind,
-        dtype=query.dtype.name if query.dtype == value.dtype else None,
-        width=query.shape[3],
-        value_width=value.shape[3],
-        call_rows=min(need.rows, MOST_ROWS),
-        score=need.scored,
-        few_keys=value.shape[1] <= FEW_KEYS,
-    )
-    if chosen is None:
-        return None
-    tiles = dataclasses.replace(
-        chosen, rows=min(chosen.rows, need.rows), keys=min(chosen.keys, need.keys)
-    )
+def _no_larger(tiles: GPUTiles, need: Need, chip: Chip) -> GPUTiles:
+    """Returns tiles that are no larger than the call; raises `NotImplementedError` unless they fit on the chip."""
+    tiles = tiles._replace(rows=min(tiles.rows, need.rows), keys=min(tiles.keys, need.keys))
     sides = (tiles.keys, tiles.rows) if need.kind == "key" else (tiles.rows, tiles.keys)
     if not need.fitting(*sides, tiles.stages, chip):
         needed = need.memory(*sides, tiles.stages)
         raise NotImplementedError(
-            f"plan: wanted tiles of {need.kind!r} that fit into {chip.memory >> 10} KiB of shared memory, got "
+            f"tiles: wanted tiles of {need.kind!r} that fit into {chip.memory >> 10} KiB of shared memory, got "
             f"{tiles.rows} rows, {tiles.keys} keys and {tiles.stages} stages, which take {needed / 1024:.0f}"
         )
     return tiles

@@ -13,8 +13,8 @@ from ..._varying import result_like
 from .._rows import Visibility
 from .._score_program import Numbers, ScoreProgram
 from . import _tile as tiles
+from ._default import power
 from ._plan import Plan
-from ._sizes import power
 
 # Where a tile may see; None: everywhere.
 Visible = Array | None
@@ -55,8 +55,6 @@ class TileScores:
         return RowInputs(rows, position, self.row_numbers(self._numbers, rows))
 
     def row_numbers(self, numbers: Numbers, rows: tiles.Rows) -> Numbers:
-        """The numbers, without tables, of a tile's rows."""
-
         def read(refs: Sequence[Ref]) -> tuple[Array, ...]:
             return tuple(tiles.load(x, self._heads(x, rows.head), None) for x in refs)
 
@@ -132,7 +130,6 @@ class TileScores:
         )
 
     def store(self, refs: Numbers, rows: tiles.Rows, sums: Numbers) -> None:
-        """Stores these sums to this program's share of `sums_like`."""
         for ref, x in zip(refs.floats, sums.floats, strict=True):
             index = (self._program.split, self._program.batch, rows.time, rows.head)
             triton.store(ref.at[index], x, mask=rows.in_bounds)

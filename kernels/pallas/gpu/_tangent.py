@@ -32,8 +32,7 @@ def tangent(
     *,
     interpret: bool,
 ) -> AttentionState:
-    """The derivative of the state in a direction."""
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     visibility = visibility_of(operands, plan)
     parts = pl.pallas_call(
         functools.partial(_kernel, plan, tiles.exp2_of(interpret=interpret)),

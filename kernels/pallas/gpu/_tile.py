@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from ...call._state import unfused
 from ...masks._visibility import visible
 from .._rows import BlockList, Visibility
+from ._default import power
 from ._plan import Plan
-from ._sizes import power
 
 Carry = TypeVar("Carry")
 
@@ -57,7 +57,6 @@ def divide(x: Array, size: int) -> tuple[Array, Array]:
 
 
 def numbers(size: int) -> Int[Array, " size"]:
-    """0, 1, ... in int32."""
     return lax.iota(jnp.int32, size)
 
 
@@ -79,7 +78,6 @@ class Columns(NamedTuple):
 
 
 def columns(width: int) -> Columns:
-    """The columns of a tile for arrays of `width`."""
     number = numbers(power(width))[None, :]
     return Columns(number, None if power(width) == width else number < width)
 
@@ -93,7 +91,6 @@ class Rows(NamedTuple):
 
 
 def rows(plan: Plan, tile: Array, kv_head: Array) -> Rows:
-    """The rows of a tile."""
     time, head = divide(numbers(plan.rows), plan.row_heads)
     in_bounds = None if plan.full_rows else time < plan.row_times
     of_time, of_head = divide(tile, plan.head_tiles)

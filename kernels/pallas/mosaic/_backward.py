@@ -46,7 +46,6 @@ def backward(
     *,
     interpret: bool,
 ) -> Operands:
-    """The cotangents of query, key and value, by the plans of the two kernels."""
     rows = backward_rows(operands, query_plan.settings, row_cotangents(state, cotangent))
     query_len, kv_heads = operands.query.shape[1], query_plan.kv_heads
     operands = operands._replace(query=rows.query)
@@ -59,11 +58,11 @@ def backward(
     if query_plan.packed:
         d_query = unstack_heads(d_query, query_len)
     d_key, d_value = _key_gradients(operands, key_plan, rows, interpret)
-    return cotangents(d_query, d_key, d_value, None)
+    return cotangents(d_query, d_key, d_value)
 
 
 def _query_gradient(operands: Operands, plan: Plan, rows: BackwardRows, interpret: bool) -> Array:
-    query, key, value, d_out = map(aligned, (*operands[:3], rows.d_out))
+    query, key, value, d_out = map(aligned, (*operands.qkv, rows.d_out))
     parts = plan.splits * plan.batch
     partial_dtype = query.dtype if plan.splits == 1 else jnp.float32
     visibility = visibility_of(operands, plan)
@@ -89,7 +88,7 @@ def _query_gradient(operands: Operands, plan: Plan, rows: BackwardRows, interpre
 def _key_gradients(
     operands: Operands, plan: Plan, rows: BackwardRows, interpret: bool
 ) -> Sequence[Array]:
-    query, key, value, d_out = map(aligned, (*operands[:3], rows.d_out))
+    query, key, value, d_out = map(aligned, (*operands.qkv, rows.d_out))
     visibility = visibility_of(operands, plan)
     ranges = tile_ranges(operands, visibility, plan, of_keys=True)
     numbers = plgpu.SMEM((plan.stages, 2, plan.row_times), jnp.float32)

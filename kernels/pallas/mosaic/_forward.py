@@ -27,13 +27,12 @@ from ._tile import Ref, Ring
 
 
 def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
-    """The state of a call."""
     if plan.packed:
         rows = pack_heads(operands, plan.settings)
         state = forward(rows, plan._replace(packed=False), interpret=interpret)
         length = operands.query.shape[1]
         return AttentionState(*(unstack_heads(x, length) for x in state))
-    query, key, value = map(aligned, operands[:3])
+    query, key, value = map(aligned, operands.qkv)
     visibility = visibility_of(operands, plan)
     batch, tokens, heads, _ = query.shape
     parts = plan.splits * batch

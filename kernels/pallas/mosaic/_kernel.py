@@ -72,11 +72,9 @@ class MosaicGPU(AbstractKernel):
             )
         query_plan(operands, settings, self.sizes)
         key_plan(operands, settings, self.sizes)
-        moving = dict(zip(("query", "key", "value"), operands[:3], strict=True))
-        tangent_plan(operands, settings, moving, self.sizes)
+        tangent_plan(operands, settings, moving_arrays(operands), self.sizes)
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """One kernel, and a merge of its parts if few rows see many keys."""
         operands, settings, platform = call
         from ._forward import forward
 

@@ -13,7 +13,6 @@ from ...call._operands import (
     Operands,
     Settings,
     hide_unreachable,
-    with_default_positions,
     zero_absent,
 )
 from .._rows import pad_to_blocks
@@ -97,17 +96,14 @@ class Plan(NamedTuple):
 
     @property
     def group(self) -> int:
-        """The heads of queries of a key head."""
         return self.heads // self.kv_heads
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of rows of a head."""
         return math.ceil(self.query_len / self.row_times)
 
     @property
     def key_tiles(self) -> int:
-        """Tiles of keys."""
         return math.ceil(self.key_len / self.keys)
 
     def hides(self, key_positions: Any) -> bool:
@@ -170,7 +166,6 @@ def tangent_plan(
 
 
 def scores_move(moving: Container[str]) -> bool:
-    """Whether scores change in directions of the operands of these names."""
     return "query" in moving or "key" in moving
 
 
@@ -201,7 +196,7 @@ def _over_keys(
 
 def _rows_plan(operands: Operands, settings: Settings, sizes: TileSizes) -> Plan:
     """A plan whose programs have rows, packed where these are few."""
-    query, _, value = operands[:3]
+    query, value = operands.query, operands.value
     batch, query_len, heads, width = query.shape
     _, key_len, kv_heads, value_width = value.shape
     check_widths(width, value_width)
@@ -277,15 +272,10 @@ def pack_heads(operands: Operands, settings: Settings) -> Operands:
     """
     kv_heads = operands.key.shape[2]
     group = operands.query.shape[2] // kv_heads
-    operands = with_default_positions(operands, settings)
-
-    def rows(x: Array | None) -> Any:
-        return None if x is None else jnp.repeat(x, group, axis=1)
-
+    tokens = operands.positioned(settings.compares).tokens
     return operands._replace(
         query=stack_heads(operands.query, kv_heads),
-        query_positions=rows(operands.query_positions),
-        query_segments=rows(operands.query_segments),
+        tokens=tokens.map_queries(lambda x: jnp.repeat(x, group, axis=1)),
     )
 
 
@@ -298,7 +288,6 @@ def stack_heads(x: Array, kv_heads: int) -> Array:
 
 
 def unstack_heads(x: Array, query_len: int) -> Array:
-    """The inverse of `stack_heads`."""
     batch, rows, kv_heads, *trailing = x.shape
     x = x.reshape(batch, query_len, rows // query_len, kv_heads, *trailing).swapaxes(2, 3)
     return x.reshape(batch, query_len, rows // query_len * kv_heads, *trailing)
@@ -311,7 +300,7 @@ def aligned(x: Array) -> Array:
 
 def zero_hidden_keys(operands: Operands, plan: Plan, arrays: Operands) -> Operands:
     """Operands, or directions, with zeros for keys that no row of the call sees, which may be NaN."""
-    if not plan.hides(operands.key_positions):
+    if not plan.hides(operands.tokens.key_positions):
         return arrays
     hidden = hide_unreachable(operands, plan.settings)
     return zero_absent(hidden._replace(query=arrays.query, key=arrays.key, value=arrays.value))

@@ -50,7 +50,6 @@ def tangent(
     *,
     interpret: bool,
 ) -> AttentionState:
-    """The derivative of the state in a direction."""
     if plan.packed:
         kv_heads, length = plan.kv_heads, operands.query.shape[1]
         operands = pack_heads(operands, plan.settings)
@@ -62,9 +61,9 @@ def tangent(
         return AttentionState(*(unstack_heads(x, length) for x in d_state))
     moving = moving_arrays(zero_hidden_keys(operands, plan, directions))
     operands = zero_hidden_keys(operands, plan, operands)
-    query, key, value = map(aligned, operands[:3])
+    query, key, value = map(aligned, operands.qkv)
     d_query, d_key, d_value = (
-        aligned(moving[name]) if name in moving else None for name in Operands._fields[:3]
+        aligned(moving[name]) if name in moving else None for name in ("query", "key", "value")
     )
     scores = scores_move(moving)
     rows = [x for x in (query, d_query) if x is not None]

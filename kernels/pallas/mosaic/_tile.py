@@ -183,13 +183,11 @@ _INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
 def load(ref: Ref, layout: Any) -> Array:
-    """Loads from memory into registers, in a layout."""
     source: Any = ref
     return plgpu.load(source, *_INDEX, layout=layout, optimized=False)
 
 
 def constant(shape: tuple[int, ...], value: float, layout: Any) -> Array:
-    """A tile of one number, float32."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
@@ -244,7 +242,6 @@ class TileRange(NamedTuple):
     steps: Array
 
     def tile(self, i: Array) -> Array:
-        """The tile of a step."""
         around = self.first + i - self.run
         around = around + jnp.where(around >= self.begin, self.run, 0)
         return jnp.where(i < self.run, self.begin + i, around)
@@ -304,7 +301,6 @@ def _by_window(plan: Plan, tile: Array, of_keys: bool) -> tuple[Array, Array, Ar
 
 
 def keys_of(plan: Plan, ref: Ref, program: ProgramIndex, tile: Array) -> Ref:
-    """A tile of the keys that a program's rows see."""
     kv_head, _ = divide(program.head, plan.group)
     return ref.at[program.batch, pl.ds(tile * plan.keys, plan.keys), kv_head]
 

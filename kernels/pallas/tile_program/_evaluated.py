@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ...call._state import lse_dtype, unfused
+from ...program._read import CALLS_WITH_RULES, as_array, bind, interpret, without_shardings
 from ...xla._groups import rows_of_groups, sums_of_groups
-from ...xla._tile_program import walked, without_shardings
 
 _ROWS_OF_A_GROUP = 64  # in a product of a group's matrix, of which each is read once
 
@@ -35,7 +35,7 @@ _APPROXIMATED = frozenset(
 )
 _PRODUCTS = "dot_general", "ragged_dot_general"  # of numbers as they are
 _SCANNED = 128  # numbers of which a product makes cumulative sums
-_OF_TYPES = "pvary", "pcast"  # of no number
+_OF_TYPES = "pvary", "pcast", "reshard"  # of no number
 _FLOATS = [jnp.dtype(x) for x in ("bfloat16", "float16", "float32")]
 _CONTROL = frozenset("cond while scan".split())
 
@@ -72,15 +72,14 @@ def evaluated(
     jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any], platform: str, chip: Chip
 ) -> list[Any]:
     """The results of a jaxpr. Raises `NotImplementedError` for operations whose order is XLA's."""
-    consts = list(map(jnp.asarray, consts))
-    return walked(jaxpr, consts, given, functools.partial(_results, platform, chip))
+    options: Any = {"calls": CALLS_WITH_RULES, "constant": as_array}
+    return interpret(jaxpr, consts, given, functools.partial(_results, platform, chip), **options)
 
 
 def _results(platform: str, chip: Chip, eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, without_shardings(eqn.params)
     if name == "cond" and (branch := _for_platform(params, platform)):
-        results = functools.partial(_results, platform, chip)
-        return walked(branch.jaxpr, branch.consts, given[1:], results)
+        return evaluated(branch.jaxpr, branch.consts, given[1:], platform, chip)
     if name in _OF_TYPES:
         return given
     kinds: list[Any] = [x.aval for x in eqn.outvars]
@@ -104,15 +103,14 @@ def _results(platform: str, chip: Chip, eqn: JaxprEqn, given: list[Any]) -> Sequ
             found = given[0].astype(lse_dtype(kind))
         elif name in _ROUNDED:
             # a product is rounded before it is added to another number
-            found = unfused(eqn.primitive.bind(*given, **params))
+            found = unfused(*bind(eqn, given, params))
         elif name in _APPROXIMATED:
             f = functools.partial(eqn.primitive.bind, **params)
             found = unfused(chip.entries(name, f, *jnp.broadcast_arrays(*given)))
         else:
             found = _ORDERED[name](params, chip, *given)
         return [narrowed(found, kind)]
-    found = eqn.primitive.bind(*given, **params)
-    return found if eqn.primitive.multiple_results else [found]
+    return bind(eqn, given, params)
 
 
 def _is_taken(name: str) -> bool:

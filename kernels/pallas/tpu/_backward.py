@@ -42,7 +42,7 @@ def backward(
     Two kernels recompute the scores. One sums over the keys of a block of rows, the other over the rows of
     a block of keys, so that each block of results is written once.
     """
-    key, value = operands[1:3]
+    key, value = operands.key, operands.value
     query, d_out, lse, delta = backward_rows(
         operands, layout.settings, row_cotangents(state, cotangent)
     )
@@ -63,8 +63,7 @@ def backward(
         unfold_rows(d_query, layout),
         unfold_keys(d_key, layout, tall=layout.tall_key),
         unfold_keys(d_value, layout, tall=layout.tall_value),
-        None,
-        block_cotangents(operands, layout, sums),
+        score_arrays=block_cotangents(operands, layout, sums),
     )
 
 

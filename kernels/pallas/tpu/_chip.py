@@ -32,7 +32,6 @@ _CHIPS = {
 
 
 def chip_of(kind: str | None) -> Chip:
-    """The TPU of a kind; the smallest for unknown kinds."""
     return Chip() if kind is None else _CHIPS.get(kind, Chip())
 
 

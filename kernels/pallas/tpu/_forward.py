@@ -22,10 +22,9 @@ from ._visibility import BlockRanges, block_ranges, block_visibility
 
 
 def forward(operands: Operands, layout: Layout, *, interpret: bool) -> AttentionState:
-    """The state of a call."""
     settings = layout.settings
-    query, key, value = operands[:3]
-    if settings.part:
+    query, key, value = operands.qkv
+    if settings.needs.part:
         query = as_written(query)
     visibility = block_visibility(operands, layout)
     grid = Grid(layout, len(query))

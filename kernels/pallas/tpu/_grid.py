@@ -38,7 +38,6 @@ class Grid(NamedTuple):
 
     @property
     def splits(self) -> int:
-        """The parts of the keys."""
         parted = self.parted and self.layout.row_blocks == 1
         return SPLITS if parted and self.layout.key_blocks >= SPLITS else 1
 
@@ -94,11 +93,9 @@ class Grid(NamedTuple):
         return step(ranges, self.range_index(b, *part, i), j)
 
     def row(self, b: Array, *rest: Any) -> Array:
-        """The block of rows of a step."""
         return self._iterated(b, *rest) if self.keeps_keys else rest[-3]
 
     def key(self, b: Array, *rest: Any) -> Array:
-        """The block of keys of a step."""
         return rest[-3] if self.keeps_keys else self._iterated(b, *rest)
 
     def of_rows(self, width: int) -> pl.BlockSpec:
@@ -118,8 +115,6 @@ class Grid(NamedTuple):
         return pl.BlockSpec((None, None, 1, self.layout.row_block), index_map)
 
     def of_keys(self, width: int, *, tall: bool) -> pl.BlockSpec:
-        """The spec of a block of keys or values."""
-
         def index_map(b: Array, p: Array, *rest: Any) -> tuple[Any, ...]:
             number = self.key(b, *rest)
             return (b, p, 0, number) if tall else (b, p, number, 0)
@@ -128,8 +123,6 @@ class Grid(NamedTuple):
         return pl.BlockSpec((None, None, *shape), index_map)
 
     def of_visibility(self, arrays: dict[str, Array]) -> dict[str, pl.BlockSpec]:
-        """The specs of the visibility arrays."""
-
         def spec(name: str, x: Array) -> pl.BlockSpec:
             of_rows = name.startswith("row")
             block = self.layout.row_block if of_rows else self.layout.key_block

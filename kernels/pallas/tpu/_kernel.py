@@ -41,7 +41,6 @@ class PallasTPU(AbstractKernel):
             make_layout(operands, settings, kind, self.sizes)
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """The online softmax over blocks of keys."""
         operands, settings, platform = call
         from ._forward import forward  # late: Pallas takes long to import
 
@@ -51,7 +50,6 @@ class PallasTPU(AbstractKernel):
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        """Two kernels: one iterates over the keys of rows, one over the rows of keys."""
         operands, settings, platform = call
         from ._backward import backward
 

@@ -127,12 +127,10 @@ class Layout(NamedTuple):
 
     @property
     def row_blocks(self) -> int:
-        """The number of blocks of rows."""
         return math.ceil(self.rows / self.row_block)
 
     @property
     def key_blocks(self) -> int:
-        """The number of blocks of keys."""
         return math.ceil(self.keys / self.key_block)
 
 
@@ -175,7 +173,7 @@ def make_layout(
         key_block = _even(keys, most_keys, unit)
         needed = _memory(operands, score, row_block, key_block, sizes.lanes, kind)
         if needed <= sizes.memory:
-            positions = operands.query_positions is not None or settings.compares
+            positions = operands.tokens.query_positions is not None or settings.compares
             bounded = keys % key_block > 0 and not positions
             granted = max(LEAST_GRANTED, needed * 4 // 3)
             numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block, granted
@@ -221,7 +219,7 @@ def _memory(
     lanes: int,
     kind: str,
 ) -> int:
-    query, key, value = operands[:3]
+    query, key, value = operands.qkv
     width, value_width = (math.ceil(x.shape[-1] / lanes) * lanes for x in (query, value))
     a_row = width * query.dtype.itemsize + value_width * value.dtype.itemsize
     a_key = width * key.dtype.itemsize + value_width * value.dtype.itemsize
@@ -256,7 +254,6 @@ def fold_rows(x: Array, layout: Layout, fill: float = 0) -> Array:
 
 
 def unfold_rows(x: Array, layout: Layout) -> Array:
-    """The inverse of `fold_rows`."""
     batch, _, _, *trailing = x.shape
     x = x[:, :, : layout.rows].reshape(batch, layout.heads, -1, layout.row_fold, *trailing)
     return jnp.moveaxis(x, 1, 2).reshape(batch, -1, layout.heads * layout.row_fold, *trailing)
@@ -269,6 +266,5 @@ def fold_keys(x: Array, layout: Layout, *, tall: bool) -> Array:
 
 
 def unfold_keys(x: Array, layout: Layout, *, tall: bool) -> Array:
-    """The inverse of `fold_keys`."""
     x = x.swapaxes(2, 3) if tall else x
     return x.swapaxes(1, 2).reshape(len(x), -1, layout.heads * layout.key_fold, x.shape[-1])

@@ -45,7 +45,6 @@ class BlockScores:
         return product if self._layout.settings.scale > 0 else -product
 
     def scores(self, product: Array) -> Array:
-        """The scores of products."""
         raw = product * self._layout.settings.scale
         if self._layout.score is None:
             return raw
@@ -170,13 +169,11 @@ def sums_scratch(numbers: Numbers, layout: Layout) -> Numbers:
 
 
 def zero_sums(sums: Numbers) -> None:
-    """Zeros the sums, in scratch memory."""
     for ref in jax.tree.leaves(sums):
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
 
 def write_sums(results: Numbers, sums: Numbers) -> None:
-    """Writes the sums of a block of rows to the results."""
     for ref, x in zip(results.floats, sums.floats, strict=True):
         ref[...] = x[...].T
     for ref, x in zip(results.tables, sums.tables, strict=True):

@@ -32,8 +32,7 @@ def tangent(
     *,
     interpret: bool,
 ) -> AttentionState:
-    """The derivative of the state in a direction."""
-    query, _, value = operands[:3]
+    query, value = operands.query, operands.value
     width, value_width = query.shape[-1], value.shape[-1]
     visibility = block_visibility(operands, layout)
     grid = Grid(layout, len(query))

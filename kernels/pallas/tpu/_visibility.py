@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Ref, lax
 from jaxtyping import Array, Int
 
-from ...call._operands import Operands, bound, hide_unreachable, with_default_positions
+from ...call._operands import Operands, bound, hide_unreachable
 from .._rows import (
     block_list,
     block_run,
@@ -36,19 +36,17 @@ class BlockVisibility(NamedTuple):
 
 
 def block_visibility(operands: Operands, layout: Layout) -> BlockVisibility:
-    """The visibility of folded rows and keys."""
-    operands = with_default_positions(hide_unreachable(operands, layout.settings), layout.settings)
+    settings = layout.settings
+    operands = hide_unreachable(operands, settings).positioned(settings.compares)
     key_block = layout.key_block // layout.key_fold
     features = features_of(operands, layout.pairs)
     features = features._replace(
         queries=tuple(_repeated(x, layout.row_fold) for x in features.queries)
     )
-    folded = operands._replace(
-        query_positions=_repeated(operands.query_positions, layout.row_fold),
-        query_segments=_repeated(operands.query_segments, layout.row_fold),
-    )
+    tokens = operands.tokens.map_queries(lambda x: _repeated(x, layout.row_fold))
+    folded = operands._replace(tokens=tokens)
     visibility = padded_visibility(folded, features, layout.row_block, key_block)
-    mask = bound(layout.settings, operands)
+    mask = bound(settings, operands)
     meets = meeting_blocks(visibility, mask, layout.row_block, key_block)
     names = ("row_positions", "key_positions", "row_segments", "key_segments")
     arrays = {n: x[:, None] for n, x in zip(names, visibility[:4], strict=True) if x is not None}

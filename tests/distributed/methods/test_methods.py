@@ -26,6 +26,7 @@ from energy_attn.distributed.methods._layout import sequence_order
 from energy_attn.distributed.methods._plan import sharding_plan
 from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._operands import Operands, Settings
+from energy_attn.kernels.call._tokens import Tokens
 from energy_attn.kernels.masks._structure import window_structure
 from energy_attn.kernels.xla._blocks import BlockedOperands
 from tests.support.compare import close
@@ -200,7 +201,7 @@ def blocks_computed(order, i, j):
     """Scores that device i computes when it holds the keys of device j."""
     queries, keys = (jnp.asarray(order[x])[None] for x in (i, j))
     query, key = (jnp.zeros((1, len(order[0]), heads, 1)) for heads in (8, 2))
-    operands = Operands(query, key, key, None, None, queries, keys)
+    operands = Operands(query, key, key, tokens=Tokens(queries, keys))
     blocks = BlockedOperands(operands, Settings(1.0, window_structure(right=0)))
     return int(blocks.visibility._meet.sum()) * blocks.grid.rows * blocks.grid.keys
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from energy_attn.distributed.runtime import _files, _lock
+from energy_attn.distributed.runtime import _files
 from tests.support.disk import contents, failing
 
 
@@ -64,13 +64,13 @@ with open(sys.argv[1], "w") as file:
 def save(folder):
     with _files.saving(folder, re.compile("new-.*"), lambda _: set()) as identity:
         _files.write(folder / f"new-{identity}", [b"abc"])
-        assert f"process {os.getpid()} on " in (folder / _lock.NAME).read_text()
+        assert f"process {os.getpid()} on " in (folder / _files.LOCK).read_text()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no flock")
 def test_a_killed_holder_locks_nobody_out(tmp_path):
     """A second save that goes ahead, an error that does not say whose the first is, a lock for ever, files left."""
-    lock = tmp_path / _lock.NAME
+    lock = tmp_path / _files.LOCK
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, lock], stdout=subprocess.PIPE)
     with holder:
         assert holder.stdout.readline() == b"held\n"
@@ -95,14 +95,14 @@ def test_folders_that_cannot_be_locked(tmp_path, monkeypatch):
         if number == errno.ENOLCK:
             save(tmp_path)
         else:
-            with pytest.raises(OSError, match=f"no: '{tmp_path / _lock.NAME}'"):
+            with pytest.raises(OSError, match=f"no: '{tmp_path / _files.LOCK}'"):
                 save(tmp_path)
 
 
 def test_a_lock_that_goes_as_it_is_taken(tmp_path, monkeypatch):
     """The lock of a file that its last holder has just removed, which keeps nobody out."""
     fcntl = pytest.importorskip("fcntl")
-    lock, real, told = tmp_path / _lock.NAME, fcntl.flock, []
+    lock, real, told = tmp_path / _files.LOCK, fcntl.flock, []
 
     def flock(opened, what):
         real(opened, what)

@@ -9,7 +9,6 @@ import pytest
 
 from energy_attn.kernels import AttentionState, empty_state, merge
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._operands import positioned, with_unrounded_out
 from energy_attn.kernels.dispatch import _attend_and_merge
 from energy_attn.kernels.dispatch._attend_and_merge import attend_and_merge
 from energy_attn.kernels.dispatch._registry import attend
@@ -52,17 +51,15 @@ def some_keys(operands, where):
     """The operands with a range of their keys."""
 
     def cut(x, axis):
-        return x if x is None or x.shape[axis] == 1 else x[(slice(None),) * axis + (where,)]
+        return x if x.shape[axis] == 1 else x[(slice(None),) * axis + (where,)]
 
-    names = "key", "value", "key_positions", "key_segments"
-    parts = {name: cut(getattr(operands, name), 1) for name in names}
-    return operands._replace(**parts, bias=cut(operands.bias, 3), mask=cut(operands.mask, 3))
+    return operands.map_keys(cut)
 
 
 def union(arrays, problem, kernel):
     """The state of all keys: that of the first, which JAX differentiates, and the others by the kernel onto it."""
     call = check_call(**arrays, **problem.options)
-    operands, settings = positioned(call.operands), with_unrounded_out(call.settings)
+    operands, settings = call.operands.positioned(), call.settings.needing(unrounded=True)
     half = operands.key.shape[1] // 2
     state = attend(("reference",), settings, some_keys(operands, slice(half)))
     return attend_and_merge(

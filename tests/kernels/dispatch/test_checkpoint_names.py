@@ -1,17 +1,15 @@
 """What a policy of `jax.checkpoint` keeps of a call, by its names: no attention is computed twice."""
 
 import collections
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Jaxpr, JaxprEqn
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
-from energy_attn.record._lift import programs
+from energy_attn.kernels.program._read import equations
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
 
@@ -19,18 +17,11 @@ KEPT = jax.checkpoint_policies.save_only_these_names(*ea.CHECKPOINT_NAMES)
 FORWARDS = "_forward", "_with_rest"
 
 
-def equations(program: Jaxpr) -> Iterator[JaxprEqn]:
-    for equation in program.eqns:
-        yield equation
-        for inner in programs(equation.params):
-            yield from equations(inner)
-
-
 def forwards(f, *args) -> int:
     """How many kernels for the state of attention a program has."""
     names = collections.Counter(
         x.params["method"].__name__
-        for x in equations(jax.make_jaxpr(f)(*args).jaxpr)
+        for x in equations(jax.make_jaxpr(f)(*args))
         if x.primitive.name == "attention_kernel"
     )
     return sum(names[x] for x in FORWARDS)
@@ -82,7 +73,7 @@ def test_no_second_merge():
         return ea.attention(x, x, x, parallel=parallel)
 
     def maxima(policy):
-        program = jax.make_jaxpr(gradient(attend, policy))(*arrays()).jaxpr
+        program = jax.make_jaxpr(gradient(attend, policy))(*arrays())
         return sum(x.primitive.name == "pmax" for x in equations(program))
 
     with jax.set_mesh(mesh_of("8")):

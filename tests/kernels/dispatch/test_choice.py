@@ -45,8 +45,8 @@ class Marked(AbstractKernel):
 
     def backward(self, call, state, cotangent):
         number = self.number + (cotangent.lse is None) / 2
-        found = [jnp.full_like(x, number) for x in call.operands[:3]]
-        return cotangents(*found, None)
+        found = [jnp.full_like(x, number) for x in call.operands.qkv]
+        return cotangents(*found)
 
 
 MINE, THEIRS, SLOW = 3.0, 5.0, 7.0

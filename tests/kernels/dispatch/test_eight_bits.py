@@ -12,10 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import GPUPlan, GPUTiles, PallasGPU
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.dispatch._eight_bits import attend_eight_bits
-from energy_attn.kernels.internal import attend, candidates, check_call, dequantized
+from energy_attn.kernels.internal import (
+    GPUTiles,
+    PallasGPU,
+    Scales,
+    attend,
+    candidates,
+    check_call,
+    dequantized,
+)
 from tests.support.arrays import array
 from tests.support.compare import close, same
 from tests.support.eight_bits import read_as_stored, read_by_kernels
@@ -29,7 +36,7 @@ WIDTH = 128  # wide heads, so that scores are small beside them
 NAMED = PROBLEMS | HEADS
 JUDGED = [x for x in NAMED.values() if x.key.size and x.query.size]
 # the least tiles, so that several programs share the keys of a few tiles, and others are full
-GPU = PallasGPU(GPUPlan((GPUTiles("forward", 16, 16, stages=3, least_steps=1),)))
+GPU = PallasGPU((GPUTiles("forward", 16, 16, stages=3, least_steps=1),))
 
 
 @pytest.fixture
@@ -58,7 +65,7 @@ def stored(problem: Problem, dtype):
 
 def call(arrays, problem, attend=attend, names=None, **options):
     """The state of stored arrays."""
-    scales = arrays["key_scale"], arrays["value_scale"]
+    scales = Scales(arrays["key_scale"], arrays["value_scale"])
     given = (arrays.get(name) for name in ("query", "key", "value", "source", "bias"))
     checked = check_call(*given, scales=scales, **problem.options | options)
     return attend(candidates(names), checked.settings, checked.operands)
@@ -247,7 +254,7 @@ def test_cpus_dequantize_block_by_block():
     scale = jax.ShapeDtypeStruct((1, 8192, 1), jnp.float32)
 
     def step(query, key, value, *scales):
-        checked = check_call(query, key, value, scales=scales)
+        checked = check_call(query, key, value, scales=Scales(*scales))
         return attend(candidates(None), checked.settings, checked.operands)
 
     memory = jax.jit(step).lower(query, key, key, scale, scale).compile().memory_analysis()

@@ -160,7 +160,7 @@ def test_hopper(shape, wanted):
 
 
 def _call():
-    return Settings(64**-0.5, window_structure(right=0)), Operands(*abstract(), *[None] * 4)
+    return Settings(64**-0.5, window_structure(right=0)), Operands(*abstract())
 
 
 @pytest.mark.full

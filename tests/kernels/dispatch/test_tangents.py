@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, KernelCall, PallasGPU, local_attention
+from energy_attn.kernels import AttentionState, KernelCall, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import cotangents as directions_of
+from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
 from energy_attn.kernels.pallas.gpu._plan import make_plan
 from energy_attn.kernels.pallas.tpu._grid import Grid
 from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
@@ -109,7 +110,7 @@ def test_products(kernel):
 
     def products(*moving):
         directions = directions_of(
-            *(x if n in moving else None for n, x in zip(ALL, call.operands[:3], strict=True)), None
+            *(x if n in moving else None for n, x in zip(ALL, call.operands.qkv, strict=True))
         )
         run = functools.partial(KERNELS[kernel].tangent, call, state)
         return str(jax.make_jaxpr(run)(directions)).count("dot_general")

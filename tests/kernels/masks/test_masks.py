@@ -225,14 +225,14 @@ class Mine(AbstractJAXKernel):
 
     def check(self, call):
         for name in ("bias", "mask", "query_segments"):
-            if getattr(call.operands, name) is not None:
+            if call.operands.named()[name] is not None:
                 raise NotImplementedError(f"{name}: wanted None, got an array")
 
     def forward(self, call):
         operands, settings, _ = call
-        query, key, value = operands[:3]
+        query, key, value = operands.qkv
         scores = jnp.einsum("btnh,bsnh->btns", query, key) * settings.scale
-        q, k = operands.query_positions, operands.key_positions
+        q, k = operands.tokens.query_positions, operands.tokens.key_positions
         if q is None:
             q, k = (jnp.arange(x.shape[1])[None] for x in (query, key))
         seen = (q[:, :, None] >= 0) & (k[:, None] >= 0)

@@ -1,9 +1,5 @@
-"""The plan that a user passes to the GPU kernels: which calls it is for, and what it is held to.
+"""The tiles that the GPU kernels choose by shapes, or are given; tests/cuda compiles them for GPUs."""
 
-Also the tiles that are chosen by shapes. What becomes of them on a GPU is compiled in tests/cuda.
-"""
-
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -12,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import GPUPlan, GPUTiles, KernelCall, PallasGPU, local_attention
+from energy_attn.kernels import KernelCall, local_attention
 from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._operands import Scales
 from energy_attn.kernels.call._target import lowered_for, target_device
+from energy_attn.kernels.pallas.gpu._default import KINDS, GPUTiles
+from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
 from energy_attn.kernels.pallas.gpu._plan import make_plan
-from energy_attn.kernels.pallas.gpu._sizes import KINDS
 from energy_attn.kernels.xla._blockwise import Blockwise
 from tests.support.arrays import array
 from tests.support.compare import close
@@ -36,55 +34,26 @@ def zeros(*sizes):
     return [array(np.zeros(x.shape), x.dtype) for x in shapes(*sizes)]
 
 
-def plan_of(kind, *given, plan=None, **options):
+def plan_of(kind, *given, tiles=(), **options):
     found = []
 
     def make(*arrays):
         checked = check_call(*arrays, **options)
-        found.append(make_plan(checked.operands, checked.settings, kind, plan))
+        found.append(make_plan(checked.operands, checked.settings, kind, tiles))
 
     jax.eval_shape(make, *given)
     return found[0]
 
 
 def test_what_is_given():
-    """Tiles that are passed and not used, or used for another kernel or call."""
+    """Tiles that are passed and not used, or used for another kernel, or larger than the call."""
     few, many = shapes(4, 256), shapes(64, 8192)
-    default = plan_of("forward", *many)
-    for condition in (
-        {},
-        {"dtype": "bfloat16"},
-        {"width": 128, "value_width": 128},
-        {"call_rows": 256},
-        {"score": False},
-        {"few_keys": True},
-    ):
-        plan = GPUPlan((dataclasses.replace(TILES, **condition),))
-        found = plan_of("forward", *many, plan=plan)
-        assert (found.rows, found.keys, found.warps, found.stages) == (64, 32, 8, 3)
-        assert found.row_times * found.row_heads == 64
-        assert found.splits == 264 // 8
-        assert plan_of("query", *many, plan=plan) == plan_of("query", *many)
-    for condition in (
-        {"kind": "tangent"},
-        {"dtype": "float16"},
-        {"width": 64},
-        {"value_width": 64},
-        {"call_rows": 128},
-        {"score": True},
-        {"few_keys": False},
-        {"device": "another GPU"},
-    ):
-        plan = GPUPlan((dataclasses.replace(TILES, **condition),))
-        assert plan_of("forward", *many, plan=plan) == default
-    # of values that have a width of their own
-    *others, value = many
-    narrow = [*others, jax.ShapeDtypeStruct((*value.shape[:3], 64), value.dtype)]
-    for width, used in ((64, True), (128, False)):
-        plan = GPUPlan((dataclasses.replace(TILES, value_width=width),))
-        assert (plan_of("forward", *narrow, plan=plan).keys == 32) == used
-    # no larger than the call, and the first of several that are for it
-    found = plan_of("forward", *few, plan=GPUPlan((TILES, GPUTiles("forward", 16, 16))))
+    found = plan_of("forward", *many, tiles=(TILES,))
+    assert (found.rows, found.keys, found.warps, found.stages) == (64, 32, 8, 3)
+    assert found.row_times * found.row_heads == 64
+    assert found.splits == 264 // 8
+    assert plan_of("query", *many, tiles=(TILES,)) == plan_of("query", *many)
+    found = plan_of("forward", *few, tiles=(TILES, GPUTiles("forward", 16, 16)))
     assert (found.rows, found.keys, found.splits) == (32, 32, 2)
 
 
@@ -93,7 +62,7 @@ def test_what_is_given():
     [pytest.param(x, marks=[pytest.mark.smoke] * (x == "key")) for x in KINDS],
 )
 def test_by_other_tiles(kind):
-    """A plan whose sizes change what a kernel computes: rows that are missing, keys that are counted twice."""
+    """Sizes of tiles that change what a kernel computes: rows that are missing, keys that are counted twice."""
     problem = _make("other tiles", B=2, T=5, S=70, N=6, K=2, H=8, is_causal=True)
     tiles = GPUTiles(kind, rows=32, keys=16, warps=2, stages=3, programs=8, least_steps=1)
     arrays, rounded = cast(problem, jnp.float32)
@@ -102,7 +71,7 @@ def test_by_other_tiles(kind):
     @jax.jit
     def run(arrays, given, moved):
         def attend(arrays):
-            kernel = PallasGPU(GPUPlan((tiles,)))
+            kernel = PallasGPU((tiles,))
             return tuple(local_attention(**arrays, is_causal=True, implementation=kernel))
 
         if kind == "tangent":
@@ -150,7 +119,7 @@ def test_eight_bits_that_are_read(queries, keys, reads):
     stored, scale = jax.ShapeDtypeStruct(key, jnp.int8), jax.ShapeDtypeStruct(key[:3], jnp.float32)
     call = check_call(*zeros(4, 64))
     operands = call.operands._replace(
-        query=query, key=stored, value=stored, key_scale=scale, value_scale=scale
+        query=query, key=stored, value=stored, scales=Scales(scale, scale)
     )
     assert PallasGPU().reads_eight_bits(KernelCall(operands, call.settings)) == reads
     narrow = operands._replace(query=jax.ShapeDtypeStruct(query.shape, jnp.float16))
@@ -217,44 +186,21 @@ def test_target_of_a_program():
 
 
 def test_of_the_target(unchecked):
-    """Tiles for the machine that traces: too large for the GPU of the program, or another's plan."""
-    given = GPUPlan((dataclasses.replace(TILES, device="NVIDIA A100-SXM4-80GB"),))
+    """Tiles for the machine that traces: too large for the GPU of the program."""
     widest = shapes(512, 8192, 8, 8)
     assert plan_of("forward", *widest).stages == 3
     with lowered_for(GPU("8.0", 108, "NVIDIA A100-SXM4-80GB")):
         assert plan_of("forward", *widest).stages == 2
         assert plan_of("forward", *shapes(1, 65536, 32, 8)).splits == 3 * 108 // 8
-        assert plan_of("forward", *widest, plan=given).rows == 64
     with lowered_for(GPU("8.9", 128, "NVIDIA GeForce RTX 4090")):
         found = plan_of("forward", *widest)
         assert found.rows * found.width * 2 + 2 * found.keys * found.width * 4 <= 99 * 1024
-        assert plan_of("forward", *widest, plan=given) == found
         with pytest.raises(NotImplementedError, match="that fit into 99 KiB"):
-            plan_of("forward", *widest, plan=GPUPlan((GPUTiles("forward", 128, 128),)))
+            plan_of("forward", *widest, tiles=(GPUTiles("forward", 128, 128),))
 
 
-def test_wrong_plans(unchecked):
+def test_tiles_that_do_not_fit():
     """A mistake that shows when a kernel is compiled, or never."""
-    for change, error, said in (
-        ({"kind": "backward"}, ValueError, "kind: wanted one of 'forward', .* got"),
-        ({"rows": 48}, ValueError, "rows: wanted a power of two from 16 to 1024, got 48"),
-        ({"keys": 8}, ValueError, "keys: wanted a power of two from 16 to 1024, got 8"),
-        ({"warps": 3}, ValueError, "warps: wanted a power of two from 1 to 16, got 3"),
-        ({"warps": 4.0}, TypeError, "warps: wanted an integer"),
-        ({"stages": 9}, ValueError, "stages: wanted at most 8, got 9"),
-        ({"programs": 0}, ValueError, "programs: wanted at least 1, got 0"),
-        ({"device": 1}, TypeError, "device: wanted a name or None"),
-        ({"dtype": "int8"}, ValueError, "dtype: wanted one of 'float16'"),
-        ({"call_rows": 512}, ValueError, "call_rows: wanted a power of two from 16 to 256"),
-        ({"score": 1}, TypeError, "score: wanted True or False"),
-        ({"few_keys": 1}, TypeError, "few_keys: wanted True or False"),
-    ):
-        with pytest.raises(error, match=said):
-            dataclasses.replace(TILES, **change)
-    with pytest.raises(TypeError, match="tiles: wanted a tuple of GPUTiles"):
-        GPUPlan([TILES])
-    large = GPUPlan((GPUTiles("key", rows=256, keys=128, stages=4),))
-    with pytest.raises(NotImplementedError, match=r"plan: .* of 'key' .* 227 KiB .* take 584"):
-        local_attention(*zeros(64, 128), implementation=PallasGPU(large))
-    with pytest.raises(TypeError, match="plan: wanted a GPUPlan or None, got"):
-        PallasGPU(TILES)
+    large = GPUTiles("key", rows=256, keys=128, stages=4)
+    with pytest.raises(NotImplementedError, match=r"tiles: .* of 'key' .* 227 KiB .* take 584"):
+        local_attention(*zeros(64, 128), implementation=PallasGPU((large,)))

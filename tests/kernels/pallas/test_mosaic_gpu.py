@@ -235,7 +235,7 @@ def test_keys_fit_the_chip():
             x, y = (
                 jax.ShapeDtypeStruct((1, length, 8, width), jnp.bfloat16) for length in (rows, 8192)
             )
-            operands = Operands(x, y, y, None, None, None, None)
+            operands = Operands(x, y, y)
             plan = make_plan(operands, Settings(1.0, window_structure()))
             held = plan.consumers * 64 * (2 * width + 4 * 64)
             held += plan.stages * plan.keys * 4 * width

@@ -597,7 +597,7 @@ def test_a_broken_energy_is_none_of_no_keys(broken):
     lse[0, 1, 0] = broken
     given = jnp.zeros(shape, jnp.bfloat16), jnp.asarray(lse), call.operands
     for unrounded, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
-        settings = call.settings._replace(unrounded=unrounded)
+        settings = call.settings.needing(unrounded=unrounded)
         run = jax.jit(functools.partial(_adapter.vendor_state, settings=settings))
         out, energy = map(np.asarray, run(*given))
         assert out.dtype == dtype and energy.dtype == jnp.float32
@@ -670,7 +670,7 @@ def test_splash_blocks(keys, blocks, kernels, monkeypatch):
     monkeypatch.setattr(_registry, "_REGISTRY", {"splash": kernel})
     problem = _make("splash_blocks", *(1, keys, keys, 2), K=1, H=64, is_causal=True)
     call = check_call(**cast(problem, "bfloat16")[0], **problem.options)
-    query, key = (x.swapaxes(1, 2) for x in call.operands[:2])
+    query, key = (x.swapaxes(1, 2) for x in call.operands.qkv[:2])
     assert kernel._blocks(query, key, call.settings).fused == (kernels == 1)
     check("splash", problem, "bfloat16", ("both",))
 
@@ -691,7 +691,7 @@ def test_blocks_of_splash(queries, keys, options, blocks):
 
     def cut(query, key):
         call = check_call(query, key, key, **options)
-        arrays = (x.swapaxes(1, 2) for x in call.operands[:2])
+        arrays = (x.swapaxes(1, 2) for x in call.operands.qkv[:2])
         found.append(_splash.Splash()._blocks(*arrays, call.settings))
 
     found = []

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from energy_attn import scores
 from energy_attn.distributed import collectives
 from energy_attn.kernels import KernelCall, local_attention
-from energy_attn.kernels.internal import check_call
+from energy_attn.kernels.internal import PartIndices, check_call
 from energy_attn.kernels.xla import _decode_cpu
 from energy_attn.kernels.xla._decode_cpu import DecodeCPU
 from energy_attn.kernels.xla._products import scores_of
@@ -122,7 +122,7 @@ def test_scores_of_blocks():
 
     score = scores.Function(of_place)
     call = check_call(*map(jnp.asarray, (query, key, key)), score=score)
-    operands = call.operands._replace(batch_indices=jnp.array([5, 2]))
+    operands = call.operands._replace(indices=PartIndices(batch=jnp.array([5, 2])))
     found = SMALL_PIECES.forward(KernelCall(operands, call.settings, "cpu"))
     raw = np.einsum("btnh,bsnh->btns", query.astype(float), key) / 2
     raw = raw * np.array([6, 3]).reshape(2, 1, 1, 1)

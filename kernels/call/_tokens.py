@@ -1,0 +1,93 @@
+"""The tokens of a call: positions, segments and lengths of its queries and keys."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+
+class Tokens(NamedTuple):
+    """Positions, segments and lengths of queries and keys, each with a batch axis of `B` or 1.
+
+    Lengths are given only where positions are None and count from 0.
+
+    Attributes:
+        query_positions: None, or int32 `[B, T]`; given together with the keys'. Where the mask compares positions
+            and None is given, they count from 0. Negative where a query is absent.
+        key_positions: None, or int32 `[B, S]` likewise.
+        query_segments: None, or int32 `[B, T]`; given together with the keys'. Of 64 bits if they are traced and
+            may need them, for kernels made of XLA's operations alone.
+        key_segments: None, or `[B, S]` likewise.
+        query_lengths: None, or int32 `[B]`: queries from this index on are absent. A kernel gets positions in their
+            place, unless `Lengths` is one of its `masks`.
+        key_lengths: None, or int32 `[B]` likewise.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.kernels import Tokens
+        >>> Tokens(key_lengths=jnp.array([2])).with_positions(1, 3).key_positions.tolist()
+        [[0, 1, -1]]
+    """
+
+    query_positions: Array | None = None
+    key_positions: Array | None = None
+    query_segments: Array | None = None
+    key_segments: Array | None = None
+    query_lengths: Array | None = None
+    key_lengths: Array | None = None
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether lengths say which queries or keys are there."""
+        return self.query_lengths is not None or self.key_lengths is not None
+
+    def with_positions(self, query_len: int, key_len: int) -> "Tokens":
+        """Tokens with positions of both sides in place of lengths; counted from 0 where none are given."""
+        sides = (
+            (self.query_positions, self.query_lengths, query_len),
+            (self.key_positions, self.key_lengths, key_len),
+        )
+        queries, keys = (
+            shortened(jnp.arange(size, dtype=jnp.int32)[None] if x is None else x, length)
+            for x, length, size in sides
+        )
+        return Tokens(queries, keys, self.query_segments, self.key_segments)
+
+    def with_lengths(
+        self, queries: Array | np.ndarray | None, keys: Array | np.ndarray | None
+    ) -> "Tokens":
+        """Tokens that are absent from a position, the length `[B or 1]`, on; None: no token is."""
+        if self.query_positions is None or self.key_positions is None:
+            return self._replace(
+                query_lengths=_shorter(self.query_lengths, queries),
+                key_lengths=_shorter(self.key_lengths, keys),
+            )
+        return self._replace(
+            query_positions=shortened(self.query_positions, queries),
+            key_positions=shortened(self.key_positions, keys),
+        )
+
+    def map_queries(self, f: Callable[[Array], Any]) -> "Tokens":
+        """`f` of the positions and segments of queries that are given."""
+        return self._mapped(f, "query_positions", "query_segments")
+
+    def map_keys(self, f: Callable[[Array], Any]) -> "Tokens":
+        """`f` of the positions and segments of keys that are given."""
+        return self._mapped(f, "key_positions", "key_segments")
+
+    def _mapped(self, f: Callable[[Array], Any], *names: str) -> "Tokens":
+        given = ((name, getattr(self, name)) for name in names)
+        return self._replace(**{name: f(x) for name, x in given if x is not None})
+
+
+def shortened(positions: Array, lengths: Array | np.ndarray | None) -> Array:
+    """Positions `[B or 1, L]`, of which those from a length `[B or 1]` on are absent."""
+    return positions if lengths is None else jnp.where(positions < lengths[:, None], positions, -1)
+
+
+def _shorter(x: Array | None, y: Array | np.ndarray | None) -> Any:
+    if x is None or y is None:
+        return y if x is None else x
+    return jnp.minimum(x, y)

@@ -1,0 +1,1 @@
+"""Reads and evaluates jaxprs: the only place that does."""
