@@ -32,7 +32,7 @@ class Recorder(_Fields, AbstractRecorder):
         """The values by name."""
         measure = Gibbs((PreparedKeys(call, operands),))
         if source is not None:
-            measure = measure.tilt(source)
+            measure = measure.tilt(jnp.asarray(source))
         figures = figures_of(measure, tuple(x for x in self.names if x in FIGURES))
         found = {x: figures[x] if x in figures else getattr(measure, x)() for x in self.names}
         return found | {name: function(measure) for name, function in self.functions}

@@ -46,7 +46,6 @@ class Reference(AbstractJAXKernel):
         query, key, value = zero_absent(operands).qkv
         batch, query_len, heads = query.shape[:3]
         key_len, kv_heads = key.shape[1:3]
-        group = heads // kv_heads
 
         def scores(query: Array) -> Array:
             return _scores(query, key, operands, settings)
