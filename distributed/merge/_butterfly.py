@@ -42,7 +42,7 @@ class ButterflyMerge(AbstractMessageMerge):
 
 
 class HierarchicalMerge(AbstractMerge):
-    """Each device of the last axis folds its share of the rows; only shares are sent over the other axes.
+    """Folds a share of the rows on each device of the last axis; only shares are sent over the other axes.
 
     For states, this is what a reduce-scatter, an all-reduce and an all-gather are for sums.
     """

@@ -117,7 +117,7 @@ class AbstractMethod(abc.ABC):
 
     @property
     def overlap(self) -> Literal["none", "hops", "pieces"]:
-        """Transfers beside products: none, hops around a ring, or gathered pieces."""
+        """Whether no transfers, hops around a ring or gathered pieces overlap products."""
         return "none"
 
     def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:

@@ -45,25 +45,29 @@ class Halo(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive positions of each device, `[devices]`, and where they begin in its part.
+    """Positions in equal steps of each device, `[devices]`, and where they begin in its part.
 
     Attributes:
         position: of the first token.
         place: its index.
         length: the number of tokens.
+        stride: the step.
     """
 
     position: np.ndarray
     place: int
     length: np.ndarray
+    stride: int = 1
 
 
 def runs(layout: str, tokens: int, devices: int) -> list[Run] | None:
-    """The positions of each device; None where they are not consecutive."""
+    """Runs of positions of each device in a layout; None if the layout cannot divide the tokens."""
     size, here = -(-tokens // devices), np.arange(devices)
     if layout == "contiguous":
         return [Run(here * size, 0, np.clip(tokens - here * size, 0, size))]
-    if layout != "zigzag" or size % 2:
+    if layout == "striped":
+        return [Run(here, 0, -(-(tokens - here) // devices), devices)]
+    if size % 2:
         return None
     piece, length = size // 2, np.full(devices, size // 2)
     return [Run(here * piece, 0, length), Run((2 * devices - 1 - here) * piece, piece, length)]

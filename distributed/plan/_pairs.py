@@ -1,7 +1,6 @@
 """Pairs of queries and keys that devices compute, counted in closed form from the layout of a sequence."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -11,15 +10,8 @@ from ..cost._shape import Shape, check_sizes
 from ..cost._topology import Topology
 from ..methods._abstract import exchanging
 from ..methods._cost import check_sharded, near_method
+from ..methods._halo import Run, runs
 from ..methods._methods import VARIANTS
-
-
-class _SteppedRun(NamedTuple):
-    """Positions in equal steps on each device, from `first` `[devices]` on."""
-
-    first: np.ndarray
-    stride: int
-    length: int
 
 
 def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tuple[int, ...]:
@@ -92,7 +84,7 @@ def _seen(shape: Shape, devices: int, start: int, stop: int, tile: int) -> np.nd
     size = shape.keys // devices
     before, after = (shape.keys, shape.keys) if shape.window is None else shape.window
     window = before, 0 if shape.causal else after
-    rows, columns = (_runs(shape.layout, size, devices, *x) for x in ((0, size), (start, stop)))
+    rows, columns = (_parts(shape, devices, *x) for x in ((0, size), (start, stop)))
     count = np.zeros((devices, devices), np.int64)
     for queries in rows:
         for keys in columns:
@@ -100,32 +92,24 @@ def _seen(shape: Shape, devices: int, start: int, stop: int, tile: int) -> np.nd
     return count
 
 
-def _runs(layout: str, size: int, devices: int, start: int, stop: int) -> list[_SteppedRun]:
-    """The positions of each device's tokens from `start` to `stop`, of `size`."""
-    here = np.arange(devices)
-    if layout == "contiguous":
-        return [_SteppedRun(here * size + start, 1, stop - start)]
-    if layout == "striped":
-        return [_SteppedRun(here + start * devices, devices, stop - start)]
-    half = size // 2
-    begins = ((0, here * half), (half, (2 * devices - 1 - here) * half))
+def _parts(shape: Shape, devices: int, start: int, stop: int) -> list[Run]:
+    """The positions of each device's tokens from `start` to `stop`."""
     found = []
-    for place, first in begins:
-        low, high = max(start, place), min(stop, place + half)
+    for run in runs(shape.layout, shape.keys, devices) or ():
+        low, high = max(start, run.place), min(stop, run.place + int(run.length[0]))
         if low < high:
-            found.append(_SteppedRun(first + low - place, 1, high - low))
+            position = run.position + (low - run.place) * run.stride
+            found.append(run._replace(position=position, length=np.asarray(high - low)))
     return found
 
 
-def _in_tiles(
-    queries: _SteppedRun, keys: _SteppedRun, window: tuple[int, int], tile: int
-) -> np.ndarray:
+def _in_tiles(queries: Run, keys: Run, window: tuple[int, int], tile: int) -> np.ndarray:
     """Pairs of two runs of one stride in tiles where some pair is seen, `[devices, devices]`."""
-    lengths = math.gcd(queries.length, keys.length)
+    lengths = math.gcd(int(queries.length), int(keys.length))
     tile = next(x for x in range(min(tile, lengths), 0, -1) if lengths % x == 0)
     step, reach = queries.stride * tile, queries.stride * (tile - 1)
     rows, columns = queries.length // tile, keys.length // tile
-    apart = queries.first[:, None] - keys.first[None, :]
+    apart = queries.position[:, None] - keys.position[None, :]
     # of row i the tiles from `first + i` on, and before `last + i`
     last = (apart + reach + window[1]) // step + 1
     first = -((reach + window[0] - apart) // step)

@@ -130,7 +130,7 @@ def _beside(
     steps: int,
     is_backward: bool,
 ) -> list[float]:
-    """Seconds of transfers beside the products of each step; empty if all are exposed."""
+    """Seconds of transfers that overlap the products of each step; empty if all are exposed."""
 
     def lasting(some: Sequence[Transfer]) -> float:
         return sum(_seconds(x, topology) for x in some)
