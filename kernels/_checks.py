@@ -59,9 +59,9 @@ def check_shape(name: str, x: Shaped, shape: tuple[int | str, ...]) -> None:
 
     Raises `ValueError` naming the argument, its shape and the wanted one.
     """
-    fits = len(x.shape) == len(shape) and all(
-        isinstance(want, str) or want == have for want, have in zip(shape, x.shape, strict=True)
-    )
+    fits = len(x.shape) == len(shape)
+    for want, have in zip(shape, x.shape, strict=False):
+        fits = fits and (isinstance(want, str) or want == have)
     if not fits:
         raise ValueError(f"{name}: wanted shape ({', '.join(map(str, shape))}), got {received(x)}")
 

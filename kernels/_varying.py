@@ -50,7 +50,7 @@ def varying_axes(x: Array | np.ndarray) -> frozenset[str]:
 
 
 def axes_of(kind: Any) -> frozenset[str]:
-    """The same of an array's type."""
+    """The mesh axes that arrays of a type vary over."""
     # its name before JAX 0.10
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    ScoreOptions,
+    SinkOptions,
     check_floating_dtype,
     check_integer,
     received,
@@ -156,8 +156,7 @@ class KVCache(AbstractTokens):
         lengths: Int[Array, " B"] | None = None,
         query_positions: Int[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | AbstractMask | None = None,
-        sink: Float[Array, "..."] | None = None,
-        **options: Unpack[ScoreOptions],
+        **options: Unpack[SinkOptions],
     ) -> AttentionState:
         r"""The attention of queries over the tokens in the cache.
 
@@ -174,12 +173,10 @@ class KVCache(AbstractTokens):
             query_positions: `[B, T]` integers: the tokens that the queries belong to, instead.
             mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, by slot as
                 `keys()`.
-            sink: $b$, `[N]` or `[B, N]`: the score of one more outcome, whose value is zero,
-                $F = \log(e^{F_{cache}} + e^b)$; None: there is none.
             is_causal: whether to hide tokens after the query's own; if not given, True without a mask.
             local_window_size: `(left, right)` or one int: the nearest tokens that are seen; None: the
                 cache's window, if it has one.
-            **options: as for [`local_attention`][energy_attn.kernels.local_attention].
+            **options: as for [`attention`][energy_attn.attention].
 
         Returns:
             The state over all devices' tokens: `out` in the cache's `dtype`, `lse` in float32
@@ -194,7 +191,7 @@ class KVCache(AbstractTokens):
         """
         policy, options = check_scores(options, mask, self.window)
         places = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
-        return state_of(self, query, places, policy, options, source=source, mask=mask, sink=sink)
+        return state_of(self, query, places, policy, options, source=source, mask=mask)
 
     def at(
         self,

@@ -13,12 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     BoundScore,
-    ScoreOptions,
-    check_sink,
+    SinkOptions,
     reads_first,
     received,
     split_score,
-    with_sink,
 )
 from energy_attn.kernels.scores import AbstractScore, At
 
@@ -141,8 +139,7 @@ class ForkedCache(eqx.Module):
         source: Float[Array, "B T N Hv"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         query_positions: Int[Array, "..."] | None = None,
-        sink: Float[Array, "..."] | None = None,
-        **options: Unpack[ScoreOptions],
+        **options: Unpack[SinkOptions],
     ) -> AttentionState:
         """The attention of queries over the tokens of their prompts and their rows' own.
 
@@ -153,9 +150,9 @@ class ForkedCache(eqx.Module):
         policy, options = check_scores(options, None, self.prompt.window)
         own, count, sharding = self.own, self.count, self.own._sharding()
         places = check_queries(query, own.key, own.dtype, own.lengths, lengths, query_positions)
-        given: Any = {"policy": policy, "options": options, "unrounded": True}
+        given: Any = {"policy": policy, "unrounded": True, "options": options}
         mine = state_of(own, query, places, source=source, **given)
-        check_sink(sink, query.shape[:-1])
+        given["options"] = {**options, "sink": None}
         _check_score(options.get("score"), mine.lse.dtype)
         places = jnp.broadcast_to(jnp.asarray(places), query.shape[:2])
         beside = functools.partial(_beside, sharding, count)
@@ -165,8 +162,6 @@ class ForkedCache(eqx.Module):
         prompt = _with_whole_queries(self.prompt)
         shared = state_of(prompt, beside(jnp.asarray(query)), beside(places), **given)
         state = merge(AttentionState(below(shared.out), below(shared.lse)), mine)
-        if sink is not None:
-            state = with_sink(state, sink, places)
         return AttentionState(state.out.astype(own.dtype), state.lse)
 
 

@@ -40,7 +40,7 @@ class Metadata(NamedTuple):
     arrays: dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
-class Saved:
+class SavedFolder:
     """The contents of a folder that `KVCache.save` wrote, every header checked against its file's size.
 
     Raises `ValueError` naming a file that is not as `save` writes it, or of another save; and the
@@ -190,7 +190,7 @@ def reload(
 
     None means as saved. Raises as `KVCache.load`.
     """
-    saved = steady(path, [_files.INDEX], lambda: Saved(path))
+    saved = steady(path, [_files.INDEX], lambda: SavedFolder(path))
     metadata, old = saved.metadata, saved.metadata.slots
     capacity = check_integer("capacity", old.capacity if capacity is None else capacity, 1)
     block = check_integer("block_size", old.block if block_size is None else block_size, 1)
@@ -211,7 +211,7 @@ def reload(
 
 
 def restore(
-    saved: Saved,
+    saved: SavedFolder,
     old: Slots,
     new: Slots,
     starts: np.ndarray,

@@ -11,7 +11,7 @@ from energy_attn.kernels.internal import (
     LEAF,
     CallPolicy,
     Scales,
-    ScoreOptions,
+    SinkOptions,
     call_policy,
     check_call,
     check_options,
@@ -74,14 +74,14 @@ def energy_of_cache(
 
 
 def check_scores(
-    options: ScoreOptions, mask: Array | AbstractMask | None, window: int | None
-) -> tuple[CallPolicy, ScoreOptions]:
+    options: SinkOptions, mask: Array | AbstractMask | None, window: int | None
+) -> tuple[CallPolicy, SinkOptions]:
     """The policy, and the options with the causality and the window of a cache.
 
     Raises `TypeError` for an unknown option or one of another type, and `ValueError` for a window
     that is wider than the cache's.
     """
-    check_options(options, ScoreOptions)
+    check_options(options, SinkOptions)
     policy = call_policy(options.get("implementation"), options.get("reproducible", False))
     reach = check_reach(options.get("local_window_size"), window)
     causal = options.get("is_causal", mask is None)
@@ -128,11 +128,10 @@ def state_of(
     query: Array,
     positions: Array,
     policy: CallPolicy,
-    options: ScoreOptions,
+    options: SinkOptions,
     *,
     source: Any = None,
     mask: Array | AbstractMask | None = None,
-    sink: Any = None,
     unrounded: bool = False,
 ) -> AttentionState:
     """The state of queries at `positions` over the tokens in a cache; `unrounded`, to be merged with others.
@@ -141,7 +140,7 @@ def state_of(
     """
     scored: Any = {"query_positions": positions, "key_positions": cache.positions, **options}
     stored, scales = (cache.key, cache.value), Scales(cache.key_scale, cache.value_scale)
-    call = check_call(query, *stored, source, None, mask, scales, sink=sink, **scored)
+    call = check_call(query, *stored, source, None, mask, scales, **scored)
     plan = sharding_plan(cache.parallel, *call.operands.qkv)
     policy = policy.laid_out(run_of(cache))
     settings = call.settings.needing(unrounded=unrounded)

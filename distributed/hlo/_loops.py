@@ -17,14 +17,7 @@ from ._parse import Instruction, Module
 _STEPS = 1 << 16
 
 _INTEGER = re.compile(r"([su])(\d+)\[")
-_COPIES = {
-    "bitcast",
-    "copy",
-    "copy-done",
-    "copy-start",
-    "optimization-barrier",
-    "reshape",
-}
+_COPIES = {"bitcast", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"}
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "and": operator.and_,
@@ -53,15 +46,15 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     known_trip_count = _config(loop).get("known_trip_count")
     if known_trip_count is not None:
         return int(known_trip_count["n"])
-    state = _Call(module, computation, None).value(loop.operands[0])
+    state = _ComputationCall(module, computation, None).value(loop.operands[0])
     (condition,), (body,) = loop.called("condition"), loop.called("body")
     for step in range(_STEPS):
-        again = _Call(module, condition, (state,)).result()
+        again = _ComputationCall(module, condition, (state,)).result()
         if again is None:
             return None
         if not again:
             return step
-        state = _Call(module, body, (state,)).result()
+        state = _ComputationCall(module, body, (state,)).result()
     return None
 
 
@@ -76,7 +69,7 @@ def _config(instruction: Instruction) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _ComputationCall:
     """A computation with its arguments (`None`: unknown ones), and the values computed so far.
 
     A value is an integer, a tuple of values, or `None` where it is unknown.
@@ -111,7 +104,9 @@ class _Call:
             return _wrapped(x.shape, self.value(x.operands[0]))
         if x.opcode in ("call", "fusion"):
             (called,) = x.called("calls", "to_apply")
-            return _Call(self.module, called, tuple(map(self.value, x.operands))).result()
+            return _ComputationCall(
+                self.module, called, tuple(map(self.value, x.operands))
+            ).result()
         operation = _ARITHMETIC.get(x.opcode)
         if x.opcode == "compare":
             operation = _COMPARISONS[x.attributes["direction"]]

@@ -39,11 +39,11 @@ def covariance_merge(merge: str) -> str:
 
 def merge_covariances(merge: str, axes: Axes, state: CovarianceState) -> CovarianceState:
     """The covariance state of all keys, equal on all devices; differentiable."""
-    return function_call(_Fold(merge, axes), state)
+    return function_call(_CovarianceFold(merge, axes), state)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fold(AbstractFunction):
+class _CovarianceFold(AbstractFunction):
     merge: str
     axes: Axes
 

@@ -12,7 +12,7 @@ from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     CallPolicy,
     CheckedCall,
-    KernelOptions,
+    MergedOptions,
     Operands,
     Settings,
     Tokens,
@@ -60,7 +60,7 @@ def check_axes(axis_name: object) -> Axes:
 
 def check_local(
     arrays: Sequence[Any],
-    options: KernelOptions,
+    options: MergedOptions,
     *,
     queries: bool,
     scores: Callable[[Operands], Scores],

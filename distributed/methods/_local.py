@@ -8,12 +8,11 @@ from jaxtyping import Array, Bool, Float
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    KernelOptions,
+    MergedOptions,
     Operands,
     Settings,
     check_flag,
     check_floating,
-    check_sink,
 )
 from energy_attn.kernels.masks import AbstractMask
 
@@ -39,11 +38,10 @@ def sharded_attention(
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | AbstractMask | None = None,
-    sink: Float[Array, "..."] | None = None,
     axis_name: AxisName,
     method: str | AbstractMethod = "tree",
     queries_sharded: bool | None = None,
-    **options: Unpack[KernelOptions],
+    **options: Unpack[MergedOptions],
 ) -> AttentionState:
     r"""Attention over keys that are sharded along mesh axes, inside `jax.shard_map`.
 
@@ -70,14 +68,12 @@ def sharded_attention(
         bias: broadcastable to the part of `[B, N, T, S]` that the method says.
         mask: boolean, likewise; or a mask of
             [`masks`][energy_attn.kernels.masks.AbstractMask], of global positions.
-        sink: $b$, `[N]` or `[B, N]`: the score of one more outcome, whose value is zero,
-            $F = \log(e^{F_{keys}} + e^b)$, merged once, after the fold; None: there is none.
         axis_name: the mesh axis, or several, slow ones first, along which keys are sharded.
         method: a name of this table in lower case, or a method with options of its own.
         queries_sharded: whether `query` and what belongs to it are this device's part; None: whether its type varies
             over the axes, and where types do not tell (`check_vma=False`), whether there are as many as keys. Only
             trees and rings take queries that are equal on all devices.
-        **options: as for [`local_attention`][energy_attn.kernels.local_attention].
+        **options: as for [`local_attention`][energy_attn.kernels.local_attention], and `sink`.
 
     Returns:
         The state over all keys: of this device's queries, or of those that all have, equal on all devices.
@@ -114,12 +110,11 @@ def sharded_attention(
         queries=sharded,
         scores=functools.partial(_scores, way, axes, sharded),
     )
-    operands = call.operands._replace(sink=check_sink(sink, query.shape[:-1]))
 
     def run(settings: Settings, operands: Operands) -> AttentionState:
         return method_of(policy, way).attend(LocalCall(policy, settings, operands, axes, sharded))
 
-    state = beside_sink(run, policy, call.settings, operands)
+    state = beside_sink(run, policy, call.settings, call.operands)
     return state if call.batched else unbatched(state)
 
 

@@ -10,7 +10,7 @@ from energy_attn.kernels.internal import (
     CallPolicy,
     CheckedArrays,
     CheckedCall,
-    Place,
+    PlaceFn,
     received,
     split_mask,
 )
@@ -50,7 +50,9 @@ def plan_call(
     return local_sharding_plan(parallel, query, key, value)
 
 
-def place_by(parallel: SequenceParallel, plan: ShardingPlan | None, arrays: CheckedArrays) -> Place:
+def place_by(
+    parallel: SequenceParallel, plan: ShardingPlan | None, arrays: CheckedArrays
+) -> PlaceFn:
     """A function that adds to tokens the positions that the layout implies."""
     sizes = arrays.query.shape[1], arrays.key.shape[1]
     return functools.partial(place_tokens, parallel, plan, *sizes)

@@ -120,11 +120,11 @@ def fold_sums(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
 def fold_maxima(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
     """The elementwise maximum; where several devices have it, its derivative is the mean of theirs."""
     del plan
-    return function_call(_Maximum(axes), found)
+    return function_call(_MaximumOverDevices(axes), found)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Maximum(AbstractFunction):
+class _MaximumOverDevices(AbstractFunction):
     axes: Axes
 
     def apply(self, args: Array) -> Array:

@@ -108,7 +108,7 @@ def _in_tiles(queries: Run, keys: Run, window: tuple[int, int], tile: int) -> np
     lengths = math.gcd(int(queries.length), int(keys.length))
     tile = next(x for x in range(min(tile, lengths), 0, -1) if lengths % x == 0)
     step, reach = queries.stride * tile, queries.stride * (tile - 1)
-    rows, columns = queries.length // tile, keys.length // tile
+    rows, columns = (int(x.length) // tile for x in (queries, keys))
     apart = queries.position[:, None] - keys.position[None, :]
     # of row i the tiles from `first + i` on, and before `last + i`
     last = (apart + reach + window[1]) // step + 1

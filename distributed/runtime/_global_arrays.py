@@ -133,7 +133,6 @@ def fetch(x: PyTree[Array | np.ndarray]) -> PyTree[np.ndarray]:
 
 
 def _placed(local: Array | np.ndarray, sharding: NamedSharding, replicated: bool) -> jax.Array:
-    check_array("local", local)
     _check_concrete("local", local)
     if isinstance(local, jax.Array) and not local.is_fully_addressable:
         raise ValueError(
@@ -162,7 +161,6 @@ def _placed_like(path: Any, leaf: Any, other: Any) -> Any:
     if not isinstance(other, (jax.Array, jax.ShapeDtypeStruct)):
         return leaf
     name = "tree" + jax.tree_util.keystr(path)
-    check_array(name, leaf)
     _check_concrete(name, leaf)
     if leaf.shape != other.shape or leaf.dtype != other.dtype:
         expected = f"{other.dtype}[{','.join(map(str, other.shape))}]"
@@ -192,7 +190,6 @@ def _check_structure(tree: PyTree, like: PyTree) -> None:
 
 
 def _fetched(x: Array | np.ndarray) -> np.ndarray:
-    check_array("x", x)
     _check_concrete("x", x)
     if isinstance(x, np.ndarray) or x.is_fully_addressable:
         return np.asarray(x)
@@ -201,6 +198,7 @@ def _fetched(x: Array | np.ndarray) -> np.ndarray:
     return multihost_utils.process_allgather(x, tiled=True)
 
 
-def _check_concrete(name: str, x: object) -> None:
+def _check_concrete(name: str, x: Any) -> None:
+    check_array(name, x)
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name}: wanted an array outside jax.jit and the like, got {received(x)}")

@@ -121,11 +121,7 @@ def write(
     end = 0
     for name, (shape, dtype) in shapes.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {
-            "dtype": _CODES[dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
+        entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # aligns the numbers for any dtype
 

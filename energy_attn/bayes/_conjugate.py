@@ -9,7 +9,7 @@ from ..functional._free_energy import Calls, Parts, state_at
 from ..functional._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import check_row_vectors
 from ..solvers import AbstractSolver, Newton, Optax
-from ..solvers._abstract import check_solver
+from ..solvers._solvers import check_solver
 from ._checks import check_regulariser, check_solver_mesh, sends
 from ._maximise import SolverInputs, SolverOptions, attained_value, maximum
 

@@ -167,11 +167,11 @@ def _find_maximum(static: SolverOptions, inputs: SolverInputs) -> Maximum:
 # returns.
 def maximum(static: SolverOptions, inputs: SolverInputs) -> Maximum:
     """The source that attains the conjugate of every row; only the source has a derivative."""
-    return function_call(_Maximum(static), inputs)
+    return function_call(_Maximisation(static), inputs)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Maximum(AbstractFunction):
+class _Maximisation(AbstractFunction):
     static: SolverOptions
 
     def apply(self, args: SolverInputs) -> Maximum:

@@ -20,7 +20,7 @@ from ..observables._at_source import (
 )
 from ..observables._measure import AbstractMeasure
 from ..solvers import AbstractSolver, Extragradient, Newton, Optax, Optimistic
-from ..solvers._abstract import check_solver
+from ..solvers._solvers import check_solver
 from ._checks import check_measure, check_solver_mesh, sends, tolerance_in
 from ._descent import (
     RUNNING,
@@ -32,7 +32,7 @@ from ._descent import (
     initial_descent,
     select,
 )
-from ._exact_optimum import default_start, with_exact_derivative
+from ._map import default_start, with_exact_derivative
 from ._maximise import norm
 from ._optax_descent import optax_descent
 

@@ -16,10 +16,10 @@ from energy_attn.kernels.internal import (
     RowOptions,
     candidates,
     check_flag,
-    check_floating,
     check_mask,
     check_options,
     check_scale,
+    check_sink,
     check_window,
     join_masks,
     received,
@@ -126,8 +126,8 @@ class FreeEnergy(AbstractEnergy):
         check_window(self.local_window_size)
         candidates(self.implementation, self.reproducible)
         check_flag("is_causal", self.is_causal)
-        if self.sink is not None and check_floating("sink", self.sink).ndim not in (1, 2):
-            raise ValueError(f"sink: wanted shape (N,) or (B, N), got {received(self.sink)}")
+        if self.sink is not None:
+            check_sink(self.sink)
         if self.parallel is not None and not isinstance(self.parallel, SequenceParallel):
             raise TypeError(
                 f"parallel: wanted a SequenceParallel or None, got {received(self.parallel)}"

@@ -95,11 +95,11 @@ def fixed_point(
 
     Differentiable in the point alone; the caller must stop derivatives of the rest.
     """
-    return function_call(_FixedPoint(static), (beta, operands, stats))
+    return function_call(_Retrieval(static), (beta, operands, stats))
 
 
 @dataclasses.dataclass(frozen=True)
-class _FixedPoint(AbstractFunction):
+class _Retrieval(AbstractFunction):
     static: RetrievalOptions
 
     def apply(self, args: tuple[Array, Operands, MemoryStats]) -> tuple[Array, Progress]:

@@ -26,7 +26,7 @@ from ..functional._citation import cite
 from ..functional._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import promoted
 from ..solvers import FixedPoint
-from ..solvers._abstract import check_solver
+from ..solvers._solvers import check_solver
 from ._fixed_point import (
     RetrievalOptions,
     energy_rises,

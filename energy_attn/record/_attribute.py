@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from energy_attn.kernels.internal import check_finite_number, check_integer, received
 
 from ..observables._at_source import HashablePartial
-from ._partial import Partial
-from ._record import check_callable
+from ._record import Partial, check_callable
 from ._weigh import weighed
 
 # Log-weights, in nats: where the path is first looked at, and the depth from which on it is not divided.
@@ -128,7 +127,7 @@ def _allowed(tolerance: float, effects: Array, change: Array) -> Array:
     return tolerance * jnp.abs(change) + rounding * jnp.max(jnp.abs(effects), initial=0.0)
 
 
-class _Pieces(NamedTuple):
+class _PathPieces(NamedTuple):
     """Pieces of the path between two log-weights, an entry each; those that are not there yet have no width.
 
     `nodes` are the function's value and derivatives at the beginning, the middle and the end, `[pieces, 3, 1 + D]`.
@@ -170,7 +169,7 @@ def _integral(
     nothing = jnp.zeros_like(last).at[0].set(_scalar(value(jnp.full_like(weights, -jnp.inf))))
     change = last[0] - nothing[0]
     number = 2 + (max_points - 3) // 2
-    pieces = _Pieces(
+    pieces = _PathPieces(
         jnp.zeros((number,), weights.dtype).at[0].set(_FIRST),
         jnp.zeros((number,), weights.dtype).at[:2].set(jnp.asarray([6 / 5, -_FIRST])),
         jnp.zeros((number, 3, last.size), weights.dtype)
@@ -178,17 +177,17 @@ def _integral(
         .set(jnp.stack([jnp.stack([nothing, first, first]), jnp.stack([first, middle, last])])),
     )
 
-    def errors(pieces: _Pieces) -> Array:
+    def errors(pieces: _PathPieces) -> Array:
         """Returns the errors of the pieces that can be divided, and 0 for the others."""
         deep = jnp.where(jnp.arange(number) == 0, pieces.end <= _DEEPEST, pieces.width < 1e-3)
         return jnp.where(deep, 0.0, pieces.errors())
 
-    def unfinished(carry: tuple[Array, _Pieces]) -> Array:
+    def unfinished(carry: tuple[Array, _PathPieces]) -> Array:
         count, pieces = carry
         allowed = _allowed(tolerance, pieces.effects().sum(0), change)
         return (count < number) & (errors(pieces).sum() > allowed)
 
-    def divide(carry: tuple[Array, _Pieces]) -> tuple[Array, _Pieces]:
+    def divide(carry: tuple[Array, _PathPieces]) -> tuple[Array, _PathPieces]:
         count, pieces = carry
         which = jnp.argmax(errors(pieces))
         end, width, (first, middle, last) = jax.tree.map(lambda x: x[which], pieces)
@@ -198,12 +197,12 @@ def _integral(
         centre = (beginning + end) / 2
         inner = jnp.where(is_first, beginning, (beginning + centre) / 2)
         here, there = at(inner, jnp.where(is_first, centre, (centre + end) / 2))
-        left = _Pieces(
+        left = _PathPieces(
             jnp.where(is_first, beginning, centre),
             jnp.where(is_first, width, width / 2),
             jnp.stack([first, here, jnp.where(is_first, here, middle)]),
         )
-        right = _Pieces(
+        right = _PathPieces(
             end,
             jnp.where(is_first, -end, width / 2),
             jnp.stack([jnp.where(is_first, here, middle), there, last]),

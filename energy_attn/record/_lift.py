@@ -40,6 +40,22 @@ class Asked(NamedTuple):
     others_stay: bool = True
 
 
+def traced(
+    function: Callable[..., Any], *args: Array
+) -> tuple[ClosedJaxpr, Callable[[list[Any]], Any]]:
+    """Traces a function of arrays; returns the program, and a map from its outputs to the result of the function."""
+    rest: list[Any] = []
+
+    def run(*args: Array) -> Any:
+        arrays, others = eqx.partition(function(*args), eqx.is_array)
+        rest.append(others)
+        return arrays
+
+    program, types = jax.make_jaxpr(run, return_shape=True)(*args)
+    form = jax.tree.structure(types)
+    return program, lambda found: eqx.combine(jax.tree.unflatten(form, found), rest[0])
+
+
 def lift(program: ClosedJaxpr, args: Sequence[Any], asked: Asked) -> Results:
     """The results of a program, and what its tags of a level carry, in the order in which they run.
 

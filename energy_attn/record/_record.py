@@ -17,8 +17,7 @@ from ..core._module import FreeEnergy, with_name
 from ..flax._nnx import holds_nnx, is_pure, run_pure
 from ..functional._tag import recorders
 from ._figures import Recorder, recorder
-from ._lift import Asked, Seen, lift
-from ._partial import Partial
+from ._lift import Asked, Seen, lift, traced
 
 # How Equinox's methods and transformed modules hold the module, in paths.
 _WRAPPER = re.compile(r"^(\.__self__|\._fun)*\.?")
@@ -108,6 +107,17 @@ def record(
     return Partial(_recorded, (recorder(quantities, functions), function))
 
 
+class Partial(eqx.Module):
+    """`run` with its first arguments; unlike `equinox.Partial`, hashable if they are."""
+
+    run: Callable[..., Any] = eqx.field(static=True)
+    first: tuple[Any, ...]
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """`run(*first, *args, **kwargs)`."""
+        return self.run(*self.first, *args, **kwargs)
+
+
 def check_callable(function: object) -> None:
     """Raises `TypeError` for what cannot be recorded."""
     if not callable(function):
@@ -145,18 +155,12 @@ def run_recorded(
 
 @eqx.filter_jit
 def _run(asked: Recorder, function: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, list[Seen]]:
-    function, rest = _named(function), []
-
-    def run() -> Any:
-        arrays, others = eqx.partition(function(*args, **kwargs), eqx.is_array)
-        rest.append(others)
-        return arrays
-
+    function = _named(function)
     with recorders((*recorders.value, asked)):
-        program, types = jax.make_jaxpr(run, return_shape=True)()
+        program, result = traced(lambda: function(*args, **kwargs))
     found, seen = lift(program, (), Asked(len(recorders.value)))
     check_calls(function, bool(seen))
-    return eqx.combine(jax.tree.unflatten(jax.tree.structure(types), found), rest[0]), seen
+    return result(found), seen
 
 
 def names_of(seen: Sequence[Seen]) -> list[str]:

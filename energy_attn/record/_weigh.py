@@ -24,8 +24,8 @@ from energy_attn.kernels.internal import (
 )
 
 from ..flax._nnx import holds_nnx, run_pure
-from ._partial import Partial
-from ._record import check_callable, check_calls
+from ._lift import traced
+from ._record import Partial, check_callable, check_calls
 
 
 def weigh(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,25 +133,16 @@ def _run(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> PyTree:
-    rest: list[Any] = []
-
-    def traced(weights: Array) -> PyTree[Array]:
+    def run(weights: Array) -> PyTree:
         active = TokenScores(_scores_of(weights, numbers))
         with weighing((*weighing.value, active)):
             found = function(*args, **kwargs)
         check_calls(function, active.used)
-        arrays, others = eqx.partition(found, eqx.is_array)
-        rest.append(others)
-        return arrays
+        return found
 
-    program, types = jax.make_jaxpr(traced, return_shape=True)(weights)
+    program, result = traced(run, weights)
     _check_rules(program)
-
-    def value(weights: Array) -> Any:
-        found = jaxpr_as_fun(program)(weights)
-        return eqx.combine(jax.tree.unflatten(jax.tree.structure(types), found), rest[0])
-
-    return ask(value, weights)
+    return ask(lambda weights: result(jaxpr_as_fun(program)(weights)), weights)
 
 
 def _check_rules(program: ClosedJaxpr) -> None:

@@ -33,13 +33,12 @@ from ..record._lift import Seen
 from ..record._record import names_of, run_recorded
 
 if TYPE_CHECKING:  # `import energy_attn` loads no models
-    from ..models.decoder._cache import DecoderCache
-    from ..models.decoder._decoder import AbstractDecoder
+    from ..models import AbstractDecoder, DecoderCache
 
 ProcessHeads = Callable[..., Sequence[Array]]
 
 
-class _Rows(NamedTuple):
+class _RowFigures(NamedTuple):
     """The figures of each row from which the others in a report follow, `[layers, ..., N]`."""
 
     energy: Array
@@ -51,7 +50,7 @@ class _Rows(NamedTuple):
 class _Layers(NamedTuple):
     """The figures of one call in a function: of one layer, or of one for each step of the loops around it."""
 
-    rows: _Rows
+    rows: _RowFigures
     names: tuple[str, ...]
 
 
@@ -186,11 +185,11 @@ def energy_report(
         >>> ea.energy_report(own, jnp.ones((7, 16))).entropy.shape
         (2, 4)
     """
-    from ..models.decoder._decoder import AbstractDecoder  # `import energy_attn` loads no models
+    from ..models import AbstractDecoder  # `import energy_attn` loads no models
 
     check_flag("per_query", per_query)
     kinds = {AbstractDecoder: _of_decoder, MultiheadAttention: _of_layer, Gibbs: _of_measure}
-    run: Callable[..., _Rows] | None = next(
+    run: Callable[..., _RowFigures] | None = next(
         (f for x, f in kinds.items() if isinstance(model, x)), None
     )
     if run is not None:
@@ -207,7 +206,9 @@ def energy_report(
     return _summary(rows, per_query)
 
 
-def _check_inputs(run: Callable[..., _Rows], model: Any, *inputs: Any, **options: Any) -> None:
+def _check_inputs(
+    run: Callable[..., _RowFigures], model: Any, *inputs: Any, **options: Any
+) -> None:
     """Raises `TypeError` for inputs that a kind of model does not take, by the names that it takes."""
     signature = inspect.signature(run)
     try:
@@ -220,19 +221,23 @@ def _check_inputs(run: Callable[..., _Rows], model: Any, *inputs: Any, **options
 
 def _layers_of(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[_Layers]:
     """The layers of a function, in the order of its calls. Raises as `record` and its result do."""
-    _, seen = run_recorded(recorder(_Rows._fields, {}), function, *inputs, **options)
+    _, seen = run_recorded(recorder(_RowFigures._fields, {}), function, *inputs, **options)
     return [_layers_of_call(name, x) for name, x in zip(names_of(seen), seen, strict=True)]
 
 
 def _layers_of_call(name: str, seen: Seen) -> _Layers:
     steps = [i for i, axis in enumerate(seen.axes) if axis == "scan"]
-    figures = [jnp.moveaxis(x, steps, range(len(steps))) for x in _Rows(**seen.values)]
+    figures = [jnp.moveaxis(x, steps, range(len(steps))) for x in _RowFigures(**seen.values)]
     shape = figures[0].shape[: len(steps)]
     rows = (x.reshape(-1, *x.shape[len(steps) :]) for x in figures)
-    return _Layers(_Rows(*rows), tuple(f"{name}{list(i) if i else ''}" for i in np.ndindex(*shape)))
+    return _Layers(
+        _RowFigures(*rows), tuple(f"{name}{list(i) if i else ''}" for i in np.ndindex(*shape))
+    )
 
 
-def _summary(rows: _Rows, per_query: bool, names: tuple[str, ...] | None = None) -> EnergyReport:
+def _summary(
+    rows: _RowFigures, per_query: bool, names: tuple[str, ...] | None = None
+) -> EnergyReport:
     """The report of the rows of layers."""
     seen = holds_keys(rows.energy)
     effective = jnp.where(seen, jnp.exp(rows.entropy), 0.0)
@@ -270,13 +275,13 @@ def _joined(reports: list[EnergyReport]) -> EnergyReport:
     return jax.tree.map(join, *arrays)
 
 
-def _observed(measure: Gibbs) -> tuple[Array, _Rows]:
+def _observed(measure: Gibbs) -> tuple[Array, _RowFigures]:
     """Attention, promoted, and the figures of its rows."""
     observables = row_observables(*measure._prepared())
-    return observables.out, _Rows(*observables[:-1])
+    return observables.out, _RowFigures(*observables[:-1])
 
 
-def _of_measure(measure: Gibbs) -> _Rows:
+def _of_measure(measure: Gibbs) -> _RowFigures:
     """The rows of one layer, in the shape of a model's."""
     return jax.tree.map(lambda x: x[None], _observed(measure)[1])
 
@@ -290,7 +295,7 @@ def _of_layer(
     *,
     process_heads: ProcessHeads | None = None,
     **rows: Unpack[RowOptions],
-) -> _Rows:
+) -> _RowFigures:
     project = functools.partial(layer.project, mask=mask, process_heads=process_heads)
     batched = check_floating("query", query).ndim == 3
     for name, x in (("key_", key_), ("value", value)) if batched else ():
@@ -310,10 +315,10 @@ def _of_decoder(
     *,
     parallel: SequenceParallel | None = None,
     **options: Any,
-) -> _Rows:
+) -> _RowFigures:
     def attend(
         query: Array, key: Array, value: Array, *, return_energy: bool, **call: Any
-    ) -> tuple[Array, _Rows]:
+    ) -> tuple[Array, _RowFigures]:
         del return_energy  # as a report
         out, rows = _observed(measure_of(query, key, value, **call, **options))
         return out.astype(query.dtype), rows

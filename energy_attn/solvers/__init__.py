@@ -13,10 +13,10 @@ Examples:
     True
 """
 
-from ._abstract import AbstractSolver as AbstractSolver
-from ._extragradient import Extragradient as Extragradient
-from ._fixed_point import FixedPoint as FixedPoint
-from ._mirror import Mirror as Mirror
-from ._newton import Newton as Newton
-from ._optax import Optax as Optax
-from ._optimistic import Optimistic as Optimistic
+from ._solvers import AbstractSolver as AbstractSolver
+from ._solvers import Extragradient as Extragradient
+from ._solvers import FixedPoint as FixedPoint
+from ._solvers import Mirror as Mirror
+from ._solvers import Newton as Newton
+from ._solvers import Optax as Optax
+from ._solvers import Optimistic as Optimistic

@@ -64,14 +64,14 @@ def _zero(x: Any) -> Any:
     return ad.Zero(kind.to_tangent_aval())
 
 
-class _Mapped(NamedTuple):
+class _FunctionFields(NamedTuple):
     function: AbstractFunction
     axes: tuple[int | None, ...]
     name: Hashable  # of the axis that is mapped, over which the function may reduce
     size: int
 
 
-class _MappedFunction(_Mapped, AbstractFunction):
+class _MappedFunction(_FunctionFields, AbstractFunction):
     """A function under `jax.vmap`. The mapped axes of its results are in front."""
 
     def apply(self, args: Any) -> Any:

@@ -26,11 +26,11 @@ class AbstractLinearMap(abc.ABC):
 
     @abc.abstractmethod
     def plain(self, fixed: Any, moving: Any) -> Any:
-        """The same in JAX's operations, of which JAX takes the derivative in `fixed`."""
+        """The result by JAX's operations, which JAX differentiates in `fixed`."""
 
     @abc.abstractmethod
     def transpose(self, fixed: Any, moving: Any, cotangent: Any) -> Any:
-        """The cotangent of `moving`, of which only types are given, from that of the result.
+        """The cotangent of `moving`, given by its types, from the cotangent of the result.
 
         It is itself made of `linear_call`s, so that it can be differentiated.
         """
@@ -82,7 +82,7 @@ def _transpose(
     return [None] * number + [z if x is None else x for x, z in zip(found, zeros, strict=True)]
 
 
-class _Mapped(NamedTuple):
+class _MapFields(NamedTuple):
     """The fields of a map under `jax.vmap`: the map, and the mapped axis of each array it takes."""
 
     linear_map: AbstractLinearMap
@@ -90,7 +90,7 @@ class _Mapped(NamedTuple):
     moving: tuple[int | None, ...]
 
 
-class _MappedMap(_Mapped, AbstractLinearMap):
+class _MappedMap(_MapFields, AbstractLinearMap):
     """A map under `jax.vmap`. The mapped axes of its results are in front."""
 
     def apply(self, fixed: Any, moving: Any) -> Any:

@@ -11,22 +11,12 @@ from jaxtyping import Array
 
 from .._checks import received
 from ..masks._abstract import AbstractMask, And, check_mask
-from ..masks._all import All
-from ..masks._causal import Causal
 from ..masks._lengths import Lengths
 from ..masks._segments import Segments, looked_up
 from ..masks._structure import WINDOWS, MaskStructure, structure_of, window_mask, window_structure
 from ..masks._visibility import visible
-from ..masks._window import Window
+from ..masks._window import All, Causal, Window
 from ._tokens import Tokens
-
-
-class CanonicalMask(NamedTuple):
-    """The mask of a call as kernels take it: its structure, its arrays with a batch axis, and the tokens."""
-
-    structure: MaskStructure
-    arrays: tuple[Array, ...]
-    tokens: Tokens
 
 
 class Masks(NamedTuple):
@@ -57,25 +47,56 @@ def split_mask(mask: object) -> tuple[AbstractMask | None, Any]:
     return check_mask("mask", mask, "a mask of energy_attn.masks or a boolean array"), None
 
 
-def canonical_mask(
+class PositionRules(NamedTuple):
+    """The rules of a call, which compare positions, as kernels take them.
+
+    Attributes:
+        structure: of the mask, without what tokens say.
+        arrays: of the mask, with a batch axis.
+        segments: documents, which become those of the tokens.
+        lengths: rules that become lengths of the tokens, or absent positions where positions are given.
+    """
+
+    structure: MaskStructure
+    arrays: tuple[Array, ...] = ()
+    segments: Segments | None = None
+    lengths: tuple[Lengths, ...] = ()
+
+    @property
+    def reads(self) -> bool:
+        """Whether they read positions."""
+        return self.structure.constrains or self.segments is not None or self.lengths != ()
+
+    def marked(self, tokens: Tokens, query_len: int, key_len: int) -> Tokens:
+        """Tokens with the rules' segments and lengths."""
+        for x in self.lengths:
+            tokens = tokens.with_lengths(x.queries, x.keys)
+        if self.segments is None:
+            return tokens
+        return _with_segments(self.segments, tokens, query_len, key_len)
+
+
+NO_RULES = PositionRules(window_structure())
+
+
+def position_rules(
     mask: AbstractMask | None,
     is_causal: bool,
     window: tuple[int | None, int | None] | None,
-    tokens: Tokens,
     batch: int,
-    query_len: int,
-    key_len: int,
-) -> CanonicalMask:
+    tokens: Tokens,
+) -> PositionRules:
     """Returns the conjunction of a mask, causality and a window, in the form that most kernels take.
 
-    Of the masks that `&` joins, `Causal` and `Window` become one; `Segments` become those of the tokens unless
-    these have some; `Lengths` become those of the tokens, or absent positions where positions are given.
-    Raises `TypeError` and `ValueError` for arrays of the mask that do not fit the call.
+    Of the masks that `&` joins, `Causal` and `Window` become one; `Segments` and `Lengths` are for the tokens, but
+    segments beside those that `tokens` have. Raises `TypeError` and `ValueError` for arrays of the mask that do not fit
+    the call.
     """
     left, right = window or (None, None)
     right = 0 if is_causal else right
     if mask is None:
-        return CanonicalMask(window_structure(left, right), (), tokens)
+        return PositionRules(window_structure(left, right))
+    segments, lengths = None, ()
     rest: list[AbstractMask] = []
     for x in _joined(_with_batch(mask, batch)):
         if isinstance(x, Causal):
@@ -83,9 +104,9 @@ def canonical_mask(
         elif isinstance(x, Window):
             left, right = _least(left, x.left), _least(right, x.right)
         elif isinstance(x, Lengths):
-            tokens = tokens.with_lengths(x.queries, x.keys)
-        elif isinstance(x, Segments) and tokens.query_segments is None:
-            tokens = _with_segments(x, tokens, query_len, key_len)
+            lengths = (*lengths, x)
+        elif isinstance(x, Segments) and segments is None and tokens.query_segments is None:
+            segments = x
         elif not isinstance(x, All):
             rest.append(x)
     window_rule = window_mask(left, right)
@@ -95,7 +116,7 @@ def canonical_mask(
     arrays, structure = tuple(jax.tree.leaves(mask)), structure_of(mask)
     if not isinstance(mask, WINDOWS):
         _check_traceable(structure, tuple((x.shape, x.dtype) for x in arrays))
-    return CanonicalMask(structure, arrays, tokens)
+    return PositionRules(structure, arrays, segments, lengths)
 
 
 def _with_batch(mask: AbstractMask, batch: int) -> AbstractMask:

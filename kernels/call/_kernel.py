@@ -10,16 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..masks._abstract import AbstractMask
-from ..masks._all import All
 from ..masks._lengths import Lengths
-from ._eight_bits import dequantized
-from ._operands import (
-    KernelCall,
-    Operands,
-    differentiated,
-    map_some,
-    with_moved,
-)
+from ..masks._window import All
+from ._operands import KernelCall, Operands, dequantized, differentiated, map_some, with_moved
 from ._state import AttentionState, holds_keys
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ..masks._abstract import AbstractMask
@@ -200,6 +201,23 @@ class KernelCall(NamedTuple):
     operands: Operands
     settings: Settings
     platform: str | None = None
+
+
+def dequantize(x: Array, scale: Array | None, dtype: DTypeLike) -> Array:
+    """Stored keys or values: int8 `[..., H]` times a scale `[...]`, rounded to `dtype`; without one, `x`."""
+    if scale is None:
+        return x
+    return (x.astype(jnp.float32) * scale[..., None]).astype(dtype)
+
+
+def dequantized(operands: Operands) -> Operands:
+    """Operands with keys and values in the dtype of the query, in place of eight bits and scales."""
+    dtype = operands.query.dtype
+    return operands._replace(
+        key=dequantize(operands.key, operands.scales.key, dtype),
+        value=dequantize(operands.value, operands.scales.value, dtype),
+        scales=NO_SCALES,
+    )
 
 
 def cotangents(

@@ -68,6 +68,19 @@ class KernelOptions(ScoreOptions, RowOptions, total=False):
     """The options of the functions that compute a state."""
 
 
+class SinkOptions(ScoreOptions, total=False):
+    """Options for the scores of a row over all of its keys."""
+
+    sink: Float[Array, "... N"] | None
+    r"""$b$, `[N]` or `[B, N]`: the score, in nats, of one more outcome whose value is zero,
+    $F = \log(e^{F_{keys}} + e^b)$. It may be traced and differentiated. A fully masked row has
+    `out = 0` and $F = b$; an absent query has no sink. None, and minus infinity: there is none."""
+
+
+class MergedOptions(SinkOptions, RowOptions, total=False):
+    """The options of functions that compute the state of all keys of a row."""
+
+
 # What to write here, and how other libraries call it.
 _SAID_ELSEWHERE = {
     "is_causal": ("causal", "use_causal_mask"),

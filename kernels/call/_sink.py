@@ -11,14 +11,17 @@ from .._checks import check_floating, received
 from ._state import AttentionState, safe_shift, share
 
 
-def check_sink(sink: object, rows: tuple[int, ...]) -> Any:
-    """Returns `sink` if it is None or has a score for each head of rows `(B, T, N)` or `(T, N)`.
+def check_sink(sink: object, rows: tuple[int, ...] | None = None) -> Any:
+    """Returns `sink` if it is a score for each head of rows `(B, T, N)` or `(T, N)`; None: of rows not yet known.
 
     Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
     """
-    if sink is None:
-        return None
-    array, heads = check_floating("sink", sink), rows[-1]
+    array = check_floating("sink", sink)
+    if rows is None:
+        if array.ndim not in (1, 2):
+            raise ValueError(f"sink: wanted shape (N,) or (B, N), got {received(sink)}")
+        return array
+    heads = rows[-1]
     shapes = [(heads,)] if len(rows) == 2 else [(heads,), (rows[0], heads)]
     if array.shape not in shapes:
         raise ValueError(

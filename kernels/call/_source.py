@@ -1,14 +1,14 @@
-"""The source as extra width of query and key."""
+"""Additions to the scores of a call: a source, as extra width of query and key, and numbers of a context's tokens."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
-from ._eight_bits import dequantized
-from ._operands import Operands, Settings
+from ._operands import Operands, Settings, dequantized
 from ._state import lse_dtype
 
 
@@ -42,3 +42,40 @@ def _as_split(x: Array, like: Array) -> Array:
     if tuple(jax.typeof(x).sharding.spec[: like.ndim - 1]) == tuple(parts):
         return x
     return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*parts)))
+
+
+# By which a program shows where they are added.
+TOKEN_SCORES = "energy_attn_token_scores"
+# The `TokenScores` in force, the outermost first. JAX's caches tell programs by them.
+weighing = jax.make_user_context(())
+
+
+class TokenScores:
+    """What is added to the scores of each key while a function is traced; equal to itself alone.
+
+    Attributes:
+        scores: `[B, S]` or `[1, S]`.
+        used: whether an attention has added them.
+    """
+
+    def __init__(self, scores: Float[Array, "B S"]):
+        self.scores = scores
+        self.used = False
+
+
+def with_token_scores(bias: Array | None, batch: int, key_len: int) -> Array | None:
+    """A bias with the scores in force added.
+
+    Raises `ValueError` for an attention over other keys than those that they are of.
+    """
+    for active in weighing.value:
+        rows, number = active.scores.shape
+        if number != key_len or rows not in (1, batch):
+            raise ValueError(
+                f"segments: wanted one for each key of every attention, of {batch} rows of {key_len} keys; "
+                f"got {rows} of {number} (a cache or another sequence has keys of its own)"
+            )
+        active.used = True
+        added = checkpoint_name(active.scores, TOKEN_SCORES)[:, None, None]
+        bias = added if bias is None else bias.astype(added.dtype) + added
+    return bias

@@ -1,11 +1,14 @@
 """The device that a program is lowered for, which decides what kernels take, and how large blocks may be."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax
+
+from .._private import private_names
 
 Capability = tuple[int, int]  # as NVIDIA counts them: (9, 0) for H100 and H200
 
@@ -65,6 +68,15 @@ def check_capability(name: str, least: Capability, below: Capability | None = No
     raise NotImplementedError(
         f"{name}: wanted a GPU of compute capability from {_text(least)} {end}, got {_text(found)}"
     )
+
+
+@functools.cache
+def cuda_version(library: str) -> int | None:
+    """The version of "cudnn" or "cuda_runtime" here, as 12080 for CUDA 12.8; None if there is none."""
+    try:
+        return getattr(private_names("cuda_versions").versions, f"{library}_get_version")()
+    except Exception:  # of various kinds, without CUDA or cuDNN
+        return None
 
 
 def _text(found: Capability) -> str:

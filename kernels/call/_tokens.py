@@ -1,11 +1,15 @@
 """The tokens of a call: positions, segments and lengths of its queries and keys."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
+
+from .._checks import as_ids, as_int32, check_int32, check_integral, check_shape, received
 
 
 class Tokens(NamedTuple):
@@ -55,6 +59,14 @@ class Tokens(NamedTuple):
         )
         return Tokens(queries, keys, self.query_segments, self.key_segments)
 
+    def with_lengths_by_index(self, query_len: int, key_len: int) -> "Tokens":
+        """Tokens with positions on both sides if one has some; those at indices from a length on are absent."""
+        if self.query_positions is None and self.key_positions is None:
+            return self
+        queries = _before(self.query_positions, self.query_lengths, query_len)
+        keys = _before(self.key_positions, self.key_lengths, key_len)
+        return Tokens(queries, keys, self.query_segments, self.key_segments)
+
     def with_lengths(
         self, queries: Array | np.ndarray | None, keys: Array | np.ndarray | None
     ) -> "Tokens":
@@ -82,6 +94,57 @@ class Tokens(NamedTuple):
         return self._replace(**{name: f(x) for name, x in given if x is not None})
 
 
+NO_TOKENS = Tokens()
+
+
+def check_tokens(
+    options: Mapping[str, Any], batch: int, query_len: int, key_len: int, batched: bool
+) -> Tokens:
+    """Tokens of the options of a call, checked. Raises `TypeError` and `ValueError` naming the option."""
+    if (options.get("query_segment_ids") is None) != (options.get("key_segment_ids") is None):
+        side = "query" if options.get("query_segment_ids") is None else "key"
+        raise ValueError(
+            f"{side}_segment_ids: wanted an integer array beside the other's, got None"
+        )
+
+    def numbers(name: str, size: int, narrow: Callable[[Any], Any]) -> Array | None:
+        x = options.get(name)
+        if x is None:
+            return None
+        check_int32(name, x)
+        wanted = (batch, size) if batched else (size,)
+        if x.shape not in (wanted, (1, size)):
+            raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")
+        return jnp.asarray(narrow(x if x.ndim == 2 else x[None]))
+
+    return Tokens(
+        numbers("query_positions", query_len, as_int32),
+        numbers("key_positions", key_len, as_int32),
+        numbers("query_segment_ids", query_len, as_ids),
+        numbers("key_segment_ids", key_len, as_ids),
+        _check_lengths("query_seq_lengths", options, batch, query_len, batched),
+        _check_lengths("key_value_seq_lengths", options, batch, key_len, batched),
+    )
+
+
+def _check_lengths(
+    name: str, options: Mapping[str, Any], batch: int, size: int, batched: bool
+) -> Array | None:
+    lengths = options.get(name)
+    if lengths is None:
+        return None
+    check_integral(name, lengths)
+    if not batched and lengths.ndim == 0:
+        lengths = lengths[None]
+    else:
+        check_shape(name, lengths, (batch,))
+    if not isinstance(lengths, jax.core.Tracer):
+        values = np.asarray(lengths)
+        if values.size and not 0 <= values.min() <= values.max() <= size:
+            raise ValueError(f"{name}: wanted lengths from 0 to {size}, got {values.tolist()}")
+    return jnp.asarray(as_int32(lengths))
+
+
 def shortened(positions: Array, lengths: Array | np.ndarray | None) -> Array:
     """Positions `[B or 1, L]`, of which those from a length `[B or 1]` on are absent."""
     return positions if lengths is None else jnp.where(positions < lengths[:, None], positions, -1)
@@ -91,3 +154,10 @@ def _shorter(x: Array | None, y: Array | np.ndarray | None) -> Any:
     if x is None or y is None:
         return y if x is None else x
     return jnp.minimum(x, y)
+
+
+def _before(positions: Array | None, lengths: Array | None, size: int) -> Array:
+    """Positions, absent at indices from a length on; counted from 0 where none are given."""
+    places = jnp.arange(size, dtype=jnp.int32)[None]
+    positions = places if positions is None else positions
+    return positions if lengths is None else jnp.where(places < lengths[:, None], positions, -1)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._checks import check_taylor
 from ..call._arguments import check_call
-from ..call._options import KernelOptions
+from ..call._options import KernelOptions, check_options
 from ..call._state import AttentionState
 from ..masks._abstract import AbstractMask
 from ._registry import attend, candidates, differentiated_by_jax
@@ -66,6 +66,7 @@ def local_attention(
         True
     """
     names = candidates(options.get("implementation"), options.get("reproducible", False))
+    check_options(options, KernelOptions, "source", "bias", "mask")
     call = check_call(query, key, value, source, bias, mask, **options)
     if not differentiated_by_jax(names):
         check_taylor(call.operands)

@@ -9,9 +9,8 @@ import jax
 from jax import lax
 
 from ..autodiff._function import AbstractFunction, function_call
-from ..call._eight_bits import dequantized
 from ..call._kernel import AbstractKernel
-from ..call._operands import Operands, Settings, hide_unreachable, is_static
+from ..call._operands import Operands, Settings, dequantized, hide_unreachable, is_static
 from ..call._state import AttentionState
 from ..xla._decode import per_head
 from ._derivative import Attention

@@ -4,15 +4,15 @@ from ._abstract import AbstractMask as AbstractMask
 from ._abstract import And as And
 from ._abstract import Not as Not
 from ._abstract import Or as Or
-from ._all import All as All
-from ._causal import Causal as Causal
 from ._function import Function as Function
 from ._interval import Interval as Interval
 from ._lengths import Lengths as Lengths
-from ._prefix import Prefix as Prefix
+from ._lengths import Prefix as Prefix
 from ._segments import Segments as Segments
 from ._table import BlockTable as BlockTable
-from ._tabulate import tabulate as tabulate
+from ._table import tabulate as tabulate
+from ._window import All as All
+from ._window import Causal as Causal
 from ._window import Window as Window
 
 __all__ = [

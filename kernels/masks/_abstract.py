@@ -1,10 +1,13 @@
 """The abstract class of a mask, and how masks are joined."""
 
 import abc
+import operator
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
@@ -52,19 +55,19 @@ class AbstractMask(eqx.Module):
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Which queries see which keys, by position; the arguments broadcast."""
 
-    @abc.abstractmethod
     def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
         """Whether any query of one interval sees any key of another; the intervals broadcast.
 
-        Never false where a pair is visible; may be true where none is.
+        Never false where a pair is visible; may be true where none is, and is by default.
         """
+        return jnp.ones(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
 
-    @abc.abstractmethod
     def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
         """Whether every query of one interval sees every key of another; the intervals broadcast.
 
-        Never true where a pair is hidden; may be false where none is.
+        Never true where a pair is hidden; may be false where none is, and is by default.
         """
+        return jnp.zeros(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
 
     def __and__(self, other: "AbstractMask") -> "And":
         return And(self, check_mask("&", other))
@@ -74,6 +77,10 @@ class AbstractMask(eqx.Module):
 
     def __invert__(self) -> "Not":
         return Not(self)
+
+    def _told_by_intervals(self) -> bool:
+        """Whether intervals of positions determine which blocks are read, for all masks that it joins, too."""
+        return self.by_intervals and all(x._told_by_intervals() for x in _inner(self))
 
     # Without this, `array & mask` would be evaluated for each element of a NumPy array.
     __array_ufunc__: ClassVar[None] = None
@@ -92,6 +99,24 @@ class AbstractMask(eqx.Module):
         return Or(check_mask("|", other), self)
 
 
+class AbstractComparison(AbstractMask):
+    """A mask that compares positions, so that `any_visible` decides by the ends of intervals alone, and exactly."""
+
+    by_intervals = True
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return ()
+
+    def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Compares intervals of one position."""
+        return self.any_visible(Interval(query, query), Interval(key, key))
+
+    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Compares opposite ends: if these pairs are visible, all are."""
+        return self.any_visible(Interval(query.high, query.low), Interval(key.high, key.low))
+
+
 def check_mask(name: str, x: Any, wanted: str = "a mask of energy_attn.masks") -> AbstractMask:
     """Returns `x` if it is a mask; raises `TypeError` otherwise, and says how to make one of it."""
     if isinstance(x, AbstractMask):
@@ -106,6 +131,17 @@ def check_mask(name: str, x: Any, wanted: str = "a mask of energy_attn.masks") -
     raise TypeError(f"{name}: wanted {wanted}, got {received(x)}{hint}")
 
 
+def parts(mask: AbstractMask) -> list[AbstractMask]:
+    """A mask, and all masks that it joins."""
+    return [mask, *(x for inner in _inner(mask) for x in parts(inner))]
+
+
+def _inner(mask: AbstractMask) -> list[AbstractMask]:
+    fields = tuple(vars(mask).values())
+    leaves = jax.tree.leaves(fields, is_leaf=lambda x: isinstance(x, AbstractMask))
+    return [x for x in leaves if isinstance(x, AbstractMask)]
+
+
 def _check_nesting(mask: AbstractMask) -> None:
     check_nesting("masks", mask, AbstractMask, "join them in pairs, as (a & b) & (c & d)")
 
@@ -117,6 +153,7 @@ class _Pair(AbstractMask):
     second: AbstractMask
 
     by_intervals = True
+    _join: ClassVar[Callable[[Array, Array], Array]]
 
     def __check_init__(self) -> None:
         check_mask("first", self.first)
@@ -126,6 +163,15 @@ class _Pair(AbstractMask):
     @property
     def ranks(self) -> tuple[int, ...]:
         return self.first.ranks + self.second.ranks
+
+    def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
+        return self._join(self.first.visible(query, key), self.second.visible(query, key))
+
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        return self._join(self.first.any_visible(query, key), self.second.any_visible(query, key))
+
+    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        return self._join(self.first.all_visible(query, key), self.second.all_visible(query, key))
 
 
 class And(_Pair):
@@ -142,17 +188,7 @@ class And(_Pair):
         [[False, True, True, False]]
     """
 
-    def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Visible by both."""
-        return self.first.visible(query, key) & self.second.visible(query, key)
-
-    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """Whether each may show a pair; it need not be the same one."""
-        return self.first.any_visible(query, key) & self.second.any_visible(query, key)
-
-    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """Whether both show all pairs."""
-        return self.first.all_visible(query, key) & self.second.all_visible(query, key)
+    _join = staticmethod(operator.and_)
 
 
 class Or(_Pair):
@@ -169,17 +205,7 @@ class Or(_Pair):
         [[True, True, False, False]]
     """
 
-    def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Visible by either."""
-        return self.first.visible(query, key) | self.second.visible(query, key)
-
-    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """Whether either may show a pair."""
-        return self.first.any_visible(query, key) | self.second.any_visible(query, key)
-
-    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """Whether one of the two shows all pairs."""
-        return self.first.all_visible(query, key) | self.second.all_visible(query, key)
+    _join = staticmethod(operator.or_)
 
 
 class Not(AbstractMask):

@@ -18,7 +18,6 @@ from .._checks import (
     received,
 )
 from ._abstract import AbstractMask
-from ._interval import Interval
 
 
 class Function(AbstractMask):
@@ -83,14 +82,6 @@ class Function(AbstractMask):
                 f"function: wanted a result with axes of 1 or those of {shape}, got {received(result)}"
             )
         return jnp.broadcast_to(result, shape)
-
-    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """True, as intervals do not determine it."""
-        return jnp.ones(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
-
-    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """False, as intervals do not determine it."""
-        return jnp.zeros(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
 
 
 def _parameter(x: object) -> Any:

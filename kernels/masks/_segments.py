@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from ._abstract import AbstractMask
-from ._interval import Interval
 from ._parameters import ids
 
 
@@ -55,14 +54,6 @@ class Segments(AbstractMask):
         query_id, query_in_table = looked_up(self.query_ids, query)
         key_id, key_in_table = looked_up(keys, key)
         return (query_id == key_id) & query_in_table & key_in_table
-
-    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """True, as intervals do not determine it."""
-        return jnp.ones(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
-
-    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """False, as intervals do not determine it."""
-        return jnp.zeros(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
 
 
 def looked_up(table: Array | np.ndarray, positions: Array) -> tuple[Array, Array]:

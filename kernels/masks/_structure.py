@@ -8,15 +8,10 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from ._abstract import AbstractMask, And
-from ._all import All
-from ._causal import Causal
+from ._abstract import AbstractMask, And, parts
 from ._interval import FAR
 from ._table import BlockTable
-from ._window import Window
-
-# Masks of these classes are fully described by their window.
-WINDOWS = (All, Causal, Window)
+from ._window import WINDOWS, All, Causal, Window, sides
 
 
 class MaskStructure:
@@ -73,30 +68,11 @@ def window_mask(left: int | None, right: int | None) -> AbstractMask:
     return Causal() if left is None and right == 0 else Window(left, right)
 
 
-def parts(mask: AbstractMask) -> list[AbstractMask]:
-    """A mask, and all masks that it joins."""
-    return [mask, *(x for inner in _inner(mask) for x in parts(inner))]
-
-
-def told_by_intervals(mask: AbstractMask) -> bool:
-    """Whether intervals of positions determine which blocks are read, for all masks that it joins."""
-    if isinstance(mask, BlockTable):
-        return True
-    return mask.by_intervals and all(map(told_by_intervals, _inner(mask)))
-
-
-def _inner(mask: AbstractMask) -> list[AbstractMask]:
-    fields = tuple(vars(mask).values())
-    leaves = jax.tree.leaves(fields, is_leaf=lambda x: isinstance(x, AbstractMask))
-    return [x for x in leaves if isinstance(x, AbstractMask)]
-
-
 def _window(mask: AbstractMask) -> tuple[int, int]:
     if isinstance(mask, And):
         return tuple(map(min, _window(mask.first), _window(mask.second)))  # pyright: ignore[reportReturnType]  # two
     if isinstance(mask, Causal):
         return FAR, 0
     if isinstance(mask, Window):
-        left, right = (FAR if x is None else min(x, FAR) for x in (mask.left, mask.right))
-        return left, right
+        return sides(mask)
     return FAR, FAR

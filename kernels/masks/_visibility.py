@@ -10,10 +10,8 @@ from jaxtyping import Array, Bool, Int
 
 from .._varying import vary_together
 from ._abstract import AbstractMask, Not
-from ._all import All
-from ._causal import Causal
 from ._interval import Interval, interval
-from ._structure import WINDOWS, told_by_intervals
+from ._window import WINDOWS, All, Causal
 
 _MOST_BLOCKS = 1024  # blocks of queries that are compared with every key
 _ROWS, _KEYS = (
@@ -120,7 +118,7 @@ def meeting(
     """Which blocks of queries might see any key of which blocks of keys; None for all."""
     meet = None
     if positions is not None:
-        if told_by_intervals(mask):
+        if mask._told_by_intervals():
             meet = may_meet(mask, *facing(*map(interval, positions)))
         else:
             meet = _compare_pairs(mask, *positions, "blocks")

@@ -1,4 +1,4 @@
-"""What tiles of queries and of keys see of each other: their positions, and which tiles meet or need no mask."""
+"""Visibility of tiles of queries and of keys: their positions, and which pairs of tiles meet or need no mask."""
 
 import functools
 import math
@@ -14,6 +14,7 @@ from ..masks._abstract import AbstractMask
 from ..masks._interval import Interval, interval
 from ..masks._pairwise import Features, Pairwise, pairwise
 from ..masks._visibility import facing, meeting, must_meet
+from ..xla._grid import pad
 
 
 def pairs_of(operands: Operands, settings: Settings) -> Pairwise | None:
@@ -81,14 +82,14 @@ def padded_visibility(
 def meeting_blocks(
     visibility: Visibility, mask: AbstractMask, row_block: int, key_block: int
 ) -> Bool[Array, "b row_blocks key_blocks"] | None:
-    """Which blocks of rows might see any key of which blocks of keys; None for all."""
+    """Whether a block of rows might see a key of a block of keys, for each pair; None: all might."""
     return meeting(mask, *_cut(visibility, row_block, key_block))
 
 
 def open_blocks(
     visibility: Visibility, mask: AbstractMask, row_block: int, key_block: int
 ) -> Bool[Array, "b row_blocks key_blocks"] | None:
-    """In which blocks of rows and of keys all present rows see all keys; None for all."""
+    """Whether all present rows of a block see all keys of a block, for each pair; None: all do."""
     positions, segments = _cut(visibility, row_block, key_block)
     conditions = []
     if positions is not None:
@@ -160,11 +161,7 @@ def block_list(meets: Bool[Array, "b x y"], all_visible: Bool[Array, "#b #x #y"]
 
 
 def pad_to_blocks(x: Array, axis: int, block: int, fill: float) -> Array:
-    missing = math.ceil(x.shape[axis] / block) * block - x.shape[axis]
-    if missing == 0:
-        return x
-    widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=fill)
+    return pad(x, axis, math.ceil(x.shape[axis] / block) * block, fill)
 
 
 @runtime_checkable

@@ -58,7 +58,7 @@ class Numbers(NamedTuple):
 
 
 class _Lookup(NamedTuple):
-    """One entry of a table: at `starts` of its axes, of which that of `axis` depends on positions."""
+    """An entry of a table at the indices `starts`; the index along `axis` depends on positions."""
 
     table: ProgramValue
     starts: tuple[ProgramValue, ...]

@@ -1,4 +1,4 @@
-"""The operations of a program, calls written out, where each value knows which inputs it reads, and its constant."""
+"""Operations of a jaxpr with its calls inlined; each value knows which inputs it reads, and its constant."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -104,7 +104,7 @@ def _constant(x: Any, type_: Any) -> Any:
 def needed(
     operations: Sequence[Operation], results: Iterable[ProgramValue]
 ) -> tuple[list[Operation], set[ProgramValue]]:
-    """Those of the operations that compute `results`, and the values that these, or `results`, take from elsewhere."""
+    """The subset of `operations` that computes `results`, and the values that it takes from elsewhere."""
     wanted, found = set(results), []
     for x in reversed(operations):
         if not wanted.isdisjoint(x.outputs):

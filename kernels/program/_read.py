@@ -1,4 +1,4 @@
-"""Evaluates jaxprs by rules for their equations, and lists what is in them."""
+"""Evaluates jaxprs by rules for equations, and lists equations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 def without_mesh() -> AbstractContextManager[Any]:
-    """Where functions are traced whose operations are looked at, or evaluated, one by one.
+    """A context for tracing functions whose operations are looked at, or evaluated, one by one.
 
     In a `jax.shard_map` JAX traces steps for devices' parts, which are not evaluated by themselves.
     """
@@ -98,7 +98,7 @@ def as_array(x: Any, type_: Any) -> jax.Array:
 
 
 def without_shardings(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of an equation without those of the mesh that its function was traced for."""
+    """Parameters of an equation without shardings, which name the mesh of the trace."""
     return {**params, **dict.fromkeys({"sharding", "out_sharding"} & params.keys())}
 
 
@@ -113,7 +113,7 @@ def programs(equation: JaxprEqn) -> list[ClosedJaxpr]:
 
 
 def equations(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """All equations of a program, each followed by those of the programs inside it."""
+    """Every equation of a program, and of the programs inside it, outer equations first."""
     for equation in program.eqns:
         yield equation
         for inner in programs(equation):

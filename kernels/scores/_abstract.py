@@ -1,10 +1,14 @@
-"""The abstract class of a score."""
+"""The abstract class of a score, and the check of its parameters."""
 
 import abc
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
+import jax
+import jax.core
 from jaxtyping import Array, Float, Int
+
+from .._checks import check_finite_number, check_floating, check_shape, received
 
 
 class At(NamedTuple):
@@ -74,3 +78,22 @@ class AbstractScore(eqx.Module):
     def per_head(self) -> tuple[Any, ...]:
         """The arrays whose axis 0 is that of the heads; its length is checked."""
         return ()
+
+
+def check_parameter(
+    name: str, x: object, shape: tuple[int | str, ...], *, above_zero: bool = False
+) -> Any:
+    """Returns `x`: a floating array of `shape`, or, for a shape without axes, a finite number.
+
+    Raises `TypeError` for anything else and `ValueError` for another shape or, where values are known,
+    for a number that is not above zero.
+    """
+    if shape or hasattr(x, "shape"):
+        check_shape(name, check_floating(name, x), shape)
+        is_number = not isinstance(x, jax.core.Tracer) and not shape
+    else:
+        check_finite_number(name, x)
+        is_number = True
+    if above_zero and is_number and not float(x) > 0:  # pyright: ignore[reportArgumentType]  # a number
+        raise ValueError(f"{name}: wanted a number above zero, got {received(x)}")
+    return x

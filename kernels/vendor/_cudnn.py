@@ -5,7 +5,6 @@ derivative of it, and queries the attached GPU rather than the program's. This c
 it instead: a forward with softmax statistics in float32, and a backward from them.
 """
 
-import functools
 import inspect
 from typing import Any
 
@@ -14,7 +13,7 @@ from jaxtyping import Array
 
 from .._private import private_names
 from ..call._operands import KernelCall, Operands, Settings
-from ..call._target import check_capability, target_capability
+from ..call._target import check_capability, cuda_version, target_capability
 from ..masks._lengths import Lengths
 from ..masks._structure import WINDOWS
 from ._adapter import VendorGPU, check_plain, lengths, window_side
@@ -39,11 +38,6 @@ class CuDNN(VendorGPU):
     masks = (*WINDOWS, Lengths)
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
-        biases, positions or segments; widths above 256, or above 128 on GPUs other than those of compute
-        capability 9.0; fewer than 64 queries or keys; windows to the right; older GPUs than 8.0; versions of
-        cuDNN that compute it wrongly; and versions of JAX without these primitives.
-        """
         operands, settings, _ = call
         check_capability(self.name, (8, 0))
         capability = target_capability()
@@ -81,7 +75,7 @@ class CuDNN(VendorGPU):
 
 def _check_version(width: int) -> None:
     """Raises `NotImplementedError` for versions of cuDNN with known faults; passes where none is installed."""
-    version = _version()
+    version = cuda_version("cudnn")
     if version is None:
         return
     if version in BROKEN:
@@ -92,14 +86,6 @@ def _check_version(width: int) -> None:
         raise NotImplementedError(
             f"query: wanted a width up to {WIDE} before cuDNN 9.13, got {width} and cuDNN {version}"
         )
-
-
-@functools.cache
-def _version() -> int | None:
-    try:
-        return private_names("cuda_versions").versions.cudnn_get_version()
-    except Exception:  # without CUDA or cuDNN, this raises various exceptions
-        return None
 
 
 def _unused_but_lengths(operands: Operands) -> list[Array]:

@@ -27,10 +27,6 @@ class FA4(VendorGPU):
     name = "fa4"
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
-        biases, positions or segments; widths above 256, or above 128 on compute capability 10; other
-        GPUs than the attached one, for which the package compiles; and without fa4-jax.
-        """
         operands, settings, _ = call
         capability = target_capability()
         if capability is not None:

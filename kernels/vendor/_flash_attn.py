@@ -27,13 +27,9 @@ class FlashAttn(VendorGPU):
     name = "flash"
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for dtypes other than float16 and bfloat16; arrays of masks,
-        biases, positions or segments; widths above 192, for which few GPUs have a backward; GPUs of other
-        capabilities; and if flash-attn-jax or a CUDA library is missing.
-        """
         operands, settings, _ = call
         check_capability(self.name, (8, 0), below=(10, 0))
-        check_plain(self, operands, settings, widest=192)
+        check_plain(self, operands, settings, widest=192)  # few GPUs have a wider backward
         _package()
 
     def attend(self, call: KernelCall) -> tuple[Array, Array]:

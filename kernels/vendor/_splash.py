@@ -61,11 +61,6 @@ class Splash(AbstractKernel):
     masks = (*WINDOWS, Lengths, Segments)
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for dtypes other than bfloat16; arrays of masks, biases or
-        positions; segments beside lengths; widths above 256; numbers of queries or keys that are not multiples of
-        128 or above 32768; scales that are not powers of two; and versions of JAX without these
-        kernels.
-        """
         operands, settings, _ = call
         check_plain(self, operands, settings, widest=256)
         if operands.tokens.has_lengths and operands.tokens.query_segments is not None:

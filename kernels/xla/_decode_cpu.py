@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..call._eight_bits import dequantized
 from ..call._kernel import check_operands
 from ..call._operands import (
     KernelCall,
     Settings,
+    dequantized,
     hide_unreachable,
     out_dtype,
     present_keys,
@@ -29,7 +29,7 @@ MOST_ROWS = 1024
 PREFERRED_ROWS = 32
 
 
-class _Sums(NamedTuple):
+class _OnlineSoftmax(NamedTuple):
     """The online softmax of each row of the batch over the keys read so far, in the dtype of the scores."""
 
     maximum: Float[Array, "B rows"]
@@ -86,22 +86,24 @@ class DecodeCPU(AbstractDecode):
         size = min(self.keys, key_len)
         blocks = live_blocks(present_keys(operands), batch, key_len, size)
 
-        def add_block(i: Array, sums: _Sums) -> _Sums:
+        def add_block(i: Array, sums: _OnlineSoftmax) -> _OnlineSoftmax:
             row, index = blocks.at(i)
             # the last block overlaps the one before; keys in both count once
             first = jnp.minimum(index * size, key_len - size)
             is_new = jnp.arange(size, dtype=jnp.int32) + first >= index * size
             block = take_block(operands, row, first, size)
-            old = _Sums(*(lax.dynamic_index_in_dim(x, row, keepdims=False) for x in sums))
+            old = _OnlineSoftmax(*(lax.dynamic_index_in_dim(x, row, keepdims=False) for x in sums))
             new = self._added(old, block, is_new if key_len % size else None, settings)
             pairs = zip(sums, new, strict=True)
-            return _Sums(*(lax.dynamic_update_index_in_dim(x, y, row, 0) for x, y in pairs))
+            return _OnlineSoftmax(
+                *(lax.dynamic_update_index_in_dim(x, y, row, 0) for x, y in pairs)
+            )
 
         def full(fill: float, *shape: int) -> Array:
             return lax.full_like(query, fill, dtype=lse_dtype(query.dtype), shape=(batch, *shape))
 
         rows = heads * query_len
-        start = _Sums(
+        start = _OnlineSoftmax(
             full(-jnp.inf, rows), full(0.0, rows), full(0.0, kv_heads, group * query_len, width)
         )
         sums = lax.fori_loop(jnp.int32(0), blocks.total, add_block, start)
@@ -111,7 +113,9 @@ class DecodeCPU(AbstractDecode):
         out = weighed / total[..., None]
         return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
-    def _added(self, old: _Sums, block: Block, is_new: Array | None, settings: Settings) -> _Sums:
+    def _added(
+        self, old: _OnlineSoftmax, block: Block, is_new: Array | None, settings: Settings
+    ) -> _OnlineSoftmax:
         """The sums of a row with a block of its keys, of which those that are not new count already."""
         operands = block.operands
         query_len, heads = operands.query.shape[1:3]
@@ -137,7 +141,7 @@ class DecodeCPU(AbstractDecode):
             None if is_present is None else is_present[0],
             self.products,
         )
-        return _Sums(
+        return _OnlineSoftmax(
             maximum,
             old.total * decay + row_sum(weights),
             old.weighed * decay.reshape(kv_heads, -1, 1) + weighed,

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from ..call._eight_bits import dequantize
-from ..call._operands import Operands
+from ..call._operands import Operands, dequantize
 from ._slice import slice_at
 
 

@@ -44,8 +44,6 @@ class Reference(AbstractJAXKernel):
         operands, settings, _ = call
         operands = hide_unreachable(operands, settings)
         query, key, value = zero_absent(operands).qkv
-        batch, query_len, heads = query.shape[:3]
-        key_len, kv_heads = key.shape[1:3]
 
         def scores(query: Array) -> Array:
             return _scores(query, key, operands, settings)

@@ -20,13 +20,6 @@ from jaxtyping import Array
 Corner = tuple[ArrayLike, ...]
 
 
-def slice_of(x: Array, axis: int, first: Array, size: int) -> Array:
-    """`size` entries of an axis from `first` on."""
-    zero = np.zeros((), first.dtype)
-    corner = tuple(first if i == axis else zero for i in range(x.ndim))
-    return slice_at(x, corner, (*x.shape[:axis], size, *x.shape[axis + 1 :]))
-
-
 def slice_at(x: Array, corner: Corner, sizes: tuple[int, ...]) -> Array:
     """The slice of these sizes that begins at `corner`."""
     return slice_p.bind(x, *corner, sizes=sizes)

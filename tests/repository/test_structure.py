@@ -140,6 +140,35 @@ def test_counts_in_contributing():
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
 
 
+def test_repeated_class_is_found(sound):
+    """Two meanings of one name, one of them private."""
+    (sound / "kernels" / "_b.py").write_text("class Plan:\n    pass\n")
+    assert list(check_structure.repeated_classes(sound)) == []
+    (sound / "energy_attn" / "_c.py").write_text("def f():\n    class _Plan:\n        pass\n")
+    (finding,) = check_structure.repeated_classes(sound)
+    assert finding.startswith("kernels/_b.py:1: class Plan is defined 2 times")
+    assert "energy_attn/_c.py:2" in finding
+
+
+@pytest.mark.parametrize(
+    ("where", "line", "allowed"),
+    [
+        ("energy_attn/core/_c.py", "from ..models import Llama", False),
+        ("energy_attn/core/_c.py", "from .. import models", False),
+        ("energy_attn/core/_c.py", "def f():\n    import energy_attn.models", False),
+        ("energy_attn/report/_report.py", "from ..models.decoder._decoder import A", False),
+        ("energy_attn/report/_report.py", "from ..models import AbstractDecoder", True),
+        ("energy_attn/cli/_c.py", "from ..models.decoder._decoder import A", True),
+        ("energy_attn/models/_c.py", "from ._decoder import A", True),
+    ],
+)
+def test_who_leans_on_models_is_found(sound, where, line, allowed):
+    path = sound / where
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(line + "\n")
+    assert len(list(check_structure.leaning_on_models(sound))) == (not allowed)
+
+
 @pytest.mark.parametrize(
     ("where", "text"),
     [

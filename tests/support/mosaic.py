@@ -12,7 +12,7 @@ from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import as_read, check_call_of
 from energy_attn.kernels.dispatch._lowering import platform_here
 from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
-from energy_attn.kernels.pallas.mosaic._plan import TileSizes
+from energy_attn.kernels.pallas.mosaic._plan import MosaicSizes
 from tests.support.compare import close
 from tests.support.problems import Problem, cast
 from tests.support.reference import dense
@@ -26,7 +26,7 @@ runs = pytest.mark.skipif(
 
 
 # Tiles of 64 keys, so that there are several; keys are split over programs where rows are few.
-KERNEL = MosaicGPU(TileSizes(keys=64, stages_of_few=3, programs=4, least_steps=1))
+KERNEL = MosaicGPU(MosaicSizes(keys=64, stages_of_few=3, programs=4, least_steps=1))
 
 
 def problem(name, B=1, T=150, S=150, N=1, K=1, H=16, V=16, **options):

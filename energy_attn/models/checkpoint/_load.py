@@ -19,8 +19,13 @@ from energy_attn.distributed.internal import Part, Tensor, files, safetensors
 from energy_attn.kernels.internal import FLOATING, check_floating_dtype
 
 from ...functional._progress import Progress, progress_of
-from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig, StoredWeight
-from ..decoder._decoder import AbstractModel, Family
+from ..decoder._config import (
+    AbstractDecoderConfig,
+    AbstractModel,
+    AbstractModelConfig,
+    StoredWeight,
+)
+from ..decoder._decoder import Family
 from . import _folder
 from ._config import with_end_tokens
 from ._folder import CONFIG, INDEX, WHOLE
@@ -94,8 +99,7 @@ def _array(
         bounds = tuple((0, size) for size in shape)
         return jax.device_put(place.read(tensors, bounds, dtype))
     indices = sharding.addressable_devices_indices_map(shape).values()
-    parts = {_part(index, shape) for index in indices}
-    data = {part: place.read(tensors, part, dtype) for part in parts}
+    data = {x: place.read(tensors, x, dtype) for x in {_part(index, shape) for index in indices}}
     return jax.make_array_from_callback(shape, sharding, lambda index: data[_part(index, shape)])
 
 

@@ -18,8 +18,7 @@ from energy_attn.distributed import fetch
 from energy_attn.distributed.internal import files, safetensors
 from energy_attn.kernels.internal import check_integer, received
 
-from ..decoder._config import StoredWeight
-from ..decoder._decoder import AbstractModel
+from ..decoder._config import AbstractModel, StoredWeight
 from . import _folder
 from ._config import SAVE
 from ._folder import CONFIG, INDEX, WHOLE, unfinished

@@ -10,8 +10,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import received
 
-from ..decoder._config import AbstractExperts, AbstractModelConfig
-from ..decoder._decoder import AbstractModel
+from ..decoder._config import AbstractExperts, AbstractModel, AbstractModelConfig
 
 Model = TypeVar("Model", bound=AbstractModel)
 Leaf = Array | jax.ShapeDtypeStruct

@@ -152,3 +152,9 @@ def check_positive(name: str, x: object) -> float:
     if number <= 0:
         raise ValueError(f"{name}: wanted more than 0, got {x}")
     return number
+
+
+class AbstractModel(eqx.Module):
+    """A model that has checkpoints, and a sharding on a mesh, by its `config`."""
+
+    config: eqx.AbstractVar[Any]  # an `AbstractModelConfig`; to pyright, fields are invariant

@@ -1,6 +1,5 @@
 """The abstract decoder: logits of tokens, without a cache, with one, or of a tree."""
 
-import abc
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -8,29 +7,31 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from energy_attn import attention
 from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.distributed.internal import check_mesh
 from energy_attn.kernels.internal import LEAF, check_flag, check_integer, received
 
-from ...functional._attention import attention
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
 from ._cache import DecoderCache, DecoderOutput, TreeOutput, check_cache, log_probabilities
-from ._config import AbstractModelConfig
-from ._read import check_tokens, fitting, read_alone, read_chunks, read_on, read_tree
+from ._config import AbstractModel, AbstractModelConfig
+from ._read import (
+    AbstractLayers,
+    check_tokens,
+    fitting,
+    read_alone,
+    read_chunks,
+    read_on,
+    read_tree,
+)
 from ._see import How
 
 # Whole leaves on a device: each sends a root in each step, so that what is sent does not grow with the cache.
 _MOST_BLOCKS = 8
 
 
-class AbstractModel(eqx.Module):
-    """A model that has checkpoints, and a sharding on a mesh, by its `config`."""
-
-    config: eqx.AbstractVar[Any]  # an `AbstractModelConfig`; to pyright, fields are invariant
-
-
-class AbstractDecoder(AbstractModel):
+class AbstractDecoder(AbstractLayers):
     """A decoder of any family whose attention is this library's.
 
     [`generate`][energy_attn.models.generate], the drafters, checkpoints and
@@ -63,17 +64,6 @@ class AbstractDecoder(AbstractModel):
     """
 
     config: eqx.AbstractVar[Any]  # an `AbstractDecoderConfig`
-    embed_tokens: eqx.AbstractVar[Any]
-    layers: eqx.AbstractVar[tuple[Callable[..., Any], ...]]
-    norm: eqx.AbstractVar[Any]
-
-    @abc.abstractmethod
-    def rope(self, positions: Int[Array, "batch time"], length: int) -> Any:
-        """The rotary embedding at these positions of a text of at most `length` tokens, as the layers take it."""
-
-    @abc.abstractmethod
-    def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocab"]:
-        """The output projection of normed hidden states, in float32 or wider."""
 
     def __call__(
         self,

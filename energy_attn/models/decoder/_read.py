@@ -1,14 +1,17 @@
 """The forward passes of a decoder: without a cache, with one, in chunks, and of a tree."""
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
+from energy_attn import attention
 from energy_attn.distributed import ForkedCache, KVCache, SequenceParallel
 from energy_attn.distributed.internal import (
     check_counts,
@@ -25,18 +28,32 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ...functional._attention import attention
 from ...functional._tag import placed, recorders
 from ...prefix_tree import PrefixTree, tree_decode
 from ._cache import DecoderCache, Trace, TreeOutput, check_cache, growing, joined
+from ._config import AbstractModel
 from ._paths import attend_paths
 from ._see import PLAIN, How
 
-# `model` is an `AbstractDecoder` throughout, whose module imports this one.
+
+class AbstractLayers(AbstractModel):
+    """The parts of a decoder that its forward passes run, as `AbstractDecoder` describes them."""
+
+    embed_tokens: eqx.AbstractVar[Any]
+    layers: eqx.AbstractVar[tuple[Callable[..., Any], ...]]
+    norm: eqx.AbstractVar[Any]
+
+    @abc.abstractmethod
+    def rope(self, positions: Int[Array, "batch time"], length: int) -> Any:
+        """The rotary embedding at these positions of a text of at most `length` tokens, as the layers take it."""
+
+    @abc.abstractmethod
+    def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocab"]:
+        """The output projection of normed hidden states, in float32 or wider."""
 
 
 def read_alone(
-    model: Any,
+    model: AbstractLayers,
     tokens: Array,
     positions: Array | None,
     parallel: SequenceParallel | None,
@@ -73,7 +90,7 @@ def read_alone(
 
 
 def read_on(
-    model: Any,
+    model: AbstractLayers,
     tokens: Array,
     cache: DecoderCache,
     counts: Array,
@@ -150,7 +167,7 @@ def _options_of(attend: Callable[..., Any]) -> dict[str, Any]:
 
 
 def read_chunks(
-    model: Any,
+    model: AbstractLayers,
     tokens: Array,
     cache: DecoderCache,
     counts: Array,
@@ -205,7 +222,9 @@ def read_chunks(
     return x, cache
 
 
-def read_tree(model: Any, tree: PrefixTree, cache: DecoderCache, how: How = PLAIN) -> TreeOutput:
+def read_tree(
+    model: AbstractLayers, tree: PrefixTree, cache: DecoderCache, how: How = PLAIN
+) -> TreeOutput:
     """Logits after each node of a tree that follows the cache, and the keys and values of the nodes."""
     x = how.rows(model.embed_tokens, tree.tokens)
     positions = cache.lengths[:, None] + tree.depth
@@ -231,7 +250,7 @@ def read_tree(model: Any, tree: PrefixTree, cache: DecoderCache, how: How = PLAI
 
 
 def fitting(
-    model: Any,
+    model: AbstractLayers,
     tokens: Array,
     cache: DecoderCache,
     lengths: object,

@@ -7,11 +7,11 @@ from typing import Any
 
 from jaxtyping import Array
 
+from energy_attn import attention
 from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import AbstractTokens, run_of
 from energy_attn.kernels.internal import reproducible_kernels
 
-from ...functional._attention import attention
 from ._by_rows import by_rows, together
 
 

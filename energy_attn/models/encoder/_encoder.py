@@ -12,14 +12,15 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from energy_attn import attention
 from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import check_counts
 from energy_attn.kernels.internal import check_floating_dtype, check_key, lse_dtype, received
 
-from ...functional._attention import attention
 from ...functional._tag import placed
 from ..checkpoint._save import save
-from ..decoder._decoder import AbstractModel, Family
+from ..decoder._config import AbstractModel
+from ..decoder._decoder import Family
 from ..decoder._read import check_tokens
 from ..llama._layers import Embedding, Linear
 from ._config import EncoderConfig, read_config

@@ -22,14 +22,14 @@ from .._rows import BlockList, Visibility, tile_ranges, visibility_of
 from .._score import score_cotangents, score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles
-from ._plan import Plan
-from ._score import TileScores, sums_like
+from ._plan import TritonPlan
+from ._score import TritonScores, sums_like
 
 
 def backward(
     operands: Operands,
-    query_plan: Plan,
-    key_plan: Plan,
+    query_plan: TritonPlan,
+    key_plan: TritonPlan,
     state: AttentionState,
     cotangent: AttentionState,
     *,
@@ -42,7 +42,9 @@ def backward(
     arrays = (rows.query, key, value, d_out, lse, rows.delta)
     numbers = score_numbers(operands, query_plan.score)
 
-    def run(kernel: Callable[..., None], plan: Plan, *like: Array) -> tuple[list[Array], Numbers]:
+    def run(
+        kernel: Callable[..., None], plan: TritonPlan, *like: Array
+    ) -> tuple[list[Array], Numbers]:
         visibility = visibility_of(operands, plan)
         of_keys = kernel is _key_kernel
         count = plan.key_tiles if of_keys else plan.row_tiles
@@ -73,7 +75,7 @@ def backward(
 
 
 def _query_kernel(
-    plan: Plan,
+    plan: TritonPlan,
     exp2: tiles.Exp2,
     query_ref: Ref,
     key_ref: Ref,
@@ -93,7 +95,7 @@ def _query_kernel(
     d_out = tiles.load_rows(out_ref, program, rows, plan.value_width)
     lse = tiles.load_numbers(lse_ref, program, rows, jnp.inf)
     delta = tiles.load_numbers(delta_ref, program, rows, 0.0)
-    score = TileScores(plan, numbers, visibility, program)
+    score = TritonScores(plan, numbers, visibility, program)
     row_inputs = score.row_inputs(rows)
 
     def step(tile: Array, carry: tuple[Array, Numbers], masked: bool) -> tuple[Array, Numbers]:
@@ -121,7 +123,7 @@ def _query_kernel(
 
 
 def _key_kernel(
-    plan: Plan,
+    plan: TritonPlan,
     exp2: tiles.Exp2,
     query_ref: Ref,
     key_ref: Ref,
@@ -139,7 +141,7 @@ def _key_kernel(
     key = tiles.load_keys(plan, key_ref, program, program.tile, plan.width, False)
     value = tiles.load_keys(plan, value_ref, program, program.tile, plan.value_width, False)
     key, value = tiles.zero_hidden(plan, visibility, program, program.tile, key, value)
-    score = TileScores(plan, numbers, visibility, program, keys_first=True)
+    score = TritonScores(plan, numbers, visibility, program, keys_first=True)
 
     def step(tile: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
         d_key, d_value = carry

@@ -14,7 +14,7 @@ _MEMORY = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
 _LEAST_MEMORY = 99
 
 
-class Chip(NamedTuple):
+class GPUChip(NamedTuple):
     """A GPU; the defaults are those of an H100, for programs whose devices are not known.
 
     Attributes:
@@ -28,7 +28,7 @@ class Chip(NamedTuple):
     kind: str | None = None
 
 
-def target_chip() -> Chip:
+def target_chip() -> GPUChip:
     """The GPU of the program being lowered, which need not be attached.
 
     While a call is traced this is the default; the call is checked again, and its tiles are chosen, when
@@ -37,10 +37,10 @@ def target_chip() -> Chip:
     device = target_device()
     capability = getattr(device, "compute_capability", None)
     if device is None or capability is None:  # interpreted on another platform
-        return Chip()
+        return GPUChip()
     memory = _MEMORY.get(capability, _LEAST_MEMORY) * 1024
-    cores = getattr(device, "core_count", None) or Chip().multiprocessors
-    return Chip(memory, cores, device.device_kind)
+    cores = getattr(device, "core_count", None) or GPUChip().multiprocessors
+    return GPUChip(memory, cores, device.device_kind)
 
 
 @contextlib.contextmanager

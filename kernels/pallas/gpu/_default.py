@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple, get_args
 
-from ._chip import Chip
+from ._chip import GPUChip
 
 KernelKind = Literal["forward", "query", "key", "tangent"]
 KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
@@ -104,7 +104,7 @@ class Need(NamedTuple):
         tiles = buffered * other * (self.other_bytes + kept * self.pair_bytes)
         return kept * self.own_bytes + tiles + weights
 
-    def fitting(self, kept: int, other: int, stages: int, chip: Chip) -> int:
+    def fitting(self, kept: int, other: int, stages: int, chip: GPUChip) -> int:
         """How many programs fit into the shared memory of a multiprocessor; 0: not even one."""
         needed = self.memory(kept, other, stages)
         return (
@@ -126,7 +126,7 @@ def power(size: int) -> int:
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
-def default_tiles(need: Need, chip: Chip) -> GPUTiles | None:
+def default_tiles(need: Need, chip: GPUChip) -> GPUTiles | None:
     """The tiles of a kernel on a GPU; None if not even the smallest fit."""
     of_state = need.kind in ("forward", "tangent")
     kept = FLOAT32 if need.float32 else min(OWN, need.kept)
@@ -137,7 +137,7 @@ def default_tiles(need: Need, chip: Chip) -> GPUTiles | None:
     return tiles or _of_many_rows(need, kept, chip)
 
 
-def _of_few_rows(need: Need, kept: int, chip: Chip) -> GPUTiles | None:
+def _of_few_rows(need: Need, kept: int, chip: GPUChip) -> GPUTiles | None:
     """The tiles that keep the most bytes in flight to a multiprocessor."""
     by_groups = kept >= WARP_GROUP
     other = min(need.iterated, KEYS_OF_WARP_GROUPS if by_groups else KEYS_OF_WARPS)
@@ -168,7 +168,7 @@ def _of_few_rows(need: Need, kept: int, chip: Chip) -> GPUTiles | None:
     )
 
 
-def _of_many_rows(need: Need, kept: int, chip: Chip) -> GPUTiles | None:
+def _of_many_rows(need: Need, kept: int, chip: GPUChip) -> GPUTiles | None:
     """Large tiles, in three stages where they fit: with two, loads wait for the preceding products.
 
     A list of tiles gets two stages, as its next entry would occupy one of three.

@@ -22,11 +22,11 @@ from .._score import score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles
 from ._default import LEAST
-from ._plan import Plan
-from ._score import TileScores
+from ._plan import TritonPlan
+from ._score import TritonScores
 
 
-class _Stored(NamedTuple):
+class _KeysOrValues(NamedTuple):
     """Keys or values `[B, S, K, H]` and, if they are of eight bits, scales `[B, S, K]`.
 
     Integers of eight bits are exact in the dtype of any query, so they are cast without rounding; the scale
@@ -37,7 +37,7 @@ class _Stored(NamedTuple):
     scale: Array | Ref | None
 
 
-def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
+def forward(operands: Operands, plan: TritonPlan, *, interpret: bool) -> AttentionState:
     query, key, value = operands.qkv
     visibility = visibility_of(operands, plan)
     shape = (plan.splits, *query.shape[:-1])
@@ -47,9 +47,7 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
         grid=(plan.row_tiles * plan.kv_heads * plan.batch * plan.splits,),
         out_shape=[
             result_like(
-                query,
-                (*shape, plan.value_width),
-                dtype if plan.splits == 1 else jnp.float32,
+                query, (*shape, plan.value_width), dtype if plan.splits == 1 else jnp.float32
             ),
             result_like(query, shape, jnp.float32),
         ],
@@ -59,8 +57,8 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
     )(
         *(
             query,
-            _Stored(key, operands.scales.key),
-            _Stored(value, operands.scales.value),
+            _KeysOrValues(key, operands.scales.key),
+            _KeysOrValues(value, operands.scales.value),
             visibility,
         ),
         tile_ranges(operands, visibility, plan, of_keys=False),
@@ -72,11 +70,11 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
 
 
 def _kernel(
-    plan: Plan,
+    plan: TritonPlan,
     interpret: bool,
     query_ref: Ref,
-    keys: _Stored,
-    values: _Stored,
+    keys: _KeysOrValues,
+    values: _KeysOrValues,
     visibility: Visibility,
     ranges: Ref | BlockList | None,
     numbers: Numbers,
@@ -85,7 +83,7 @@ def _kernel(
 ) -> None:
     program = tiles.program_index(plan, of_keys=False)
     rows = tiles.rows(plan, program.tile, program.kv_head)
-    score = TileScores(plan, numbers, visibility, program)
+    score = TritonScores(plan, numbers, visibility, program)
     row_inputs = score.row_inputs(rows)
     exp2 = functools.partial(tiles.exp2_from, unit=score.unit, interpret=interpret)
     query = tiles.load_rows(query_ref, program, rows, plan.width)
@@ -137,8 +135,8 @@ class _Loaded(NamedTuple):
 
 
 def _load(
-    plan: Plan,
-    stored: _Stored,
+    plan: TritonPlan,
+    stored: _KeysOrValues,
     program: tiles.ProgramIndex,
     tile: Array,
     width: int,
@@ -156,7 +154,11 @@ def _load(
 
 
 def _zero_hidden(
-    plan: Plan, visibility: Visibility, program: tiles.ProgramIndex, tile: Array, loaded: _Loaded
+    plan: TritonPlan,
+    visibility: Visibility,
+    program: tiles.ProgramIndex,
+    tile: Array,
+    loaded: _Loaded,
 ) -> _Loaded:
     """A tile with zeros for keys that no row of the call sees; with eight bits, zero scales suffice."""
     numbers, scale = loaded

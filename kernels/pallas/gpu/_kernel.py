@@ -4,15 +4,14 @@ import dataclasses
 
 import jax
 
-from ...call._eight_bits import dequantized
 from ...call._kernel import AbstractKernel, check_operands
-from ...call._operands import KernelCall, Operands, Settings
+from ...call._operands import KernelCall, Operands, Settings, dequantized
 from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
 from ._chip import named_gpu
 from ._default import OWN, GPUTiles, KernelKind
-from ._plan import Plan, make_plan
+from ._plan import TritonPlan, make_plan
 
 # Not 8 bits: Pallas computes offsets in signed 32 bits for arrays of up to 2^32 bytes, here as many numbers.
 DTYPES = ("float16", "bfloat16", "float32")
@@ -43,12 +42,6 @@ class PallasGPU(AbstractKernel):
     scores = True
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for bias and mask arrays, float64 and empty axes; for widths
-        whose tiles do not fit on the chip; for masks that look into a table by query and key, or
-        compute with them what tiles do not; for scores of other functions or larger tables than
-        tiles compute, and a source beside a score; for GPUs older than compute capability 8.0, which
-        XLA's Triton does not compile for; and for versions of JAX without Pallas on Triton.
-        """
         operands, settings, _ = call
         check_capability(self.name, (8, 0))
         plain = operands if operands.scales.key is None else jax.eval_shape(dequantized, operands)
@@ -76,7 +69,6 @@ class PallasGPU(AbstractKernel):
         return query.dtype.name in ("bfloat16", "float32") and few_rows and counted
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """One kernel, and a merge of its parts if few rows see many keys."""
         operands, settings, platform = call
         from ._forward import forward
 
@@ -87,7 +79,6 @@ class PallasGPU(AbstractKernel):
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        """Two kernels: one for the gradient of queries, one for the others."""
         operands, settings, platform = call
         from ._backward import backward
 
@@ -115,5 +106,5 @@ class PallasGPU(AbstractKernel):
         with named_gpu(platform):
             return tangent(operands, plan, state, directions, interpret=platform != "cuda")
 
-    def _plan(self, operands: Operands, settings: Settings, kind: KernelKind) -> Plan:
+    def _plan(self, operands: Operands, settings: Settings, kind: KernelKind) -> TritonPlan:
         return make_plan(operands, settings, kind, self.tiles)

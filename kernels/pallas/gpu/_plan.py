@@ -8,7 +8,7 @@ from ...masks._pairwise import Pairwise
 from .._rows import pairs_of
 from .._score import score_of
 from .._score_program import ScoreProgram, Target
-from ._chip import Chip, target_chip
+from ._chip import GPUChip, target_chip
 from ._default import GPUTiles, KernelKind, Need, default_tiles, power
 
 # The primitives that every supported JAX lowers to Triton, for a score and its derivatives.
@@ -24,7 +24,7 @@ TARGET = Target(
 )
 
 
-class Plan(NamedTuple):
+class TritonPlan(NamedTuple):
     """The static properties of a call and its tiles.
 
     The rows of a tile are `row_times` consecutive queries of `row_heads` of the query heads that
@@ -89,7 +89,7 @@ class Plan(NamedTuple):
 
 def make_plan(
     operands: Operands, settings: Settings, kind: KernelKind, given: tuple[GPUTiles, ...] = ()
-) -> Plan:
+) -> TritonPlan:
     """The plan of one kernel of a call, with the given tiles if some are for it, else the default ones.
 
     Raises `NotImplementedError` if no tiles fit into shared memory, or the given ones do not, or for a mask
@@ -110,7 +110,7 @@ def make_plan(
             f"got {width} beside values of {value_width}"
         )
     row_heads = min(group, tiles.rows)
-    plan = Plan(
+    plan = TritonPlan(
         settings,
         pairs,
         *(batch, query_len, key_len, kv_heads, group, width, value_width),
@@ -171,7 +171,7 @@ def _numbers(
     return compared + segments + int(placed) + energies + scales
 
 
-def _no_larger(tiles: GPUTiles, need: Need, chip: Chip) -> GPUTiles:
+def _no_larger(tiles: GPUTiles, need: Need, chip: GPUChip) -> GPUTiles:
     """Returns tiles that are no larger than the call; raises `NotImplementedError` unless they fit on the chip."""
     tiles = tiles._replace(rows=min(tiles.rows, need.rows), keys=min(tiles.keys, need.keys))
     sides = (tiles.keys, tiles.rows) if need.kind == "key" else (tiles.rows, tiles.keys)

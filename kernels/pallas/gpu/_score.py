@@ -14,7 +14,7 @@ from .._rows import Visibility
 from .._score_program import Numbers, ScoreProgram
 from . import _tile as tiles
 from ._default import power
-from ._plan import Plan
+from ._plan import TritonPlan
 
 # Where a tile may see; None: everywhere.
 Visible = Array | None
@@ -23,17 +23,17 @@ Visible = Array | None
 class RowInputs(NamedTuple):
     """The inputs of a tile's scores that depend on its rows."""
 
-    rows: tiles.Rows
+    rows: tiles.RowsOfTile
     position: Array | None
     numbers: Numbers  # without tables
 
 
-class TileScores:
+class TritonScores:
     """The scores of a program's tiles; `[keys, rows]` if `keys_first`."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TritonPlan,
         numbers: Numbers,
         visibility: Visibility,
         program: tiles.ProgramIndex,
@@ -44,7 +44,7 @@ class TileScores:
         self._visibility, self._program = visibility, program
         self._row_axis = int(keys_first)
 
-    def row_inputs(self, rows: tiles.Rows) -> RowInputs | None:
+    def row_inputs(self, rows: tiles.RowsOfTile) -> RowInputs | None:
         """The inputs that are read once for a tile of rows; None without a score."""
         score = self._plan.score
         if score is None:
@@ -54,7 +54,7 @@ class TileScores:
             position = self._position(self._visibility.row_positions, rows.time, rows.in_bounds)
         return RowInputs(rows, position, self.row_numbers(self._numbers, rows))
 
-    def row_numbers(self, numbers: Numbers, rows: tiles.Rows) -> Numbers:
+    def row_numbers(self, numbers: Numbers, rows: tiles.RowsOfTile) -> Numbers:
         def read(refs: Sequence[Ref]) -> tuple[Array, ...]:
             return tuple(tiles.load(x, self._heads(x, rows.head), None) for x in refs)
 
@@ -129,7 +129,7 @@ class TileScores:
             tuple(jnp.zeros((rows, power(size)), jnp.float32) for size in self._sizes),
         )
 
-    def store(self, refs: Numbers, rows: tiles.Rows, sums: Numbers) -> None:
+    def store(self, refs: Numbers, rows: tiles.RowsOfTile, sums: Numbers) -> None:
         for ref, x in zip(refs.floats, sums.floats, strict=True):
             index = (self._program.split, self._program.batch, rows.time, rows.head)
             triton.store(ref.at[index], x, mask=rows.in_bounds)
@@ -175,7 +175,7 @@ class TileScores:
         return tiles.load(x, (self._program.batch if x.shape[0] > 1 else 0, index), in_bounds, -1)
 
     def _entries(
-        self, tables: Sequence[Ref], indices: Sequence[Array], rows: tiles.Rows, other: float
+        self, tables: Sequence[Ref], indices: Sequence[Array], rows: tiles.RowsOfTile, other: float
     ) -> tuple[Array, ...]:
         entries = []
         for table, index in zip(tables, indices, strict=True):
@@ -186,7 +186,7 @@ class TileScores:
         return tuple(entries)
 
 
-def sums_like(plan: Plan, numbers: Numbers, like: Array) -> Numbers:
+def sums_like(plan: TritonPlan, numbers: Numbers, like: Array) -> Numbers:
     """The types of the sums of all programs, `[splits, B, T, N]` and `[splits, B, T, N, D]`."""
     shape = (plan.splits, *like.shape[:3])
     sizes = () if plan.score is None else plan.score.sizes

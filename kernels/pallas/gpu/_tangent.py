@@ -20,13 +20,13 @@ from .._rows import BlockList, Visibility, moving_arrays, tile_ranges, visibilit
 from .._score import score_directions, score_numbers
 from .._score_program import Numbers
 from . import _tile as tiles
-from ._plan import Plan
-from ._score import TileScores
+from ._plan import TritonPlan
+from ._score import TritonScores
 
 
 def tangent(
     operands: Operands,
-    plan: Plan,
+    plan: TritonPlan,
     state: AttentionState,
     directions: Operands,
     *,
@@ -58,7 +58,7 @@ def tangent(
 
 
 def _kernel(
-    plan: Plan,
+    plan: TritonPlan,
     exp2: tiles.Exp2,
     query_ref: Ref,
     key_ref: Ref,
@@ -83,7 +83,7 @@ def _kernel(
     has_keys = holds_keys(lse)
     # in bits; a row without keys has no weight
     shift = jnp.where(has_keys, lse * tiles.LOG2_E, jnp.inf)
-    score = TileScores(plan, numbers, visibility, program)
+    score = TritonScores(plan, numbers, visibility, program)
     row_inputs = score.row_inputs(rows)
     score_directions = (
         None if d_numbers is None else (d_numbers, score.row_numbers(d_numbers, rows))

@@ -20,7 +20,7 @@ from ...call._state import unfused
 from ...masks._visibility import visible
 from .._rows import BlockList, Visibility
 from ._default import power
-from ._plan import Plan
+from ._plan import TritonPlan
 
 Carry = TypeVar("Carry")
 
@@ -36,7 +36,7 @@ class ProgramIndex(NamedTuple):
     split: Array
 
 
-def program_index(plan: Plan, *, of_keys: bool) -> ProgramIndex:
+def program_index(plan: TritonPlan, *, of_keys: bool) -> ProgramIndex:
     """The index of this program, whose tile is of rows or of keys; tiles vary fastest.
 
     The tiles with the longest iterations under a causal mask start first: the last rows, the first keys.
@@ -82,7 +82,7 @@ def columns(width: int) -> Columns:
     return Columns(number, None if power(width) == width else number < width)
 
 
-class Rows(NamedTuple):
+class RowsOfTile(NamedTuple):
     """The rows of a tile of queries: their times and heads, and which exist."""
 
     time: Int[Array, " rows"]
@@ -90,7 +90,7 @@ class Rows(NamedTuple):
     in_bounds: Bool[Array, " rows"] | None
 
 
-def rows(plan: Plan, tile: Array, kv_head: Array) -> Rows:
+def rows(plan: TritonPlan, tile: Array, kv_head: Array) -> RowsOfTile:
     time, head = divide(numbers(plan.rows), plan.row_heads)
     in_bounds = None if plan.full_rows else time < plan.row_times
     of_time, of_head = divide(tile, plan.head_tiles)
@@ -98,29 +98,29 @@ def rows(plan: Plan, tile: Array, kv_head: Array) -> Rows:
     head += of_head * plan.row_heads
     if in_bounds is not None:
         in_bounds &= (time < plan.query_len) & (head < plan.group)
-    return Rows(time, head + kv_head * plan.group, in_bounds)
+    return RowsOfTile(time, head + kv_head * plan.group, in_bounds)
 
 
-def load_rows(ref: Ref, program: ProgramIndex, rows: Rows, width: int) -> Array:
+def load_rows(ref: Ref, program: ProgramIndex, rows: RowsOfTile, width: int) -> Array:
     """`[rows, width]` of an array `[B, T, N, width]`, zero outside of it."""
     index, in_bounds = _row_index(rows, columns(width))
     return load(ref, (program.batch, *index), in_bounds)
 
 
-def store_rows(ref: Ref, program: ProgramIndex, rows: Rows, x: Array, width: int) -> None:
+def store_rows(ref: Ref, program: ProgramIndex, rows: RowsOfTile, x: Array, width: int) -> None:
     """Stores `[rows, width]` to this program's share of `[splits, B, T, N, width]`."""
     index, in_bounds = _row_index(rows, columns(width))
     index = program.split, program.batch, *index
     triton.store(ref.at[index], x.astype(ref.dtype), mask=in_bounds)
 
 
-def store_numbers(ref: Ref, program: ProgramIndex, rows: Rows, x: Array) -> None:
+def store_numbers(ref: Ref, program: ProgramIndex, rows: RowsOfTile, x: Array) -> None:
     """Stores one number for each row to this program's share of `[splits, B, T, N]`."""
     index = program.split, program.batch, rows.time, rows.head
     triton.store(ref.at[index], x, mask=rows.in_bounds)
 
 
-def _row_index(rows: Rows, columns: Columns) -> tuple[tuple[Array, Array, Array], Any]:
+def _row_index(rows: RowsOfTile, columns: Columns) -> tuple[tuple[Array, Array, Array], Any]:
     time, head = rows.time[:, None], rows.head[:, None]
     in_bounds = None if rows.in_bounds is None else rows.in_bounds[:, None]
     return (time, head, columns.number), _both(in_bounds, columns.in_bounds, len(rows.time))
@@ -133,21 +133,21 @@ def _both(a: Array | None, b: Array | None, size: int) -> Array | None:
 
 
 def load_numbers(
-    ref: Ref, program: ProgramIndex, rows: Rows, other: float
+    ref: Ref, program: ProgramIndex, rows: RowsOfTile, other: float
 ) -> Float[Array, " rows"]:
     """One number for each row, of an array `[B, T, N]`; `other` outside of it."""
     return load(ref, (program.batch, rows.time, rows.head), rows.in_bounds, other)
 
 
 def load_keys(
-    plan: Plan, ref: Array | Ref, program: ProgramIndex, tile: Array, width: int, full: bool
+    plan: TritonPlan, ref: Array | Ref, program: ProgramIndex, tile: Array, width: int, full: bool
 ) -> Array:
     """`[keys, width]` of an array `[B, S, K, width]`, zero outside of it unless the tile is `full`."""
     index, in_bounds = _key_index(plan, program, tile, width, full)
     return load(ref, (program.batch, *index), in_bounds)
 
 
-def store_keys(plan: Plan, ref: Ref, program: ProgramIndex, x: Array, width: int) -> None:
+def store_keys(plan: TritonPlan, ref: Ref, program: ProgramIndex, x: Array, width: int) -> None:
     """Stores `[keys, width]` to this program's share of `[splits, B, S, K, width]`."""
     index, in_bounds = _key_index(plan, program, program.tile, width, False)
     triton.store(
@@ -156,7 +156,7 @@ def store_keys(plan: Plan, ref: Ref, program: ProgramIndex, x: Array, width: int
 
 
 def _key_index(
-    plan: Plan, program: ProgramIndex, tile: Array, width: int, full: bool
+    plan: TritonPlan, program: ProgramIndex, tile: Array, width: int, full: bool
 ) -> tuple[Any, Any]:
     key, column = tile * plan.keys + numbers(plan.keys), columns(width)
     in_bounds = None if full or plan.full_keys else (key < plan.key_len)[:, None]
@@ -218,10 +218,10 @@ def product(a: Array, b: Array, a_axis: int, b_axis: int) -> Float[Array, "i j"]
 
 
 def seen(
-    plan: Plan,
+    plan: TritonPlan,
     visibility: Visibility,
     program: ProgramIndex,
-    rows: Rows,
+    rows: RowsOfTile,
     tile: Array,
     *,
     keys_first: bool,
@@ -265,7 +265,7 @@ def seen(
 
 
 def zero_hidden(
-    plan: Plan, visibility: Visibility, program: ProgramIndex, tile: Array, *arrays: Array
+    plan: TritonPlan, visibility: Visibility, program: ProgramIndex, tile: Array, *arrays: Array
 ) -> tuple[Array, ...]:
     """Tiles of keys or values, or numbers of each key, with zeros for keys that no row of the call sees."""
     key, right = tile * plan.keys + numbers(plan.keys), plan.settings.mask.window[1]
@@ -283,7 +283,7 @@ def zero_hidden(
 
 
 def absent_rows(
-    visibility: Visibility, program: ProgramIndex, rows: Rows
+    visibility: Visibility, program: ProgramIndex, rows: RowsOfTile
 ) -> Bool[Array, " rows"] | None:
     """Which rows are absent, by their position; None if none are."""
     if visibility.row_positions is None:
@@ -306,7 +306,7 @@ class TileRange(NamedTuple):
 
 
 def tile_range(
-    plan: Plan, ranges: Ref | BlockList | None, program: ProgramIndex, *, of_keys: bool
+    plan: TritonPlan, ranges: Ref | BlockList | None, program: ProgramIndex, *, of_keys: bool
 ) -> TileRange:
     """The tiles that this program's tile, of rows or of keys, iterates over.
 
@@ -340,7 +340,7 @@ def tile_range(
 
 
 def _list_range(
-    plan: Plan, blocks: BlockList, program: ProgramIndex, tile: Array, *, of_keys: bool
+    plan: TritonPlan, blocks: BlockList, program: ProgramIndex, tile: Array, *, of_keys: bool
 ) -> TileRange:
     order: Any = blocks.order
     batch = _batch_of(order, program)
@@ -357,7 +357,7 @@ def _list_range(
 
 
 def loop_over(
-    plan: Plan,
+    plan: TritonPlan,
     tile_range: TileRange,
     program: ProgramIndex,
     step: Callable[[Any, Carry, bool], Carry],

@@ -24,7 +24,7 @@ from .._rows import Visibility, tile_ranges, visibility_of
 from . import _tile as tiles
 from ._plan import (
     ROWS,
-    Plan,
+    MosaicPlan,
     aligned,
     chunk,
     numbers_of_rows,
@@ -34,13 +34,13 @@ from ._plan import (
     unstack_heads,
     zero_hidden_keys,
 )
-from ._tile import Ref, Ring
+from ._tile import Ref, SlotRing
 
 
 def backward(
     operands: Operands,
-    query_plan: Plan,
-    key_plan: Plan,
+    query_plan: MosaicPlan,
+    key_plan: MosaicPlan,
     state: AttentionState,
     cotangent: AttentionState,
     *,
@@ -61,7 +61,9 @@ def backward(
     return cotangents(d_query, d_key, d_value)
 
 
-def _query_gradient(operands: Operands, plan: Plan, rows: BackwardRows, interpret: bool) -> Array:
+def _query_gradient(
+    operands: Operands, plan: MosaicPlan, rows: BackwardRows, interpret: bool
+) -> Array:
     query, key, value, d_out = map(aligned, (*operands.qkv, rows.d_out))
     parts = plan.splits * plan.batch
     partial_dtype = query.dtype if plan.splits == 1 else jnp.float32
@@ -86,7 +88,7 @@ def _query_gradient(operands: Operands, plan: Plan, rows: BackwardRows, interpre
 
 
 def _key_gradients(
-    operands: Operands, plan: Plan, rows: BackwardRows, interpret: bool
+    operands: Operands, plan: MosaicPlan, rows: BackwardRows, interpret: bool
 ) -> Sequence[Array]:
     query, key, value, d_out = map(aligned, (*operands.qkv, rows.d_out))
     visibility = visibility_of(operands, plan)
@@ -109,14 +111,14 @@ def _key_gradients(
     return [x[:, : plan.key_len] for x in sums]
 
 
-def _numbers(rows: BackwardRows, plan: Plan) -> Float[Array, "B N 2 R"]:
+def _numbers(rows: BackwardRows, plan: MosaicPlan) -> Float[Array, "B N 2 R"]:
     """The energy of each row, in bits, and its delta; rows that pad the last tile have no weight."""
     lse = numbers_of_rows(rows.lse, plan, jnp.inf) * tiles.LOG2_E
     return jnp.stack([lse, numbers_of_rows(rows.delta, plan, 0.0)], axis=2)
 
 
 def _query_kernel(
-    plan: Plan,
+    plan: MosaicPlan,
     interpret: bool,
     query_ref: Ref,
     key_ref: Ref,
@@ -128,14 +130,14 @@ def _query_kernel(
     d_query_ref: Ref,
     query_tile: Ref,
     out_tile: Ref,
-    ring: Ring,
+    ring: SlotRing,
     result_tile: Ref,
     ready: Any,
 ) -> None:
     program = tiles.program_index(plan, plan.row_tiles, plan.heads)
     tile_range = tiles.tile_range(plan, ranges, program)
 
-    def sources(i: Array) -> Sequence[tuple[Sequence[Any], Ring]]:
+    def sources(i: Array) -> Sequence[tuple[Sequence[Any], SlotRing]]:
         tile = tile_range.tile(i)
         return [([tiles.keys_of(plan, ref, program, tile) for ref in (key_ref, value_ref)], ring)]
 
@@ -177,7 +179,7 @@ def _query_kernel(
 
 
 def _key_kernel(
-    plan: Plan,
+    plan: MosaicPlan,
     interpret: bool,
     query_ref: Ref,
     key_ref: Ref,
@@ -190,7 +192,7 @@ def _key_kernel(
     d_value_ref: Ref,
     key_tile: Ref,
     value_tile: Ref,
-    ring: Ring,
+    ring: SlotRing,
     ready: Any,
 ) -> None:
     program = tiles.program_index(plan, plan.key_tiles, plan.kv_heads)
@@ -201,7 +203,7 @@ def _key_kernel(
         number, head = tiles.divide(i, plan.group)
         return tile_range.tile(number) * plan.row_times, program.head * plan.group + head
 
-    def sources(i: Array) -> Sequence[tuple[Sequence[Any], Ring]]:
+    def sources(i: Array) -> Sequence[tuple[Sequence[Any], SlotRing]]:
         row, head = rows_at(i)
         rows = pl.ds(row, plan.row_times)
         refs = (

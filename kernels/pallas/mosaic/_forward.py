@@ -22,11 +22,11 @@ from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
 from .._rows import Visibility, tile_ranges, visibility_of
 from . import _tile as tiles
-from ._plan import ROWS, Plan, aligned, chunk, pack_heads, unstack_heads
-from ._tile import Ref, Ring
+from ._plan import ROWS, MosaicPlan, aligned, chunk, pack_heads, unstack_heads
+from ._tile import Ref, SlotRing
 
 
-def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionState:
+def forward(operands: Operands, plan: MosaicPlan, *, interpret: bool) -> AttentionState:
     if plan.packed:
         rows = pack_heads(operands, plan.settings)
         state = forward(rows, plan._replace(packed=False), interpret=interpret)
@@ -66,7 +66,7 @@ def forward(operands: Operands, plan: Plan, *, interpret: bool) -> AttentionStat
 
 
 def _kernel(
-    plan: Plan,
+    plan: MosaicPlan,
     interpret: bool,
     query_ref: Ref,
     key_ref: Ref,
@@ -76,8 +76,8 @@ def _kernel(
     out_ref: Ref,
     lse_ref: Ref,
     query_tile: Ref,
-    keys: Ring,
-    values: Ring,
+    keys: SlotRing,
+    values: SlotRing,
     out_tile: Ref,
     query_ready: Any,
     turn: Any,
@@ -85,7 +85,7 @@ def _kernel(
     program = tiles.program_index(plan, plan.row_tiles, plan.heads)
     tile_range = tiles.tile_range(plan, ranges, program)
 
-    def sources(i: Array) -> Sequence[tuple[Sequence[Any], Ring]]:
+    def sources(i: Array) -> Sequence[tuple[Sequence[Any], SlotRing]]:
         return [
             ([tiles.keys_of(plan, ref, program, tile_range.tile(i))], ring)
             for ref, ring in ((key_ref, keys), (value_ref, values))

@@ -1,17 +1,15 @@
 """The mosaic_gpu implementation: our own kernels for NVIDIA's Hopper GPUs, in Pallas on Mosaic GPU."""
 
 import dataclasses
-import functools
 
-from ..._private import private_names
 from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import KernelCall, Operands
 from ...call._state import AttentionState
-from ...call._target import check_capability
+from ...call._target import check_capability, cuda_version
 from ...masks._structure import WINDOWS
 from ...xla import _blockwise
 from .._rows import moving_arrays
-from ._plan import TILE_SIZES, TileSizes, key_plan, make_plan, query_plan, tangent_plan
+from ._plan import TILE_SIZES, MosaicSizes, key_plan, make_plan, query_plan, tangent_plan
 
 _DTYPES = ("float16", "bfloat16")
 # CUDA's compiler miscompiles loops with masks in these versions of the runtime, 12.8.0 to 12.9; see
@@ -31,7 +29,7 @@ class MosaicGPU(AbstractKernel):
         sizes: the tiles; by default `TILE_SIZES`.
     """
 
-    sizes: TileSizes = TILE_SIZES
+    sizes: MosaicSizes = TILE_SIZES
 
     name = "mosaic_gpu"
     platforms = ("cuda",)
@@ -40,12 +38,8 @@ class MosaicGPU(AbstractKernel):
     masks = WINDOWS
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for bias and mask arrays; for dtypes other than float16 and
-        bfloat16, and a source, which makes queries and keys float32; for widths that 16 does not divide
-        or whose tiles do not fit on the chip; on GPUs of another capability than 9.0, and with CUDA
-        12.8 and 12.9, which miscompile such loops; and for versions of JAX without Mosaic GPU.
-        """
         operands, settings, _ = call
+        # neither a source, which makes queries and keys float32
         check_operands(operands, _DTYPES, ("bias", "mask"))
         query, value = operands.query, operands.value
         if query.dtype != value.dtype:
@@ -118,18 +112,9 @@ class MosaicGPU(AbstractKernel):
 def _check_target() -> None:
     """Raises `NotImplementedError` for GPUs of another capability, and for a CUDA that miscompiles."""
     check_capability("mosaic_gpu", (9, 0), (10, 0))
-    version = _runtime_version()
+    version = cuda_version("cuda_runtime")
     if version is not None and version in _MISCOMPILED:
         raise NotImplementedError(
             f"mosaic_gpu: wanted CUDA before 12.8 or from 13.0 on, as these compile loops with masks "
             f"right, got {version // 1000}.{version % 1000 // 10}"
         )
-
-
-@functools.cache
-def _runtime_version() -> int | None:
-    """The version of the installed CUDA runtime, such as 12080 for 12.8; None if there is none."""
-    try:
-        return private_names("cuda_versions").versions.cuda_runtime_get_version()
-    except Exception:  # without CUDA, this raises various exceptions
-        return None

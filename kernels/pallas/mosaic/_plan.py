@@ -31,7 +31,7 @@ NUMBERS = 8  # the bytes of a row's lse and delta in the backward
 
 
 @dataclasses.dataclass(frozen=True)
-class TileSizes:
+class MosaicSizes:
     """How large tiles are, and how many programs a call is split into; static.
 
     Attributes:
@@ -54,10 +54,10 @@ class TileSizes:
     least_steps: int = 4
 
 
-TILE_SIZES = TileSizes()
+TILE_SIZES = MosaicSizes()
 
 
-class Plan(NamedTuple):
+class MosaicPlan(NamedTuple):
     """The static properties of a call and of the tiles of one of its kernels.
 
     Attributes:
@@ -112,7 +112,9 @@ class Plan(NamedTuple):
         return key_positions is not None or self.key_len > self.query_len + mask.window[1]
 
 
-def make_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZES) -> Plan:
+def make_plan(
+    operands: Operands, settings: Settings, sizes: MosaicSizes = TILE_SIZES
+) -> MosaicPlan:
     """The plan of the forward pass of a call.
 
     Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
@@ -135,7 +137,9 @@ def make_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SI
     return _split(plan._replace(keys=keys, stages=stages), sizes)
 
 
-def query_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZES) -> Plan:
+def query_plan(
+    operands: Operands, settings: Settings, sizes: MosaicSizes = TILE_SIZES
+) -> MosaicPlan:
     """The plan of the kernel of the gradient of the queries.
 
     Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
@@ -147,8 +151,11 @@ def query_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_S
 
 
 def tangent_plan(
-    operands: Operands, settings: Settings, moving: Container[str], sizes: TileSizes = TILE_SIZES
-) -> Plan:
+    operands: Operands,
+    settings: Settings,
+    moving: Container[str],
+    sizes: MosaicSizes = TILE_SIZES,
+) -> MosaicPlan:
     """The plan of the kernel of the derivative in directions of the operands of these names.
 
     Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
@@ -169,7 +176,7 @@ def scores_move(moving: Container[str]) -> bool:
     return "query" in moving or "key" in moving
 
 
-def key_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZES) -> Plan:
+def key_plan(operands: Operands, settings: Settings, sizes: MosaicSizes = TILE_SIZES) -> MosaicPlan:
     """The plan of the kernel of the gradients of keys and values.
 
     Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
@@ -184,8 +191,8 @@ def key_plan(operands: Operands, settings: Settings, sizes: TileSizes = TILE_SIZ
 
 
 def _over_keys(
-    plan: Plan, sizes: TileSizes, consumers: int, bytes_per_row: int, bytes_per_key: int
-) -> Plan:
+    plan: MosaicPlan, sizes: MosaicSizes, consumers: int, bytes_per_row: int, bytes_per_key: int
+) -> MosaicPlan:
     """A plan whose programs iterate over keys, by the bytes of shared memory of a row and of a key."""
     consumers = min(plan.consumers, consumers)
     rows = consumers * ROWS
@@ -194,7 +201,7 @@ def _over_keys(
     return _split(plan, sizes)
 
 
-def _rows_plan(operands: Operands, settings: Settings, sizes: TileSizes) -> Plan:
+def _rows_plan(operands: Operands, settings: Settings, sizes: MosaicSizes) -> MosaicPlan:
     """A plan whose programs have rows, packed where these are few."""
     query, value = operands.query, operands.value
     batch, query_len, heads, width = query.shape
@@ -204,13 +211,13 @@ def _rows_plan(operands: Operands, settings: Settings, sizes: TileSizes) -> Plan
     if packed:
         query_len, heads = query_len * (heads // kv_heads), kv_heads
     consumers = 1 if query_len <= ROWS else sizes.consumers
-    return Plan(
+    return MosaicPlan(
         *(settings, packed, batch, query_len, key_len, heads, kv_heads, width, value_width),
         *(consumers, consumers * ROWS, sizes.keys),
     )
 
 
-def _split(plan: Plan, sizes: TileSizes) -> Plan:
+def _split(plan: MosaicPlan, sizes: MosaicSizes) -> MosaicPlan:
     """A plan that splits the keys of each tile of rows over programs if the tiles alone do not fill the chip."""
     programs = plan.batch * plan.heads * plan.row_tiles
     if programs >= sizes.programs:
@@ -219,7 +226,7 @@ def _split(plan: Plan, sizes: TileSizes) -> Plan:
     return plan._replace(splits=max(splits, 1))
 
 
-def _consumers(sizes: TileSizes, columns: int) -> int:
+def _consumers(sizes: MosaicSizes, columns: int) -> int:
     """How many groups of warps of a gradient compute, at most, by the columns of their sums.
 
     Raises `NotImplementedError` if not even one has the registers.
@@ -233,7 +240,7 @@ def _consumers(sizes: TileSizes, columns: int) -> int:
     return 1 if registers > REGISTERS_OF_TWO else sizes.consumers
 
 
-def _stages(sizes: TileSizes, resident_bytes: int, bytes_per_item: int) -> int:
+def _stages(sizes: MosaicSizes, resident_bytes: int, bytes_per_item: int) -> int:
     return fitting(resident_bytes, STEP * bytes_per_item, sizes.stages_backward)
 
 
@@ -298,7 +305,7 @@ def aligned(x: Array) -> Array:
     return x if x.shape[1] < 8 else pad_to_blocks(x, 1, 8, 0)
 
 
-def zero_hidden_keys(operands: Operands, plan: Plan, arrays: Operands) -> Operands:
+def zero_hidden_keys(operands: Operands, plan: MosaicPlan, arrays: Operands) -> Operands:
     """Operands, or directions, with zeros for keys that no row of the call sees, which may be NaN."""
     if not plan.hides(operands.tokens.key_positions):
         return arrays
@@ -306,13 +313,15 @@ def zero_hidden_keys(operands: Operands, plan: Plan, arrays: Operands) -> Operan
     return zero_absent(hidden._replace(query=arrays.query, key=arrays.key, value=arrays.value))
 
 
-def numbers_of_rows(x: Float[Array, "B T N"], plan: Plan, fill: float) -> Float[Array, "B N R"]:
+def numbers_of_rows(
+    x: Float[Array, "B T N"], plan: MosaicPlan, fill: float
+) -> Float[Array, "B N R"]:
     """One float32 number for each row, padded to whole tiles."""
     x = x.astype(jnp.float32).swapaxes(1, 2)
     return pad_to_blocks(x, 2, plan.row_times, fill)
 
 
-def sum_of_parts(x: Array, plan: Plan, dtype: DTypeLike) -> Array:
+def sum_of_parts(x: Array, plan: MosaicPlan, dtype: DTypeLike) -> Array:
     """The sum of the results of the programs that share the keys of a tile."""
     if plan.splits == 1:
         return x

@@ -19,7 +19,7 @@ from .._rows import Visibility, moving_arrays, pad_to_blocks, tile_ranges, visib
 from . import _tile as tiles
 from ._plan import (
     ROWS,
-    Plan,
+    MosaicPlan,
     aligned,
     chunk,
     numbers_of_rows,
@@ -30,10 +30,10 @@ from ._plan import (
     unstack_heads,
     zero_hidden_keys,
 )
-from ._tile import Ref, Ring
+from ._tile import Ref, SlotRing
 
 
-class Keys(NamedTuple):
+class KeyBuffers(NamedTuple):
     """The buffers of a tile of keys; None where the directions do not need them."""
 
     key: Any
@@ -44,7 +44,7 @@ class Keys(NamedTuple):
 
 def tangent(
     operands: Operands,
-    plan: Plan,
+    plan: MosaicPlan,
     state: AttentionState,
     directions: Operands,
     *,
@@ -67,7 +67,7 @@ def tangent(
     )
     scores = scores_move(moving)
     rows = [x for x in (query, d_query) if x is not None]
-    keys = Keys(key, value if scores else None, d_key, d_value)
+    keys = KeyBuffers(key, value if scores else None, d_key, d_value)
     visibility = visibility_of(operands, plan)
     batch, tokens, heads, _ = query.shape
     splits_and_batch, length = plan.splits * batch, plan.row_tiles * plan.row_times
@@ -99,10 +99,10 @@ def tangent(
 
 
 def _kernel(
-    plan: Plan,
+    plan: MosaicPlan,
     interpret: bool,
     rows: Sequence[Ref],
-    keys: Keys,
+    keys: KeyBuffers,
     out_ref: Ref | None,
     lse_ref: Ref,
     visibility: Visibility,
@@ -110,14 +110,14 @@ def _kernel(
     d_out_ref: Ref,
     d_lse_ref: Ref,
     row_tiles: Sequence[Ref],
-    ring: Ring,
+    ring: SlotRing,
     result_tile: Ref,
     ready: Any,
 ) -> None:
     program = tiles.program_index(plan, plan.row_tiles, plan.heads)
     tile_range = tiles.tile_range(plan, ranges, program)
 
-    def sources(i: Array) -> Sequence[tuple[Sequence[Any], Ring]]:
+    def sources(i: Array) -> Sequence[tuple[Sequence[Any], SlotRing]]:
         tile = tile_range.tile(i)
         present = (ref for ref in keys if ref is not None)
         return [([tiles.keys_of(plan, ref, program, tile) for ref in present], ring)]
@@ -138,7 +138,7 @@ def _kernel(
             total, sums = carry
             slot, filled = tiles.filled(plan, ring, i)
             remaining = iter(filled)
-            tile = Keys(*(None if ref is None else next(remaining) for ref in keys))
+            tile = KeyBuffers(*(None if ref is None else next(remaining) for ref in keys))
             scores = tiles.products((query, tile.key)) * (scale * tiles.LOG2_E)
             weights = jnp.exp2(scores - tiles.of_rows(shift, plan.keys))
             if masked:

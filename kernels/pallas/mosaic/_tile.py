@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool
 
 from ...masks._visibility import visible
 from .._rows import Visibility
-from ._plan import Plan
+from ._plan import MosaicPlan
 
 LOG2_E = float(np.log2(np.e))  # within a kernel scores are in bits, as the hardware only has exp2
 
@@ -55,7 +55,7 @@ def tile_memory(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-class Ring(NamedTuple):
+class SlotRing(NamedTuple):
     """Slots in shared memory that are filled in turn, with a barrier each for "filled" and for "read".
 
     `tiles` are those that are filled and read together.
@@ -66,17 +66,19 @@ class Ring(NamedTuple):
     free: Any
 
 
-def ring(plan: Plan, rows: int, widths: Sequence[int], dtype: DTypeLike, *more: Any) -> Ring:
+def ring(
+    plan: MosaicPlan, rows: int, widths: Sequence[int], dtype: DTypeLike, *more: Any
+) -> SlotRing:
     """A ring of a plan's stages, with a tile for each of `widths`, and `more` scratch memory."""
     memory = *(tile_memory((plan.stages, rows, width), dtype) for width in widths), *more
     free = plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
     ready = plgpu.Barrier(num_arrivals=len(memory), num_barriers=plan.stages)
-    return Ring(memory, ready, free)
+    return SlotRing(memory, ready, free)
 
 
 def call(
     kernel: Callable[..., None],
-    plan: Plan,
+    plan: MosaicPlan,
     inputs: Any,
     results: Sequence[jax.ShapeDtypeStruct],
     scratch: Sequence[Any],
@@ -108,9 +110,9 @@ def call(
 
 
 def share(
-    plan: Plan,
+    plan: MosaicPlan,
     steps: Array,
-    sources: Callable[[Array], Sequence[tuple[Sequence[Any], Ring]]],
+    sources: Callable[[Array], Sequence[tuple[Sequence[Any], SlotRing]]],
     compute: Callable[[Array], None],
 ) -> None:
     """Runs `compute` in all groups of warps but the last, which copies the tiles that each step reads."""
@@ -147,7 +149,7 @@ def store(x: Array, buffer: Ref, target: Ref) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=column + columns < width)
 
 
-def filled(plan: Plan, ring: Ring, i: Array) -> tuple[Array, Sequence[Ref]]:
+def filled(plan: MosaicPlan, ring: SlotRing, i: Array) -> tuple[Array, Sequence[Ref]]:
     """The slot of a step, and its tiles, once these are filled."""
     _, slot = divide(i, plan.stages)
     plgpu.barrier_wait(ring.ready.at[slot])
@@ -201,7 +203,7 @@ def of_columns(x: Array, rows: int) -> Array:
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
 
 
-class ProgramIndex(NamedTuple):
+class MosaicIndex(NamedTuple):
     """The index of a program: its tile, head of queries, batch entry, and share of the iteration."""
 
     tile: Array
@@ -210,13 +212,13 @@ class ProgramIndex(NamedTuple):
     split: Array
 
 
-def program_index(plan: Plan, tiles: int, heads: int) -> ProgramIndex:
+def program_index(plan: MosaicPlan, tiles: int, heads: int) -> MosaicIndex:
     """The index of this program; tiles vary fastest, the last first, as these see most keys."""
     i = lax.axis_index("program").astype(jnp.int32)
     i, tile = divide(i, tiles)
     i, head = divide(i, heads)
     split, batch = divide(i, plan.batch)
-    return ProgramIndex(tiles - 1 - tile, head, batch, split)
+    return MosaicIndex(tiles - 1 - tile, head, batch, split)
 
 
 def divide(x: Array, size: int) -> tuple[Array, Array]:
@@ -226,7 +228,7 @@ def divide(x: Array, size: int) -> tuple[Array, Array]:
     return lax.div(x, jnp.int32(size)), lax.rem(x, jnp.int32(size))
 
 
-class TileRange(NamedTuple):
+class MosaicTileRange(NamedTuple):
     """The tiles that a tile iterates over: `run` of them without a mask, and then those around these.
 
     Attributes:
@@ -254,8 +256,8 @@ class TileRange(NamedTuple):
 
 
 def tile_range(
-    plan: Plan, ranges: Ref | None, program: ProgramIndex, *, of_keys: bool = False
-) -> TileRange:
+    plan: MosaicPlan, ranges: Ref | None, program: MosaicIndex, *, of_keys: bool = False
+) -> MosaicTileRange:
     """The tiles that this program iterates over: of keys, its share of those of its rows; or of rows, `of_keys`.
 
     From `tile_ranges`, or if that is None from the mask with positions that count from 0.
@@ -273,10 +275,10 @@ def tile_range(
     stop = jnp.maximum(first, stop)
     begin = jnp.minimum(jnp.maximum(begin, first), stop)
     end = jnp.maximum(jnp.minimum(end, stop), begin)
-    return TileRange(first, begin, end - begin, stop - first)
+    return MosaicTileRange(first, begin, end - begin, stop - first)
 
 
-def _by_window(plan: Plan, tile: Array, of_keys: bool) -> tuple[Array, Array, Array, Array]:
+def _by_window(plan: MosaicPlan, tile: Array, of_keys: bool) -> tuple[Array, Array, Array, Array]:
     own_sizes = plan.query_len, plan.row_times
     other_sizes = plan.key_len, plan.keys
     window = plan.settings.mask.window
@@ -300,26 +302,26 @@ def _by_window(plan: Plan, tile: Array, of_keys: bool) -> tuple[Array, Array, Ar
     return first, stop, begin, end
 
 
-def keys_of(plan: Plan, ref: Ref, program: ProgramIndex, tile: Array) -> Ref:
+def keys_of(plan: MosaicPlan, ref: Ref, program: MosaicIndex, tile: Array) -> Ref:
     kv_head, _ = divide(program.head, plan.group)
     return ref.at[program.batch, pl.ds(tile * plan.keys, plan.keys), kv_head]
 
 
-def batch_of(ref: Ref, program: ProgramIndex, axis: int = 0) -> Any:
+def batch_of(ref: Ref, program: MosaicIndex, axis: int = 0) -> Any:
     """The batch index into an array whose batch axis may be 1."""
     return 0 if ref.shape[axis] == 1 else program.batch
 
 
-def load_numbers(ref: Ref, program: ProgramIndex, start: Array, size: int, layout: Any) -> Array:
+def load_numbers(ref: Ref, program: MosaicIndex, start: Array, size: int, layout: Any) -> Array:
     """`size` of the numbers `[b, L]` of queries or keys, from `start`."""
     numbers = ref.at[batch_of(ref, program), pl.ds(start, size)]
     return load(numbers, layout)
 
 
 def seen(
-    plan: Plan,
+    plan: MosaicPlan,
     visibility: Visibility,
-    program: ProgramIndex,
+    program: MosaicIndex,
     row: Array,
     key: Array,
     shape: tuple[int, ...],
@@ -349,7 +351,7 @@ def seen(
 
 
 def zero_hidden(
-    plan: Plan, visibility: Visibility, program: ProgramIndex, tile: Array, values: Ref
+    plan: MosaicPlan, visibility: Visibility, program: MosaicIndex, tile: Array, values: Ref
 ) -> None:
     """Zeros the values, in shared memory, of the keys of a tile that no row of the call sees."""
     start, width = tile * plan.keys, values.shape[1]

@@ -40,7 +40,7 @@ _FLOATS = [jnp.dtype(x) for x in ("bfloat16", "float16", "float32")]
 _CONTROL = frozenset("cond while scan".split())
 
 
-class Chip(NamedTuple):
+class TileArithmetic(NamedTuple):
     """What a platform computes in tiles of one shape, in float32; products also of narrower numbers.
 
     Attributes:
@@ -54,7 +54,7 @@ class Chip(NamedTuple):
     entries: Callable[..., Array]
 
 
-def chip_for(platform: str, *, interpret: bool) -> Chip:
+def chip_for(platform: str, *, interpret: bool) -> TileArithmetic:
     """What a platform computes in tiles. Raises `NotImplementedError` for one that has none."""
     if platform == "tpu":
         from . import _tpu as tiles
@@ -65,18 +65,18 @@ def chip_for(platform: str, *, interpret: bool) -> Chip:
             f"reproducible: wanted a program for CPUs, TPUs or NVIDIA's GPUs, got one for {platform}"
         )
     functions = tiles.product, tiles.sums, tiles.entries
-    return Chip(*(functools.partial(f, interpret=interpret) for f in functions))
+    return TileArithmetic(*(functools.partial(f, interpret=interpret) for f in functions))
 
 
 def evaluated(
-    jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any], platform: str, chip: Chip
+    jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any], platform: str, chip: TileArithmetic
 ) -> list[Any]:
     """The results of a jaxpr. Raises `NotImplementedError` for operations whose order is XLA's."""
     options: Any = {"calls": CALLS_WITH_RULES, "constant": as_array}
     return interpret(jaxpr, consts, given, functools.partial(_results, platform, chip), **options)
 
 
-def _results(platform: str, chip: Chip, eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
+def _results(platform: str, chip: TileArithmetic, eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, without_shardings(eqn.params)
     if name == "cond" and (branch := _for_platform(params, platform)):
         return evaluated(branch.jaxpr, branch.consts, given[1:], platform, chip)
@@ -151,7 +151,7 @@ def _is_floating(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _dot_general(params: dict[str, Any], chip: Chip, a: Array, b: Array) -> Array:
+def _dot_general(params: dict[str, Any], chip: TileArithmetic, a: Array, b: Array) -> Array:
     (over_a, over_b), batch = params["dimension_numbers"]
     if any(batch):
         raise NotImplementedError(
@@ -174,7 +174,7 @@ def _dot_general(params: dict[str, Any], chip: Chip, a: Array, b: Array) -> Arra
 
 
 def _ragged_dot_general(
-    params: dict[str, Any], chip: Chip, a: Array, b: Array, sizes: Array
+    params: dict[str, Any], chip: TileArithmetic, a: Array, b: Array, sizes: Array
 ) -> Array:
     """Rows of groups, in their order, times the matrix of each; or the sum of each group's outer products."""
     numbers, tile = params["ragged_dot_dimension_numbers"], min(len(a), _ROWS_OF_A_GROUP)
@@ -189,21 +189,21 @@ def _ragged_dot_general(
     )
 
 
-def _reduce_sum(params: dict[str, Any], chip: Chip, x: Array) -> Array:
+def _reduce_sum(params: dict[str, Any], chip: TileArithmetic, x: Array) -> Array:
     axes = params["axes"]
     kept = [i for i in range(x.ndim) if i not in axes]
     shape = [x.shape[i] for i in kept]
     return chip.sums(x.transpose(*kept, *axes).reshape(math.prod(shape), -1)).reshape(shape)
 
 
-def _cumsum(params: dict[str, Any], chip: Chip, x: Array) -> Array:
+def _cumsum(params: dict[str, Any], chip: TileArithmetic, x: Array) -> Array:
     axis = params["axis"]
     x = jnp.moveaxis(lax.rev(x, [axis]) if params["reverse"] else x, axis, -1)
     found = jnp.moveaxis(_cumulative(chip, x.reshape(-1, x.shape[-1])).reshape(x.shape), -1, axis)
     return lax.rev(found, [axis]) if params["reverse"] else found
 
 
-def _cumulative(chip: Chip, x: Array) -> Array:
+def _cumulative(chip: TileArithmetic, x: Array) -> Array:
     """The cumulative sums of rows."""
     # a product would spread what is not finite to the sums before it
     high, low, no = (
@@ -215,7 +215,7 @@ def _cumulative(chip: Chip, x: Array) -> Array:
     return jnp.where(no | (high & low), jnp.nan, found)
 
 
-def _cumulative_finite(chip: Chip, x: Array) -> Array:
+def _cumulative_finite(chip: TileArithmetic, x: Array) -> Array:
     """Those within parts, and of the parts before."""
     rows, count = x.shape
     parts = jnp.pad(x, ((0, 0), (0, -count % _SCANNED))).reshape(-1, _SCANNED)
@@ -228,7 +228,7 @@ def _cumulative_finite(chip: Chip, x: Array) -> Array:
 
 
 def _scatter_add(
-    params: dict[str, Any], chip: Chip, x: Array, indices: Array, updates: Array
+    params: dict[str, Any], chip: TileArithmetic, x: Array, indices: Array, updates: Array
 ) -> Array:
     """One after the other: where two are of one entry, XLA adds them in any order."""
     del chip

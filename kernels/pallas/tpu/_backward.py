@@ -14,7 +14,7 @@ from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
 from ...xla._blockwise import backward_rows, row_cotangents
 from .._score_program import Numbers
-from ._grid import Grid
+from ._grid import TPUGrid
 from ._layout import Layout, fold_keys, fold_rows, unfold_keys, unfold_rows
 from ._score import (
     BlockScores,
@@ -26,7 +26,7 @@ from ._score import (
     zero_sums,
 )
 from ._step import dot, hide, load_present, visit, zero_past_end
-from ._visibility import BlockRanges, BlockVisibility, block_ranges, block_visibility
+from ._visibility import BlockRanges, TPUVisibility, block_ranges, block_visibility
 
 
 def backward(
@@ -71,7 +71,7 @@ def _run(
     keeps_keys: bool,
     rows: tuple[Array, ...],
     keys: tuple[Array, ...],
-    visibility: BlockVisibility,
+    visibility: TPUVisibility,
     numbers: Numbers,
     layout: Layout,
     *,
@@ -79,7 +79,7 @@ def _run(
 ) -> Any:
     """The kernel of blocks of keys, or the one of blocks of rows."""
     query, d_out = rows[:2]
-    grid = Grid(layout, len(query), keeps_keys, parted=False)
+    grid = TPUGrid(layout, len(query), keeps_keys, parted=False)
     widths = query.shape[-1], d_out.shape[-1]
     specs = [
         *map(grid.of_rows, widths),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from ...call._target import target_device
 
 
-class Chip(NamedTuple):
+class TPUChip(NamedTuple):
     """A TPU core; by default the smallest, for programs whose devices are not known.
 
     Attributes:
@@ -17,8 +17,8 @@ class Chip(NamedTuple):
     columns: int = 128
 
 
-_V5E, _V5P = Chip(128 * 2**20), Chip(64 * 2**20)
-_V6E, _7X = Chip(128 * 2**20, 256), Chip(64 * 2**20, 256)
+_V5E, _V5P = TPUChip(128 * 2**20), TPUChip(64 * 2**20)
+_V6E, _7X = TPUChip(128 * 2**20, 256), TPUChip(64 * 2**20, 256)
 # by `jax.Device.device_kind`; older ones have no more than the smallest
 _CHIPS = {
     "TPU v5 lite": _V5E,
@@ -31,11 +31,11 @@ _CHIPS = {
 }
 
 
-def chip_of(kind: str | None) -> Chip:
-    return Chip() if kind is None else _CHIPS.get(kind, Chip())
+def chip_of(kind: str | None) -> TPUChip:
+    return TPUChip() if kind is None else _CHIPS.get(kind, TPUChip())
 
 
-def target_chip() -> Chip:
+def target_chip() -> TPUChip:
     """The TPU of the program being lowered, which need not be attached; the smallest while tracing."""
     device = target_device()
     return chip_of(None if device is None else device.device_kind)

@@ -14,7 +14,7 @@ from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
 from ...xla._as_written import as_written
 from .._score_program import Numbers
-from ._grid import Grid
+from ._grid import TPUGrid
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
 from ._score import BlockScores, block_numbers
 from ._step import HIDDEN, dot, hide, load_present, visit, zero_past_end
@@ -27,7 +27,7 @@ def forward(operands: Operands, layout: Layout, *, interpret: bool) -> Attention
     if settings.needs.part:
         query = as_written(query)
     visibility = block_visibility(operands, layout)
-    grid = Grid(layout, len(query))
+    grid = TPUGrid(layout, len(query))
     splits = grid.splits
     ranges = block_ranges(visibility, layout, grid.batch, splits=splits)
     numbers = block_numbers(operands, layout)

@@ -21,7 +21,7 @@ from ._visibility import BlockRanges
 SPLITS = 2
 
 
-class Grid(NamedTuple):
+class TPUGrid(NamedTuple):
     """The grid of a call: batch entries, key heads, parts if any, kept blocks, and blocks that each iterates over.
 
     Attributes:

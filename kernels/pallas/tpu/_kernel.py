@@ -31,10 +31,6 @@ class PallasTPU(AbstractKernel):
     scores = True
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for bias and mask arrays, float16, float64 and empty axes;
-        for widths whose blocks do not fit on the chip, or too many blocks; for masks and scores that the
-        kernel does not compute, and a source beside a score.
-        """
         operands, settings, _ = call
         check_operands(operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "backward"):

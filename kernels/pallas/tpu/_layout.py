@@ -11,7 +11,7 @@ from ...masks._pairwise import Pairwise
 from .._rows import pad_to_blocks, pairs_of
 from .._score import score_of
 from .._score_program import ScoreProgram, Target
-from ._chip import Chip, target_chip
+from ._chip import TPUChip, target_chip
 
 # The memory that every chip grants a kernel. The ranges of blocks may take half of the 1 MiB for scalars, at 16
 # bytes for each block.
@@ -62,7 +62,7 @@ class LayoutSizes(NamedTuple):
 LAYOUT_SIZES = LayoutSizes()
 
 
-def sizes_on(chip: Chip) -> LayoutSizes:
+def sizes_on(chip: TPUChip) -> LayoutSizes:
     """The largest blocks on a chip, whose kernels may take half of its memory.
 
     Larger blocks mean fewer steps. In the forward, XLA's schedules have fewer instructions for each key
@@ -135,10 +135,7 @@ class Layout(NamedTuple):
 
 
 def make_layout(
-    operands: Operands,
-    settings: Settings,
-    kind: str,
-    sizes: LayoutSizes | None = None,
+    operands: Operands, settings: Settings, kind: str, sizes: LayoutSizes | None = None
 ) -> Layout:
     """The layout and the blocks of a call's kernels: "forward", "backward" or "tangent".
 

@@ -26,10 +26,7 @@ def step(ranges: BlockRanges, range_index: Array, number: Array) -> Array:
 
 
 def visit(
-    ranges: BlockRanges,
-    range_index: Array,
-    number: Array,
-    visibility: dict[str, Ref],
+    ranges: BlockRanges, range_index: Array, number: Array, visibility: dict[str, Ref]
 ) -> Callable[[Callable[[Array, dict[str, Ref]], None]], None]:
     """Decorates the body of a step, which takes a block and the arrays to compare for its mask.
 

@@ -17,7 +17,7 @@ from ...call._operands import Operands
 from ...call._state import AttentionState, holds_keys
 from .._rows import moving_arrays
 from .._score_program import Numbers
-from ._grid import Grid
+from ._grid import TPUGrid
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
 from ._score import BlockScores, block_directions, block_numbers
 from ._step import dot, hide, load_present, visit, zero_past_end
@@ -35,7 +35,7 @@ def tangent(
     query, value = operands.query, operands.value
     width, value_width = query.shape[-1], value.shape[-1]
     visibility = block_visibility(operands, layout)
-    grid = Grid(layout, len(query))
+    grid = TPUGrid(layout, len(query))
     ranges = block_ranges(visibility, layout, grid.batch, splits=grid.splits)
     of_score = (block_numbers(operands, layout), block_directions(operands, layout, directions))
     tall = {"key": layout.tall_key, "value": layout.tall_value}

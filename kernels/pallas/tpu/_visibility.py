@@ -19,7 +19,7 @@ from .._rows import (
 from ._layout import Layout
 
 
-class BlockVisibility(NamedTuple):
+class TPUVisibility(NamedTuple):
     """The arrays that a kernel compares for its masks, and the blocks that it can skip.
 
     Attributes:
@@ -35,7 +35,7 @@ class BlockVisibility(NamedTuple):
     open: Array | None
 
 
-def block_visibility(operands: Operands, layout: Layout) -> BlockVisibility:
+def block_visibility(operands: Operands, layout: Layout) -> TPUVisibility:
     settings = layout.settings
     operands = hide_unreachable(operands, settings).positioned(settings.compares)
     key_block = layout.key_block // layout.key_fold
@@ -63,7 +63,7 @@ def block_visibility(operands: Operands, layout: Layout) -> BlockVisibility:
             jnp.arange(layout.key_block, dtype=jnp.int32)[None, None] % layout.key_fold
         )
     all_seen = open_blocks(visibility, mask, layout.row_block, key_block)
-    return BlockVisibility(arrays, meets, all_seen)
+    return TPUVisibility(arrays, meets, all_seen)
 
 
 def feature(side: str, number: int) -> str:
@@ -103,7 +103,7 @@ class BlockRanges(NamedTuple):
 
 
 def block_ranges(
-    visibility: BlockVisibility,
+    visibility: TPUVisibility,
     layout: Layout,
     batch: int,
     *,

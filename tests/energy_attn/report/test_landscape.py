@@ -137,7 +137,7 @@ VALID = {"query": a(3), "key": a(8, 3), "value": a(8, 2)}
         ({"mask": a(8)}, TypeError, "float32[8]", "boolean"),
         ({"points": 1}, ValueError, "1", "at least 2"),
         ({"extent": 3.0}, TypeError, "float 3.0", "pair"),
-        ({"extent": (1.0, 0.0)}, ValueError, "0.0", "above zero"),
+        ({"extent": (1.0, 0.0)}, ValueError, "0.0", "above 0"),
         ({"energy": 0.8}, TypeError, "float 0.8", "FreeEnergy"),
     ],
 )

@@ -17,7 +17,7 @@ from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import cotangents as directions_of
 from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
 from energy_attn.kernels.pallas.gpu._plan import make_plan
-from energy_attn.kernels.pallas.tpu._grid import Grid
+from energy_attn.kernels.pallas.tpu._grid import TPUGrid
 from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
 from energy_attn.kernels.pallas.tpu._layout import make_layout
 from energy_attn.kernels.vendor._cudnn import CuDNN
@@ -148,7 +148,7 @@ def test_keys_are_split():
     operands, settings = call_of(HEADS["heads_8_8"])
     at = make_layout(operands, settings, "tangent", KERNELS["tpu, keys split"].sizes)
     assert plan.splits > 1
-    assert Grid(at, len(operands.query)).splits > 1 and at.key_blocks % 2 == 1
+    assert TPUGrid(at, len(operands.query)).splits > 1 and at.key_blocks % 2 == 1
 
 
 def state_of(problem):

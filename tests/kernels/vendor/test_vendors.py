@@ -556,7 +556,7 @@ def declined(kernel, call, reason):
 )
 def test_versions_of_cudnn(found, width, reason, monkeypatch):
     """A version that computes wrongly; one refused that is right; or none, where another machine compiles."""
-    monkeypatch.setattr(_cudnn, "_version", lambda: found)
+    monkeypatch.setattr(_cudnn, "cuda_version", lambda library: found)
     declined(
         KERNELS["cudnn"](), check_call(*(jnp.zeros((1, 64, 1, width), jnp.float16),) * 3), reason
     )
