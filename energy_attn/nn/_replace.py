@@ -11,8 +11,7 @@ from jaxtyping import PyTree
 from energy_attn.kernels.internal import check_options, received
 
 from ..core._module import FreeEnergy, stacked
-from ..flax._nnx import holds_nnx
-from ..flax._replace import with_dot_products, with_energies
+from ..flax._nnx import holds_nnx, with_dot_products, with_energies
 from ..functional._options import ModuleOptions
 from ._multihead import MultiheadAttention
 
