@@ -104,13 +104,13 @@ from .dispatch._over_keys import TANGENT as TANGENT
 from .dispatch._over_keys import CallOnDevice as CallOnDevice
 from .dispatch._over_keys import FoldOfRows as FoldOfRows
 from .dispatch._overlap import overlap_transfer as overlap_transfer
+from .dispatch._policy import CallPolicy as CallPolicy
+from .dispatch._policy import call_policy as call_policy
 from .dispatch._registry import attend as attend
 from .dispatch._registry import candidates as candidates
 from .dispatch._registry import differentiated_by_jax as differentiated_by_jax
 from .dispatch._registry import explain as explain
-from .dispatch._registry import is_reproducible as is_reproducible
 from .dispatch._registry import reproducible_kernels as reproducible_kernels
-from .dispatch._registry import run_of as run_of
 from .dispatch._registry import tried as tried
 from .dispatch._tile_program import computed as computed
 from .dispatch._tile_program import evaluated as evaluated
