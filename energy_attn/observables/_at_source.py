@@ -184,8 +184,9 @@ def run_reduction(
     """Runs a reduction at a source; source, rows and result have a batch axis if the user's arrays had one."""
     if not call.batched:
         source, rows = jax.tree.map(lambda x: x[None], (source, rows))
-    source = None if source is None else jnp.asarray(source)
-    at = with_source(call.settings, operands, source)
+    at = call.settings, operands
+    if source is not None:
+        at = with_source(*at, jnp.asarray(source))
     found = sharded_reduction(call.plan, reduction, *at, *rows)
     return found if call.batched else jax.tree.map(lambda x: x[0], found)
 

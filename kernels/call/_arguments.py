@@ -115,7 +115,7 @@ def check_scored(
     place: PlaceFn | None = None,
     **options: Unpack[MergedOptions],
 ) -> CheckedCall:
-    """Checks the arguments by which checked arrays are scored. Raises as `check_call`."""
+    """Checks how checked arrays are scored. Raises as `check_call`."""
     query, key, value, batched = arrays
     batch, query_len, heads, _ = query.shape
     shape = batch, heads, query_len, key.shape[1]

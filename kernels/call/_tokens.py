@@ -117,36 +117,33 @@ def check_tokens(
             raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")
         return jnp.asarray(narrow(x if x.ndim == 2 else x[None]))
 
+    def lengths(name: str, size: int) -> Array | None:
+        x = options.get(name)
+        if x is None:
+            return None
+        check_integral(name, x)
+        if not batched and x.ndim == 0:
+            x = x[None]
+        else:
+            check_shape(name, x, (batch,))
+        if not isinstance(x, jax.core.Tracer):
+            values = np.asarray(x)
+            if values.size and not 0 <= values.min() <= values.max() <= size:
+                raise ValueError(f"{name}: wanted lengths from 0 to {size}, got {values.tolist()}")
+        return jnp.asarray(as_int32(x))
+
     return Tokens(
         numbers("query_positions", query_len, as_int32),
         numbers("key_positions", key_len, as_int32),
         numbers("query_segment_ids", query_len, as_ids),
         numbers("key_segment_ids", key_len, as_ids),
-        _check_lengths("query_seq_lengths", options, batch, query_len, batched),
-        _check_lengths("key_value_seq_lengths", options, batch, key_len, batched),
+        lengths("query_seq_lengths", query_len),
+        lengths("key_value_seq_lengths", key_len),
     )
 
 
-def _check_lengths(
-    name: str, options: Mapping[str, Any], batch: int, size: int, batched: bool
-) -> Array | None:
-    lengths = options.get(name)
-    if lengths is None:
-        return None
-    check_integral(name, lengths)
-    if not batched and lengths.ndim == 0:
-        lengths = lengths[None]
-    else:
-        check_shape(name, lengths, (batch,))
-    if not isinstance(lengths, jax.core.Tracer):
-        values = np.asarray(lengths)
-        if values.size and not 0 <= values.min() <= values.max() <= size:
-            raise ValueError(f"{name}: wanted lengths from 0 to {size}, got {values.tolist()}")
-    return jnp.asarray(as_int32(lengths))
-
-
 def shortened(positions: Array, lengths: Array | np.ndarray | None) -> Array:
-    """Positions `[B or 1, L]`, of which those from a length `[B or 1]` on are absent."""
+    """Positions `[B or 1, L]`, absent from a length `[B or 1]` on."""
     return positions if lengths is None else jnp.where(positions < lengths[:, None], positions, -1)
 
 
