@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, local_attention, scores
+from energy_attn.kernels import AttentionState, scores
+from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.dispatch._registry import attend as attend_operands
 from energy_attn.kernels.xla._canonical import Canonical
 from tests.support.arrays import array
 from tests.support.compare import close
@@ -45,6 +47,12 @@ def tokens(dtype, seed=2):
     return *arrays, *(np.broadcast_to(x, (BATCH, len(x))) for x in places)
 
 
+def attend(query, key, value, bias, **options):
+    """The state by the canonical kernel, of which a sink is the last partial of a row."""
+    call = check_call(query, key, value, None, bias, None, **options)
+    return attend_operands((Canonical(),), call.settings, call.operands)
+
+
 @jax.jit
 def gradients(learned, q, k, v, d_out, rows, keys):
     """Of the bias, the score's arrays and the sink; of cotangents that no program rounds in another way."""
@@ -52,8 +60,7 @@ def gradients(learned, q, k, v, d_out, rows, keys):
     def state(learned):
         bias, score, sink = learned
         places = {"query_positions": rows, "key_positions": keys}
-        options = {"score": score, "sink": sink, "implementation": Canonical(), "is_causal": True}
-        return local_attention(q, k, v, bias=bias, **places, **options)
+        return attend(q, k, v, bias, score=score, sink=sink, is_causal=True, **places)
 
     found, pull = jax.vjp(state, learned)
     return pull(AttentionState(d_out, 0.3 * found.lse))[0]
@@ -128,8 +135,7 @@ def test_empty(sizes):
 
     def energy(learned):
         bias, score, sink = learned
-        options = {"bias": bias, "score": score, "sink": sink, "implementation": Canonical()}
-        return local_attention(q, k, v, **options).lse.sum()
+        return attend(q, k, v, bias, score=score, sink=sink).lse.sum()
 
     *others, of_sink = jax.tree.leaves(jax.grad(energy)((bias, score, sink)))
     assert not any(x.any() for x in others)
