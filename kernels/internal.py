@@ -50,7 +50,6 @@ from .call._canonical import split_mask as split_mask
 from .call._checkpoint import named as named
 from .call._kernel import Candidate as Candidate
 from .call._kernel import check_call_of as check_call_of
-from .call._leaves import LEAF as LEAF
 from .call._operands import KernelCall as KernelCall
 from .call._operands import Operands as Operands
 from .call._operands import PartIndices as PartIndices
@@ -87,6 +86,7 @@ from .call._state import share as share
 from .call._state import unfused as unfused
 from .call._target import AssumedGPU as AssumedGPU
 from .call._target import Device as Device
+from .call._tokens import LEAF as LEAF
 from .call._tokens import Tokens as Tokens
 from .call._tokens import shortened as shortened
 from .dispatch._attend_and_merge import attend_and_merge as attend_and_merge

@@ -1,4 +1,4 @@
-"""The tokens of a call: positions, segments and lengths of its queries and keys."""
+"""Positions, segments and lengths of queries and keys, and the leaves of reproducible calls."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -7,9 +7,11 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from .._checks import as_ids, as_int32, check_int32, check_integral, check_shape, received
+
+LEAF = 256  # keys of a leaf: a constant of the format
 
 
 class Tokens(NamedTuple):
@@ -158,3 +160,29 @@ def _before(positions: Array | None, lengths: Array | None, size: int) -> Array:
     places = jnp.arange(size, dtype=jnp.int32)[None]
     positions = places if positions is None else positions
     return positions if lengths is None else jnp.where(places < lengths[:, None], positions, -1)
+
+
+def leaves_for(tokens: int, size: int = LEAF) -> int:
+    """Number of successive leaves that `tokens` may span: one more than they fill, as they may begin inside a leaf."""
+    return -(-tokens // size) + 1
+
+
+def check_leaves(positions: Int[Array, "b keys"] | None) -> None:
+    """Raises `ValueError` for known positions that repeat, or span more leaves than there is room for."""
+    if positions is None or isinstance(positions, jax.core.Tracer):
+        return
+    for row in np.asarray(positions):
+        present, count = np.unique(row[row >= 0], return_counts=True)
+        if not present.size:
+            continue
+        if count.max() > 1:
+            raise ValueError(
+                "key_positions: wanted one key of each position beside reproducible=True, got "
+                f"{count.max()} of {present[count.argmax()]}; documents have segment ids and positions that go on"
+            )
+        leaves, most = present[-1] // LEAF - present[0] // LEAF + 1, leaves_for(len(row))
+        if leaves > most:
+            raise ValueError(
+                f"key_positions: wanted at most {most} times {LEAF} positions for {len(row)} keys beside "
+                f"reproducible=True, got {leaves}; append keys of position -1 up to {(leaves - 2) * LEAF + 1}"
+            )

@@ -14,9 +14,9 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from ..call._kernel import check_dtypes
-from ..call._leaves import LEAF
 from ..call._operands import KernelCall
 from ..call._state import AttentionState, divided, of_each
+from ..call._tokens import LEAF
 from ..fold import _tree as tree
 from ..fold._call import QUERIES, rounded
 from ..fold._kernel import AbstractCanonical, backward_rows, check_whole, unit_indices
