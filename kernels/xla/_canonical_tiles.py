@@ -33,7 +33,7 @@ TOGETHER = 4096  # rows of all key heads, whose scores of a leaf are 4 MiB
 
 @dataclasses.dataclass(frozen=True)
 class CPUArithmetic(Arithmetic):
-    """Arithmetic of tiles `[K, rows, width]` with the same bits for any number of rows and in any surroundings."""
+    """Arithmetic of tiles `[K, rows, width]`; bits of a row depend neither on other rows nor on what is fused."""
 
     keeps_rest: bool = True
 
