@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from energy_attn.cli.plan import Job, planned
-from energy_attn.distributed import cost
+from energy_attn.distributed import cost, plan
 from energy_attn.models import LlamaConfig
 
 RESULT = Path(__file__).parents[1] / "docs" / "benchmarks" / "predictions.json"
@@ -72,7 +72,7 @@ class Row:
     Attributes:
         source: a key of `SOURCES`.
         model: a key of `MODELS`.
-        chip: as `cost.chip` takes it.
+        chip: as `plan.chip` takes it.
         sizes: of the axes that share the context.
         tokens: of a sequence.
         batch: sequences that those chips have.
@@ -120,18 +120,18 @@ ROWS = (
 
 def predicted(row: Row) -> dict[str, Any]:
     """A row with its prediction: products of weights and attention, transfers, and their exposed part."""
-    chip = cost.chip(row.chip)
+    chip = plan.chip(row.chip)
     topology = cost.topology(chip.network, row.sizes)
     job = Job(MODELS[row.model], chip, topology, row.tokens, row.batch, tile=row.tile)
-    plan = planned(job, row.method, row.layout)
+    step = planned(job, row.method, row.layout)
     weights = job.weight_seconds()
     times = {
         "weights": weights,
-        "attention": plan.products,
-        "transfers": plan.transfers,
-        "exposed": plan.exposed,
-        "predicted": weights + plan.seconds,
-        "ratio": row.published / (weights + plan.seconds),
+        "attention": step.products,
+        "transfers": step.transfers,
+        "exposed": step.exposed,
+        "predicted": weights + step.seconds,
+        "ratio": row.published / (weights + step.seconds),
     }
     found = {
         **dataclasses.asdict(row),

@@ -18,6 +18,7 @@ from .runtime._global_arrays import place_like as place_like
 from .runtime._mesh import make_mesh as make_mesh
 
 if _typing.TYPE_CHECKING:
+    from . import plan as plan
     from .cache._cache import KVCache as KVCache
     from .cache._fork import ForkedCache as ForkedCache
     from .hlo._collectives import Collective as Collective
@@ -26,6 +27,7 @@ if _typing.TYPE_CHECKING:
 else:
     __getattr__, __dir__ = _lazy(
         __name__,
+        modules={"plan": ".plan"},
         names={
             "KVCache": ".cache._cache",
             "ForkedCache": ".cache._fork",

@@ -4,20 +4,15 @@ import typing as _typing
 
 from energy_attn.kernels.internal import lazy as _lazy
 
-from .cost._chips import CHIPS as CHIPS
-from .cost._merges import exchanged as exchanged
-from .cost._merges import summed as summed
 from .cost._transfer import part_sent as part_sent
 from .cost._transfer import seconds as seconds
-from .hlo._collectives import waits as waits
 from .hlo._parse import Kind as Kind
 from .merge._packing import as_invariant as as_invariant
-from .merge._scatter import exchange as exchange
-from .merge._scatter import sums as sums
+from .merge._strategies import STRATEGIES as STRATEGIES
 from .methods._arguments import Axes as Axes
 from .methods._arguments import unbatched as unbatched
 from .methods._layout import sequence_order as sequence_order
-from .methods._methods import METHODS as METHODS
+from .methods._methods import METHOD_OPTIONS as METHOD_OPTIONS
 from .methods._plan import ShardingPlan as ShardingPlan
 from .methods._plan import check_mesh as check_mesh
 from .methods._plan import is_explicit as is_explicit
@@ -40,9 +35,11 @@ if _typing.TYPE_CHECKING:
     from .cache._arguments import check_counts as check_counts
     from .cache._arguments import check_reach as check_reach
     from .cache._arguments import check_stored as check_stored
-    from .cache._queries import canonical_of as canonical_of
+    from .cache._queries import run_of as run_of
     from .cache._tokens import AbstractTokens as AbstractTokens
     from .cache._write import positions_from as positions_from
+    from .hlo._collectives import waits as waits
+    from .plan._chips import CHIPS as CHIPS
     from .runtime import _files, _safetensors
     from .runtime._files import IDENTITY as IDENTITY
     from .runtime._files import UNFINISHED as UNFINISHED
@@ -60,9 +57,11 @@ else:
             "check_counts": ".cache._arguments",
             "check_reach": ".cache._arguments",
             "check_stored": ".cache._arguments",
-            "canonical_of": ".cache._queries",
+            "run_of": ".cache._queries",
             "AbstractTokens": ".cache._tokens",
             "positions_from": ".cache._write",
+            "waits": ".hlo._collectives",
+            "CHIPS": ".plan._chips",
             "IDENTITY": ".runtime._files",
             "UNFINISHED": ".runtime._files",
             "check_file": ".runtime._files",

@@ -50,7 +50,6 @@ from .call._canonical import split_mask as split_mask
 from .call._checkpoint import named as named
 from .call._kernel import Candidate as Candidate
 from .call._kernel import check_call_of as check_call_of
-from .call._leaves import LEAF as LEAF
 from .call._operands import KernelCall as KernelCall
 from .call._operands import Operands as Operands
 from .call._operands import PartIndices as PartIndices
@@ -63,9 +62,9 @@ from .call._operands import is_static as is_static
 from .call._operands import out_dtype as out_dtype
 from .call._options import KernelOptions as KernelOptions
 from .call._options import MergedOptions as MergedOptions
+from .call._options import MergedScoreOptions as MergedScoreOptions
 from .call._options import RowOptions as RowOptions
 from .call._options import ScoreOptions as ScoreOptions
-from .call._options import SinkOptions as SinkOptions
 from .call._options import check_options as check_options
 from .call._sink import check_sink as check_sink
 from .call._sink import with_sink as with_sink
@@ -87,6 +86,7 @@ from .call._state import share as share
 from .call._state import unfused as unfused
 from .call._target import AssumedGPU as AssumedGPU
 from .call._target import Device as Device
+from .call._tokens import LEAF as LEAF
 from .call._tokens import Tokens as Tokens
 from .call._tokens import shortened as shortened
 from .dispatch._attend_and_merge import attend_and_merge as attend_and_merge
@@ -104,13 +104,13 @@ from .dispatch._over_keys import TANGENT as TANGENT
 from .dispatch._over_keys import CallOnDevice as CallOnDevice
 from .dispatch._over_keys import FoldOfRows as FoldOfRows
 from .dispatch._overlap import overlap_transfer as overlap_transfer
+from .dispatch._policy import CallPolicy as CallPolicy
+from .dispatch._policy import call_policy as call_policy
 from .dispatch._registry import attend as attend
 from .dispatch._registry import candidates as candidates
 from .dispatch._registry import differentiated_by_jax as differentiated_by_jax
 from .dispatch._registry import explain as explain
-from .dispatch._registry import is_reproducible as is_reproducible
 from .dispatch._registry import reproducible_kernels as reproducible_kernels
-from .dispatch._registry import run_of as run_of
 from .dispatch._registry import tried as tried
 from .dispatch._tile_program import computed as computed
 from .dispatch._tile_program import evaluated as evaluated

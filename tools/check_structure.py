@@ -58,8 +58,6 @@ PROSE_EXEMPT = ("CHANGELOG.md", "tools/check_structure.py", "tests/repository/te
 DOOR = "internal"
 # Public names of two packages: `masks.Function` and `scores.Function`.
 IN_TWO_PACKAGES = {"Function"}
-# To be renamed: the list is to become empty.
-CLASSES_DEFINED_TWICE = set("Fold Gather OverKeys Program Result Ring Run Side Step".split())
 # The modules that may know the lodger `energy_attn.models`, by its public names: for the lazy name in the package, and
 # for the kind of a model in a report.
 KNOW_MODELS = ("energy_attn/__init__.py", "energy_attn/report/_report.py")
@@ -265,7 +263,7 @@ def repeated_classes(root: Path) -> Iterator[str]:
                     where = f"{path.relative_to(root)}:{node.lineno}"
                     places.setdefault(node.name.lstrip("_"), []).append(where)
     for name, where in sorted(places.items()):
-        if len(where) > 1 and name not in IN_TWO_PACKAGES | CLASSES_DEFINED_TWICE:
+        if len(where) > 1 and name not in IN_TWO_PACKAGES:
             yield f"{where[0]}: class {name} is defined {len(where)} times: {', '.join(where)}"
 
 

@@ -12,7 +12,6 @@ on a CPU: by then what JAX compiles is compiled. Functions of kernels do not cou
 import ast
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -24,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from budgets import ROOMS, budgets_of  # noqa: E402
-from check_structure import exports, sources  # noqa: E402
+from check_structure import exports, repeated_classes, sources  # noqa: E402
 
 import energy_attn as ea  # noqa: E402
 from energy_attn.kernels import Operands, Settings  # noqa: E402
@@ -90,14 +89,6 @@ def readers_of_programs(modules: dict[str, ast.Module]) -> list[str]:
     ]
 
 
-def class_names_twice(modules: dict[str, ast.Module]) -> list[str]:
-    """Names of which the library has more than one class."""
-    names = Counter(
-        x.name for tree in modules.values() for x in ast.walk(tree) if isinstance(x, ast.ClassDef)
-    )
-    return sorted(name for name, count in names.items() if count > 1)
-
-
 def asks_by_name(modules: dict[str, ast.Module]) -> list[str]:
     """Comparisons of a method with a name in `distributed`, and `isinstance` of a canonical kernel anywhere."""
     found = []
@@ -118,7 +109,9 @@ def rows() -> dict[str, str]:
         print(f"{name} enters:", *(f"    {x.file} {x.name}" for x in functions), sep="\n")
     modules, budgets = trees(), budgets_of(ROOT)
     readers, twice, asked = (
-        f(modules) for f in (readers_of_programs, class_names_twice, asks_by_name)
+        readers_of_programs(modules),
+        list(repeated_classes(ROOT)),
+        asks_by_name(modules),
     )
     print("Modules that read jaxprs:", *readers)
     print("Class names with two meanings:", *twice)
@@ -137,7 +130,9 @@ def rows() -> dict[str, str]:
         },
         "fields of `Operands` and `Settings`": str(len(Operands._fields) + len(Settings._fields)),
         "modules that read jaxprs": str(len(readers)),
-        "class names with two meanings": str(len(twice)),
+        "class names with two meanings, besides the public `masks.Function` and `scores.Function`": str(
+            len(twice)
+        ),
         "classes and methods that are asked by name": str(len(asked)),
         "lines that `kernels`, `distributed`, `energy_attn` may have": " + ".join(
             f"{lines(room):,}" for room in ROOMS

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    SinkOptions,
+    MergedScoreOptions,
     check_floating_dtype,
     check_integer,
     received,
@@ -20,7 +20,6 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 
 from ..methods._parallel import SequenceParallel
-from ..methods._plan import reshard_explicit
 from ._arguments import check_room, layout
 from ._files import check_path, write
 from ._fork import ForkedCache, repeat_rows
@@ -157,7 +156,7 @@ class KVCache(AbstractTokens):
         lengths: Int[Array, " B"] | None = None,
         query_positions: Int[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | AbstractMask | None = None,
-        **options: Unpack[SinkOptions],
+        **options: Unpack[MergedScoreOptions],
     ) -> AttentionState:
         r"""The attention of queries over the tokens in the cache.
 
@@ -190,9 +189,9 @@ class KVCache(AbstractTokens):
                 `lengths` and `query_positions`, or the mesh, as for `append`.
             NotImplementedError: the implementation named declines the call.
         """
-        names, options = check_scores(options, mask, self.window)
+        policy, options = check_scores(options, mask, self.window)
         places = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
-        return state_of(self, query, places, names, options, source=source, mask=mask)
+        return state_of(self, query, places, policy, options, source=source, mask=mask)
 
     def at(
         self,
@@ -261,7 +260,7 @@ class KVCache(AbstractTokens):
         starts, lengths = (repeat_rows(sharding, self.lengths, count) for _ in range(2))
         stored = own._stored()
         if sharding is not None:
-            stored = reshard_explicit(sharding.mesh, sharding.axes, stored, sharding.slots)
+            stored = sharding.put(stored, sharding.slots)
         is_ring = self.window is not None and self.window < own.capacity
         window = self.window if is_ring else None
         own = dataclasses.replace(

@@ -13,14 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     BoundScore,
-    SinkOptions,
+    MergedScoreOptions,
     reads_first,
     received,
     split_score,
 )
 from energy_attn.kernels.scores import AbstractScore, At
 
-from ..methods._plan import reshard_explicit
 from ._arguments import check_rows
 from ._queries import check_queries, check_scores, state_of
 from ._tokens import AbstractTokens
@@ -140,7 +139,7 @@ class ForkedCache(eqx.Module):
         source: Float[Array, "B T N Hv"] | None = None,
         lengths: Int[Array, " B"] | None = None,
         query_positions: Int[Array, "..."] | None = None,
-        **options: Unpack[SinkOptions],
+        **options: Unpack[MergedScoreOptions],
     ) -> AttentionState:
         """The attention of queries over the tokens of their prompts and their rows' own.
 
@@ -148,10 +147,10 @@ class ForkedCache(eqx.Module):
         [`KVCache.attend`][energy_attn.distributed.KVCache.attend], but for `mask`. A score that reads
         `at.batch` raises `NotImplementedError`: rows that share a prompt are one row of it.
         """
-        names, options = check_scores(options, None, self.prompt.window)
+        policy, options = check_scores(options, None, self.prompt.window)
         own, count, sharding = self.own, self.count, self.own._sharding()
         places = check_queries(query, own.key, own.dtype, own.lengths, lengths, query_positions)
-        given: Any = {"names": names, "unrounded": True, "options": options}
+        given: Any = {"policy": policy, "unrounded": True, "options": options}
         mine = state_of(own, query, places, source=source, **given)
         given["options"] = {**options, "sink": None}
         _check_score(options.get("score"), mine.lse.dtype)
@@ -214,7 +213,4 @@ def _by_rows(sharding: CacheSharding | None, function: Any, x: Array) -> Array:
     if sharding is None:
         return function(x)
     spec = PartitionSpec(*[*sharding.new, None][: x.ndim])
-    mapped = jax.shard_map(
-        function, mesh=sharding.mesh, in_specs=spec, out_specs=spec, axis_names=sharding.axes
-    )
-    return mapped(reshard_explicit(sharding.mesh, sharding.axes, x, spec))
+    return sharding.map(function, (spec,), spec, x)

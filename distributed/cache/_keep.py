@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from ..methods._plan import reshard_explicit
 from ._slots import Slots
 from ._write import CacheSharding, Stored
 
@@ -56,18 +55,9 @@ def keep_important(
         return local(stored, starts, lengths, first, importance)
     of_rows = sharding.rows
     heads = sharding.slots if importance.shape[2] > 1 else jax.P(*sharding.slots[:2])
-    mapped = jax.shard_map(
-        local,
-        mesh=sharding.mesh,
-        in_specs=(sharding.slots, of_rows, of_rows, of_rows, heads),
-        out_specs=sharding.slots,
-        axis_names=sharding.axes,
-    )
-    return mapped(
-        reshard_explicit(sharding.mesh, sharding.axes, stored, sharding.slots),
-        *reshard_explicit(sharding.mesh, sharding.axes, (starts, lengths, first), of_rows),
-        reshard_explicit(sharding.mesh, sharding.axes, importance, heads),
-    )
+    in_specs = sharding.slots, of_rows, of_rows, of_rows, heads
+    given = stored, starts, lengths, first, importance
+    return sharding.map(local, in_specs, sharding.slots, *given)
 
 
 def _sources(token: Array, present: Array, count: Array, importance: Array) -> Array:

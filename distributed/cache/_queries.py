@@ -9,16 +9,14 @@ from jaxtyping import Array, Float, Int
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     LEAF,
-    Candidate,
+    CallPolicy,
+    MergedScoreOptions,
     Scales,
-    SinkOptions,
-    candidates,
+    call_policy,
     check_call,
     check_options,
     check_shape,
-    is_reproducible,
     received,
-    reproducible_kernels,
 )
 from energy_attn.kernels.masks import AbstractMask
 
@@ -76,18 +74,18 @@ def energy_of_cache(
 
 
 def check_scores(
-    options: SinkOptions, mask: Array | AbstractMask | None, window: int | None
-) -> tuple[tuple[Candidate, ...], SinkOptions]:
-    """The implementations, and the options with the causality and the window of a cache.
+    options: MergedScoreOptions, mask: Array | AbstractMask | None, window: int | None
+) -> tuple[CallPolicy, MergedScoreOptions]:
+    """The policy, and the options with the causality and the window of a cache.
 
     Raises `TypeError` for an unknown option or one of another type, and `ValueError` for a window
     that is wider than the cache's.
     """
-    check_options(options, SinkOptions)
-    names = candidates(options.get("implementation"), options.get("reproducible", False))
+    check_options(options, MergedScoreOptions)
+    policy = call_policy(options.get("implementation"), options.get("reproducible", False))
     reach = check_reach(options.get("local_window_size"), window)
     causal = options.get("is_causal", mask is None)
-    return names, {**options, "is_causal": causal, "local_window_size": reach}
+    return policy, {**options, "is_causal": causal, "local_window_size": reach}
 
 
 def check_queries(
@@ -116,22 +114,21 @@ def check_queries(
     return positions
 
 
-def canonical_of(cache: AbstractTokens) -> tuple[Candidate, ...]:
-    """The canonical kernels, which know where the keys of a cache are."""
+def run_of(cache: AbstractTokens) -> int | None:
+    """The number of successive tokens that lie together in a cache; None: none do."""
     if cache.window is not None:  # a slot may have a token of the next lap
-        return reproducible_kernels()
+        return None
     capacity, block, devices = cache.slots
     # on one device, token n is in slot n
-    run = block if devices > 1 else max(LEAF, 1 << (capacity - 1).bit_length())
-    return reproducible_kernels(run)
+    return block if devices > 1 else max(LEAF, 1 << (capacity - 1).bit_length())
 
 
 def state_of(
     cache: AbstractTokens,
     query: Array,
     positions: Array,
-    names: tuple[Candidate, ...],
-    options: SinkOptions,
+    policy: CallPolicy,
+    options: MergedScoreOptions,
     *,
     source: Any = None,
     mask: Array | AbstractMask | None = None,
@@ -145,7 +142,6 @@ def state_of(
     stored, scales = (cache.key, cache.value), Scales(cache.key_scale, cache.value_scale)
     call = check_call(query, *stored, source, None, mask, scales, **scored)
     plan = sharding_plan(cache.parallel, *call.operands.qkv)
-    if is_reproducible(names):
-        names = canonical_of(cache)
+    policy = policy.laid_out(run_of(cache))
     settings = call.settings.needing(unrounded=unrounded)
-    return attend_sharded(plan, names, settings, call.operands)
+    return attend_sharded(plan, policy, settings, call.operands)

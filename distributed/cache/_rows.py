@@ -9,7 +9,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from ..methods._plan import reshard_explicit
 from ._write import CacheSharding, Stored, write_at
 
 # The stored arrays of a cache, its starts and its lengths.
@@ -27,16 +26,8 @@ def empty_rows(
 
     if sharding is None:
         return local(emptied, starts, lengths)
-    mapped = jax.shard_map(
-        local,
-        mesh=sharding.mesh,
-        in_specs=sharding.rows,
-        out_specs=sharding.rows,
-        axis_names=sharding.axes,
-    )
-    return mapped(
-        *reshard_explicit(sharding.mesh, sharding.axes, (emptied, starts, lengths), sharding.rows)
-    )
+    out_specs = (sharding.rows,) * 2
+    return sharding.map(local, (sharding.rows,) * 3, out_specs, emptied, starts, lengths)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -68,17 +59,4 @@ def replace_rows(sharding: CacheSharding | None, mine: Rows, new: Rows, rows: Ar
         (sharding.slots, sharding.rows, sharding.rows),
         (every, PartitionSpec(), PartitionSpec()),
     )
-    mapped = jax.shard_map(
-        local,
-        mesh=sharding.mesh,
-        in_specs=(*specs, PartitionSpec()),
-        out_specs=specs[0],
-        axis_names=sharding.axes,
-    )
-
-    def put(rows: Rows, specs: tuple[PartitionSpec, ...]) -> Any:
-        pairs = zip(rows, specs, strict=True)
-        return tuple(reshard_explicit(sharding.mesh, sharding.axes, *pair) for pair in pairs)
-
-    own, given = (put(x, spec) for x, spec in zip((mine, new), specs, strict=True))
-    return mapped(own, given, reshard_explicit(sharding.mesh, sharding.axes, rows, PartitionSpec()))
+    return sharding.map(local, (*specs, PartitionSpec()), specs[0], mine, new, rows)

@@ -1,13 +1,13 @@
 """Tokens in the slots of a cache, and the operations that change which ones it holds."""
 
 import dataclasses
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Int8, Shaped
 
-from energy_attn.kernels.internal import dequantize, received
+from energy_attn.kernels.internal import AbstractFunction, dequantize, function_call, received
 
 from ..methods._parallel import SequenceParallel
 from ._arguments import (
@@ -20,13 +20,14 @@ from ._arguments import (
     check_whole,
 )
 from ._keep import keep_important
-from ._quantize import quantize
 from ._rows import empty_rows, replace_rows
 from ._slots import Slots
 from ._write import CacheSharding, Stored, cache_sharding, fitting, positions
 from ._write import append as write_tokens
 
 Tokens = TypeVar("Tokens", bound="AbstractTokens")
+
+_LEVELS = 127  # of 8 bits
 
 
 class AbstractTokens(eqx.Module):
@@ -256,3 +257,32 @@ class AbstractTokens(eqx.Module):
 
     def _stored(self) -> Stored:
         return Stored(self.key, self.value, self.key_scale, self.value_scale)
+
+
+def quantize(
+    x: Float[Array, "*batch width"],
+) -> tuple[Int8[Array, "*batch width"], Float[Array, "*batch"]]:
+    r"""Rounds every vector to multiples of 1/127 of its largest entry.
+
+    $$s = \max_h |x_h| / 127, \qquad |x_h - s\, q_h| \le s / 2 = \max_h |x_h| / 254$$
+
+    up to the rounding of float32, in which all of it is computed. A vector with a NaN or an
+    infinity is read back as NaN. Differentiated it raises `TypeError`: rounding has no derivative.
+    """
+    quantized: tuple[Array, Array] = function_call(_Quantize(), x)
+    return quantized
+
+
+@dataclasses.dataclass(frozen=True)
+class _Quantize(AbstractFunction):
+    def apply(self, args: Array) -> tuple[Array, Array]:
+        x = args.astype(jnp.float32)
+        scale = jnp.abs(x).max(-1) / _LEVELS
+        steps = jnp.round(x / jnp.where(scale > 0, scale, 1.0)[..., None])
+        return jnp.clip(steps, -_LEVELS, _LEVELS).astype(jnp.int8), scale
+
+    def jvp(self, primals: Array, tangents: Array) -> NoReturn:
+        raise TypeError(
+            "quantize: wanted a cache that stores floating numbers where it is differentiated, got "
+            "'int8', whose rounding has no derivative; stop the gradient or use quantize=None"
+        )

@@ -53,7 +53,6 @@ class CacheSharding(NamedTuple):
 
     @property
     def axes(self) -> set[str]:
-        """All mesh axes."""
         return {*self.batch, *self.sequence, *self.heads}
 
     @property
@@ -70,6 +69,27 @@ class CacheSharding(NamedTuple):
     def rows(self) -> PartitionSpec:
         """The spec of arrays `[B]`."""
         return PartitionSpec(self.batch or None)
+
+    def map(
+        self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any, *args: Any
+    ) -> Any:
+        """`function(*args)` on each device, for its parts of trees of arrays, by specs of these or of their leaves."""
+        mapped = jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=self.axes,
+        )
+        return mapped(*self.put(args, in_specs))
+
+    def put(self, tree: Any, specs: Any) -> Any:
+        """Trees of arrays as `map` takes them."""
+
+        def put(spec: PartitionSpec, tree: Any) -> Any:
+            return reshard_explicit(self.mesh, self.axes, tree, spec)
+
+        return jax.tree.map(put, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | None:
@@ -211,18 +231,9 @@ def append(
     if sharding is None:
         return local(stored, new, starts, lengths, counts)
     rows = sharding.rows
-    mapped = jax.shard_map(
-        local,
-        mesh=sharding.mesh,
-        in_specs=(sharding.slots, sharding.new, rows, rows, rows),
-        out_specs=(sharding.slots, rows, rows),
-        axis_names=sharding.axes,
-    )
-    return mapped(
-        reshard_explicit(sharding.mesh, sharding.axes, stored, sharding.slots),
-        reshard_explicit(sharding.mesh, sharding.axes, new, sharding.new),
-        *reshard_explicit(sharding.mesh, sharding.axes, (starts, lengths, counts), rows),
-    )
+    in_specs = sharding.slots, sharding.new, rows, rows, rows
+    out_specs = sharding.slots, rows, rows
+    return sharding.map(local, in_specs, out_specs, stored, new, starts, lengths, counts)
 
 
 def fitting(
@@ -280,9 +291,7 @@ def _fitting(
         axis_names={axis for axis, kind in kinds if kind != AxisType.Manual},
         check_vma=False,  # the branch that raises returns counts of an invariant type
     )
-    return check(
-        *reshard_explicit(sharding.mesh, sharding.axes, (starts, lengths, counts), sharding.rows)
-    )
+    return check(*sharding.put((starts, lengths, counts), (sharding.rows,) * 3))
 
 
 def _raising(counts: Array, valid: Array, fits: Array) -> Array:
@@ -347,7 +356,6 @@ class _InBranch(AbstractLinearMap):
         )
 
     def plain(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> Array:
-        """The scatter."""
         return _scatter(*self._both(fixed, moving), fixed)
 
     def transpose(self, fixed: Array, moving: Any, cotangent: Array) -> tuple[Any, Any]:
@@ -363,7 +371,6 @@ class _InBranch(AbstractLinearMap):
         )
 
     def _both(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> tuple[Array, Array]:
-        """The two arrays, with zeros for one that does not move."""
         buffer, new = moving
         if buffer is None:
             assert new is not None
@@ -387,11 +394,5 @@ def positions(sharding: CacheSharding | None, slots: Slots, starts: Array, lengt
 
     if sharding is None:
         return local(starts, lengths)
-    mapped = jax.shard_map(
-        local,
-        mesh=sharding.mesh,
-        in_specs=(sharding.rows, sharding.rows),
-        out_specs=PartitionSpec(sharding.batch or None, sharding.sequence or None),
-        axis_names=sharding.axes,
-    )
-    return mapped(*reshard_explicit(sharding.mesh, sharding.axes, (starts, lengths), sharding.rows))
+    out_spec = PartitionSpec(sharding.batch or None, sharding.sequence or None)
+    return sharding.map(local, (sharding.rows,) * 2, out_spec, starts, lengths)

@@ -5,7 +5,7 @@ r"""The cost of an attention over a mesh, predicted: bytes sent, memory, seconds
 compare the two. `volume` and `latency` follow from the predicted ones, and `merge="auto"` and
 `method="auto"` choose by them.
 
-[`step_time`][energy_attn.distributed.cost.step_time] adds the products of the busiest device, and which
+[`plan.step_time`][energy_attn.distributed.plan.step_time] adds the products of the busiest device, and which
 transfers lie beside them. The model does not know congestion, other users of a network, or the real speed of any
 machine. A compiled program holds no price of communication, either. Exchanges by gloo, measured over an emulated
 network of known latency and bandwidth, agree with the model within a factor of 1.5 where cores were idle (of 3.1
@@ -18,22 +18,38 @@ Examples:
     'tree'
 """
 
-from ..merge._strategies import MERGES as MERGES
-from ._chips import Chip as Chip
-from ._chips import chip as chip
-from ._cost import choose_merge as choose_merge
-from ._cost import choose_method as choose_method
-from ._cost import latency as latency
-from ._cost import memory as memory
-from ._cost import volume as volume
+import typing as _typing
+
+from energy_attn.kernels.internal import lazy as _lazy
+
 from ._devices import topology_of_mesh as topology_of_mesh
 from ._interconnects import topology as topology
-from ._methods import ROTATED as ROTATED
-from ._methods import transfers as transfers
-from ._pairs import pairs as pairs
 from ._shape import Shape as Shape
-from ._step import StepTime as StepTime
-from ._step import step_time as step_time
 from ._topology import Link as Link
 from ._topology import Topology as Topology
 from ._transfer import Transfer as Transfer
+
+# Methods and merges say what they send by the names above, so that what asks them comes later.
+if _typing.TYPE_CHECKING:
+    from ..merge._strategies import MERGES as MERGES
+    from ..methods._cost import choose_merge as choose_merge
+    from ..methods._cost import choose_method as choose_method
+    from ..methods._cost import latency as latency
+    from ..methods._cost import memory as memory
+    from ..methods._cost import transfers as transfers
+    from ..methods._cost import volume as volume
+    from ..methods._ring import ROTATED as ROTATED
+else:
+    __getattr__, __dir__ = _lazy(
+        __name__,
+        names={
+            "MERGES": "..merge._strategies",
+            "ROTATED": "..methods._ring",
+            "choose_merge": "..methods._cost",
+            "choose_method": "..methods._cost",
+            "latency": "..methods._cost",
+            "memory": "..methods._cost",
+            "transfers": "..methods._cost",
+            "volume": "..methods._cost",
+        },
+    )

@@ -1,4 +1,4 @@
-"""The sizes of one attention, and how methods divide its heads and keys."""
+"""The sizes of one attention, one device's part of them, and how methods divide its heads and keys."""
 
 import dataclasses
 import math
@@ -11,6 +11,8 @@ from energy_attn.kernels.internal import (
     is_static,
     received,
 )
+
+from ._topology import Topology
 
 _MOST_PIECES = 8
 
@@ -108,6 +110,31 @@ class Shape:
     def state(self) -> int:
         """Bytes of one row's state, where it is folded: $H_v + 1$ numbers of `lse`'s dtype."""
         return (self.out_width + 1) * self.lse_bytes
+
+
+def check_sizes(shape: object, topology: object) -> None:
+    """Raises `TypeError` unless `shape` is a `Shape` and `topology` a `Topology`."""
+    if not isinstance(shape, Shape):
+        raise TypeError(f"shape: wanted a Shape, got {received(shape)}")
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology: wanted a Topology, got {received(topology)}")
+
+
+def kv_shard(shape: Shape, topology: Topology) -> tuple[int, int]:
+    """Bytes of one device's keys and of its values."""
+    rows = shape.batch * -(-shape.keys // topology.devices) * shape.kv_heads
+    return rows * shape.width * shape.bytes, rows * shape.out_width * shape.bytes
+
+
+def local_rows(shape: Shape, topology: Topology) -> int:
+    """The rows of queries on one device."""
+    shards = topology.devices if shape.queries_sharded else 1
+    return shape.batch * -(-shape.queries // shards) * shape.heads
+
+
+def tangent_bytes(size: int, shape: Shape) -> int:
+    """Bytes of the tangents, in `lse`'s dtype, of arrays of `size` bytes that are only sent."""
+    return size // shape.bytes * shape.lse_bytes
 
 
 def key_copies(heads: int, kv_heads: int, devices: int) -> int | None:

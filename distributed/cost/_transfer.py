@@ -2,8 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ..hlo._parse import Kind
+from ._shape import Shape
 from ._topology import Link, Topology
 
 
@@ -35,6 +38,34 @@ class Transfer:
     count: int = 1
     distance: int = 1
     pairs: bool = False
+
+
+Transfers = Iterator[Transfer]
+
+
+class SentDerivatives(NamedTuple):
+    """The derivatives whose transfers are counted, too.
+
+    Attributes:
+        tangent: whether the tangent of the state, in directions of query, key and value.
+        gradient: whether the gradients in query, key and value.
+    """
+
+    tangent: bool = False
+    gradient: bool = False
+
+
+def position_gather(
+    length: int, shape: Shape, topology: Topology, axes: tuple[int, ...]
+) -> Transfers:
+    """The gather, at the start, of the positions of `length` tokens where they are compared."""
+    if shape.causal:
+        yield Transfer("all-gather", 4 * -(-length // topology.devices), axes)
+
+
+def total_seconds(transfers: Iterable[Transfer], topology: Topology) -> float:
+    """Seconds of all runs of some transfers, one after the other."""
+    return sum(transfer.count * seconds(transfer, topology) for transfer in transfers)
 
 
 def sent(transfer: Transfer, topology: Topology) -> float:

@@ -23,6 +23,8 @@ _MEGASCALE: dict[str, Kind] = {
     "ONE_TO_ONE": "collective-permute",
     "REDUCE_SCATTER": "reduce-scatter",
 }
+# Custom calls that compute products.
+_KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "__cublas")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,9 +217,6 @@ def _collective(module: Module, call: _CollectiveCall) -> Collective:
         groups,
         "_xla_megascale_target" in x.frontend_attributes,
     )
-
-
-_KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "__cublas")
 
 
 def waits(text: str, kind: str = "collective-permute") -> list[str]:

@@ -4,9 +4,14 @@ import abc
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from energy_attn.kernels import AttentionState
+from jax import lax
 
-from ._scatter import exchange
+from energy_attn.kernels import AttentionState, merge_all
+
+from ..cost._shape import Shape
+from ..cost._topology import Topology
+from ..cost._transfer import Transfer, Transfers
+from ._packing import promoted, transfer
 
 Axes = tuple[str, ...]
 
@@ -14,8 +19,8 @@ Axes = tuple[str, ...]
 class AbstractMerge(abc.ABC):
     """Reduces the states of all devices to one, equal on all of them.
 
-    Strategies are not differentiated: the derivative of a fold is the same for all, and `merge_across`
-    defines it.
+    A strategy is one class in a module of its own, in the list of `merge/_strategies.py`. Strategies are not
+    differentiated: the derivative of a fold is the same for all, and `merge_across` defines it.
 
     Attributes:
         name: its name, for `merge=`.
@@ -31,9 +36,17 @@ class AbstractMerge(abc.ABC):
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
         """The fold of each device's state, equal on all devices of `axes`, `out` in its own dtype."""
 
+    @abc.abstractmethod
+    def transfers(self, shape: Shape, topology: Topology) -> Transfers:
+        """The collectives of `fold`, over several devices."""
+
     def scatter(self, states: AttentionState, axes: Axes) -> AttentionState:
         """The fold where queries are sharded: of states `[p, ...]`, device i keeps row i, in `lse`'s dtype."""
         return exchange(states, axes)
+
+    def scatter_transfers(self, rows: int, shape: Shape, topology: Topology) -> Transfers:
+        """The collectives of `scatter`, for this many rows of all devices together."""
+        yield Transfer("all-to-all", rows * shape.state, topology.axes)
 
 
 class AbstractMessageMerge(AbstractMerge):
@@ -51,3 +64,9 @@ class AbstractMessageMerge(AbstractMerge):
 
         The result varies over `axes` by its type, and is equal on all devices.
         """
+
+
+def exchange(states: AttentionState, axes: Axes) -> AttentionState:
+    """Folds states `[p, ...]`, leaving row i on device i in `lse`'s dtype, by one all-to-all."""
+    exchanged = transfer(lambda x: lax.all_to_all(x, axes, 0, 0), states)
+    return merge_all(promoted(exchanged), axis=0)

@@ -8,11 +8,14 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, merge
 
+from ..cost._shape import Shape
+from ..cost._topology import Topology
+from ..cost._transfer import Transfer, Transfers
 from ._abstract import AbstractMerge, Axes
-from ._packing import as_invariant, narrowed, permuted, promoted
+from ._packing import as_invariant, flat_rows, narrowed, permuted, promoted, shaped_like
 
 
-class Halving(AbstractMerge):
+class HalvingMerge(AbstractMerge):
     r"""A reduce-scatter of states, then a gather: $2 \lceil\log_2 p\rceil$ permutes for each axis, and one more.
 
     Each permute sends half of the remaining rows, in total $\frac{p-1}{p}$ of a state each way, as much as a
@@ -28,11 +31,7 @@ class Halving(AbstractMerge):
     automatic = True
 
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
-        shape, rows, width = state.lse.shape, state.lse.size, state.out.shape[-1]
-        missing = -rows % lax.axis_size(axes)
-        out = jnp.pad(state.out.reshape(rows, width), ((0, missing), (0, 0)))
-        lse = jnp.pad(state.lse.reshape(rows), (0, missing), constant_values=-jnp.inf)
-        part = promoted(AttentionState(out, lse))
+        part = promoted(flat_rows(state, lax.axis_size(axes)))
         for axis in reversed(axes):
             part = _reduce_scatter(part, axis)
         fast = fast_axis([lax.axis_size(axis) for axis in axes])
@@ -43,8 +42,20 @@ class Halving(AbstractMerge):
         part = permuted(narrowed(part, state), axes[fast], pairs)
         for i, axis in enumerate(axes):
             part = _all_gather(part, axis, 1 if i == fast else 0)
-        out, lse = (x[:rows] for x in part)
-        return as_invariant(AttentionState(out.reshape(state.out.shape), lse.reshape(shape)), axes)
+        return as_invariant(shaped_like(part, state), axes)
+
+    def transfers(self, shape: Shape, topology: Topology) -> Transfers:
+        share = rows = -(-shape.rows // topology.devices)
+        sizes, back = [link.devices for link in topology.links], []
+        for axis, devices in enumerate(sizes):
+            for step, sent in reversed(rounds(devices)):
+                size, pairs = sent * rows * shape.state, 2 * step == devices
+                back.append(Transfer("collective-permute", size, (axis,), 1, step, pairs))
+            rows *= devices
+        fast = fast_axis(sizes)
+        yield from reversed(back)
+        yield Transfer("collective-permute", share * shape.state, (fast,), pairs=sizes[fast] == 2)
+        yield from back
 
 
 def rounds(devices: int) -> list[tuple[int, int]]:

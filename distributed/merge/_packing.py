@@ -150,3 +150,19 @@ def promoted(state: AttentionState) -> AttentionState:
 def narrowed(state: AttentionState, like: AttentionState) -> AttentionState:
     """`out` in the dtype of `like`'s."""
     return AttentionState(state.out.astype(like.out.dtype), state.lse)
+
+
+def flat_rows(state: AttentionState, multiple: int) -> AttentionState:
+    """A state `[rows, width]`, with empty rows at the end so that their number is a multiple."""
+    rows, width = state.lse.size, state.out.shape[-1]
+    missing = -rows % multiple
+    out = jnp.pad(state.out.reshape(rows, width), ((0, missing), (0, 0)))
+    lse = jnp.pad(state.lse.reshape(rows), (0, missing), constant_values=-jnp.inf)
+    return AttentionState(out, lse)
+
+
+def shaped_like(state: AttentionState, like: AttentionState) -> AttentionState:
+    """The rows of a state from `flat_rows(like, ...)`, in its shape."""
+    return AttentionState(
+        *(x[: like.lse.size].reshape(y.shape) for x, y in zip(state, like, strict=True))
+    )

@@ -4,19 +4,26 @@ from typing import Literal
 
 from energy_attn.kernels.internal import check_choice
 
+from ..cost._shape import Shape
+from ..cost._topology import Topology
+from ..cost._transfer import total_seconds
 from ._abstract import AbstractMerge, AbstractMessageMerge
-from ._allreduce import Allreduce
-from ._butterfly import Butterfly
-from ._gather import Gather
-from ._halving import Halving
-from ._hierarchical import Hierarchical
-from ._ring import Ring
+from ._butterfly import ButterflyMerge, HierarchicalMerge
+from ._direct import AllreduceMerge, GatherMerge, RingMerge
+from ._halving import HalvingMerge
 
 # Type checkers need a literal; a test compares it with the list below.
 MergeName = Literal["allreduce", "gather", "butterfly", "hierarchical", "halving", "ring"]
 MergeOption = MergeName | Literal["auto"]
 
-_LISTED = (Allreduce(), Gather(), Butterfly(), Hierarchical(), Halving(), Ring())
+_LISTED = (
+    AllreduceMerge(),
+    GatherMerge(),
+    ButterflyMerge(),
+    HierarchicalMerge(),
+    HalvingMerge(),
+    RingMerge(),
+)
 STRATEGIES: dict[str, AbstractMerge] = {strategy.name: strategy for strategy in _LISTED}
 MERGES = tuple(STRATEGIES)
 COVARIANCE_MERGES = tuple(x.name for x in _LISTED if isinstance(x, AbstractMessageMerge))
@@ -43,3 +50,15 @@ def check_levels(merge: str, axes: int) -> None:
 def automatic_merges(axes: int) -> tuple[str, ...]:
     """The strategies that `"auto"` chooses from over this number of axes."""
     return tuple(x.name for x in _LISTED if x.automatic and x.least_axes <= axes)
+
+
+def fastest_merge(shape: Shape, topology: Topology) -> str:
+    """The strategy that folds states of these sizes in the least time by the model, for `merge="auto"`."""
+    merges = automatic_merges(len(topology.links))
+    if topology.devices == 1:
+        return merges[0]
+
+    def time(merge: str) -> float:
+        return total_seconds(STRATEGIES[merge].transfers(shape, topology), topology)
+
+    return min(merges, key=time)

@@ -2,20 +2,32 @@
 
 import abc
 import math
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple, TypeVar
+
+import numpy as np
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Candidate, Operands, Settings
+from energy_attn.kernels.internal import CallPolicy, Operands, Settings
 
-from ..cost._shape import key_copies
+from ..cost._shape import Shape, key_copies, local_rows
+from ..cost._topology import Topology
+from ..cost._transfer import SentDerivatives, Transfers
 from ._arguments import Axes
+from ._halo import Halo
+
+Axis = TypeVar("Axis")
+
+# Of some keys of each device, from a first to a last one, exclusive: the pairs of queries on device (or group of
+# devices that exchange heads) i and keys on j, `[devices, devices]`.
+SeenPairs = Callable[[int, int], np.ndarray]
 
 
 class LocalCall(NamedTuple):
     """A call on one device, inside `jax.shard_map`.
 
     Attributes:
-        names: the implementations to try, or kernels.
+        policy: which kernels compute it.
         settings: the static options.
         operands: the arrays of this device, split as `AbstractMethod.split` says.
         axes: the mesh axes that share the sequence.
@@ -23,7 +35,7 @@ class LocalCall(NamedTuple):
         others: the mesh axes that share batch and heads, of which the operands' indices say which are this device's.
     """
 
-    names: tuple[Candidate, ...]
+    policy: CallPolicy
     settings: Settings
     operands: Operands
     axes: Axes
@@ -50,13 +62,15 @@ class Split(NamedTuple):
 class AbstractMethod(abc.ABC):
     """How devices that share a sequence attend to all of its keys; a frozen dataclass.
 
-    A method of the library is one class in a module of its own, in the list of `methods/_methods.py`, and has a model
-    of what it sends in `cost/_methods.py`.
+    A method of the library is one class in a module of its own, in the list of `methods/_methods.py`.
 
     Attributes:
         name: its name in `method=`.
+        is_option: whether `method=` takes the name.
         replicated_queries: whether queries may be equal on all devices; if not, each device has a part of them.
         whole_sequences: whether each device attends to whole sequences, so that causal work is balanced.
+        reads_positions: whether it reads the positions of all tokens, even where mask and score do not.
+        receive_buffers: how many equal transfers, one after the other, arrive in buffers of their own.
 
     Examples:
         >>> from energy_attn.distributed import SequenceParallel, methods
@@ -66,8 +80,11 @@ class AbstractMethod(abc.ABC):
     """
 
     name: ClassVar[str]
+    is_option: ClassVar[bool] = True
     replicated_queries: ClassVar[bool] = False
     whole_sequences: ClassVar[bool] = False
+    reads_positions: ClassVar[bool] = False
+    receive_buffers: ClassVar[int] = 2
 
     @abc.abstractmethod
     def attend(self, call: LocalCall) -> AttentionState:
@@ -77,14 +94,63 @@ class AbstractMethod(abc.ABC):
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
         """How the operands of a device are split; `operands` are one device's, or those of all together."""
 
-    def exchanged(self, axes: Axes) -> Axes:
+    @abc.abstractmethod
+    def transfers(
+        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
+    ) -> Transfers:
+        """The collectives of `attend` over several devices, in the order in which they run."""
+
+    @classmethod
+    def variants(cls) -> Mapping[str | None, "AbstractMethod"]:
+        """The methods of this class, by the names that `merge` has for them in the cost model."""
+        return {None: cls()}
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether `method="auto"` considers it."""
+        return self.is_option
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether `transfers` knows the transfers of gradients in query, key and value."""
+        return True
+
+    @property
+    def overlap(self) -> Literal["none", "hops", "pieces"]:
+        """Whether no transfers, hops around a ring or gathered pieces overlap products."""
+        return "none"
+
+    def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
+        """The pairs that each device computes in each step, where devices have `size` keys; by default, in one."""
+        return [seen(0, size).sum(1)]
+
+    def state_rows(self, shape: Shape, topology: Topology) -> int:
+        """The rows whose states a device holds."""
+        return local_rows(shape, topology)
+
+    def near(self, halo: Halo) -> "AbstractMethod":
+        """The method that sends these keys alone, where it can; else the method itself."""
+        del halo
+        return self
+
+    def attends_alone(self, operands: Operands) -> bool:
+        """Whether it computes these operands where no sequence is shared, too, in place of the kernels."""
+        del operands
+        return False
+
+    def exchanged(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         """The axes along which heads are exchanged for sequence."""
         del axes
         return ()
 
-    def check_axes(self, axes: Axes) -> None:
+    def check_axes(self, axes: Sequence[object]) -> None:
         """Raises `ValueError` for axes that the method cannot use."""
         del axes
+
+
+def exchanging(method: AbstractMethod, topology: Topology) -> int:
+    """How many devices exchange heads for sequence; 1 if none do."""
+    return math.prod(topology.links[axis].devices for axis in method.exchanged(topology.axes))
 
 
 def check_heads(method: AbstractMethod, heads: int, kv_heads: int, devices: int) -> None:

@@ -10,13 +10,13 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    Candidate,
+    CallPolicy,
     CheckedCall,
     MergedOptions,
     Operands,
     Settings,
     Tokens,
-    candidates,
+    call_policy,
     check_call,
     check_scores,
     out_dtype,
@@ -25,7 +25,7 @@ from energy_attn.kernels.internal import (
     varying_axes,
 )
 
-from .. import cost
+from ..cost._topology import Topology
 
 Axes = tuple[str, ...]
 
@@ -64,22 +64,22 @@ def check_local(
     *,
     queries: bool,
     scores: Callable[[Operands], Scores],
-) -> tuple[tuple[Candidate, ...], CheckedCall]:
-    """The implementations and the checked call of one device, from query to mask, and the options.
+) -> tuple[CallPolicy, CheckedCall]:
+    """The policy and the checked call of one device, from query to mask, and the options.
 
     `queries`: whether the device has only a part of the queries. `scores`: a function from the
     operands to the shape `(B, N, T, S)` of bias and mask.
 
     Raises as `local_attention`, and `ValueError` where positions are compared but not given.
     """
-    names = candidates(options.get("implementation"), options.get("reproducible", False))
+    policy = call_policy(options.get("implementation"), options.get("reproducible", False))
     query, key, value, source, bias, mask = arrays
     predicate, mask = split_mask(mask)
     place = functools.partial(_check_placed, queries)
     call = check_call(query, key, value, source, None, predicate, place=place, **options)
     operands = call.operands.positioned(read=False)
     bias, mask = check_scores(bias, mask, scores(operands))
-    return names, call._replace(operands=operands._replace(bias=bias, mask=mask))
+    return policy, call._replace(operands=operands._replace(bias=bias, mask=mask))
 
 
 def _check_placed(queries: bool, tokens: Tokens, reads: bool) -> Tokens:
@@ -108,7 +108,7 @@ def check_topology(topology: object, axes: int) -> None:
     """Raises `TypeError` unless `topology` is one, `ValueError` for another number of axes."""
     if topology is None:
         return
-    if not isinstance(topology, cost.Topology):
+    if not isinstance(topology, Topology):
         raise TypeError(f"topology: wanted a cost.Topology or None, got {received(topology)}")
     if len(topology.links) != axes:
         raise ValueError(

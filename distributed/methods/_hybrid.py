@@ -1,14 +1,24 @@
 """Ulysses and the ring together: heads exchanged along the fast axis, keys around the slow ones."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import Operands, vary_together
 
-from ._abstract import AbstractMethod, LocalCall, Split
+from ..cost._shape import Shape
+from ..cost._topology import Topology
+from ..cost._transfer import SentDerivatives, Transfers
+from ._abstract import AbstractMethod, Axis, LocalCall, SeenPairs, Split, exchanging
 from ._arguments import Axes
-from ._ring import keys_around
-from ._ulysses import exchange_heads
+from ._halo import Halo
+from ._ring import ring_pairs
+from ._ring_keys import around_transfers, keys_around
+from ._ulysses import exchange_heads, exchange_transfers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +54,7 @@ class Hybrid(AbstractMethod):
 
     name = "hybrid"
 
-    def check_axes(self, axes: Axes) -> None:
+    def check_axes(self, axes: Sequence[object]) -> None:
         """Raises `ValueError` for one axis."""
         if len(axes) < 2:
             raise ValueError(
@@ -52,7 +62,7 @@ class Hybrid(AbstractMethod):
                 "there are 'ulysses' and 'ring'"
             )
 
-    def exchanged(self, axes: Axes) -> Axes:
+    def exchanged(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         """The last axis."""
         return axes[-1:]
 
@@ -67,10 +77,56 @@ class Hybrid(AbstractMethod):
 
         def run(operands: Operands) -> AttentionState:
             operands = vary_together(operands, around)
-            return self.around(call._replace(operands=operands, axes=around))
+            around_call = call._replace(operands=operands, axes=around)
+            return keys_around(around_call, self._sent_keys)
 
         return exchange_heads(run, call._replace(axes=exchanged), around)
 
-    def around(self, call: LocalCall) -> AttentionState:
-        """The attention of a device's heads over the keys of the devices along `call.axes`."""
-        return keys_around(call)
+    def transfers(
+        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
+    ) -> Transfers:
+        """The collectives of `attend` over several devices, in the order in which they run."""
+        around, exchanged = topology.axes[:-1], topology.axes[-1:]
+        shared = exchanging(self, topology)
+        halo = self._sent_keys or Halo(topology.devices // shared, ())
+        run = functools.partial(
+            around_transfers,
+            length=-(-shape.keys // topology.devices) * shared,
+            halo=halo,
+            axes=around,
+            shape=shape,
+            derivatives=derivatives,
+        )
+        return exchange_transfers(exchanged, shape, topology, derivatives, run)
+
+    @property
+    def overlap(self) -> Literal["hops"]:
+        return "hops"
+
+    def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
+        return ring_pairs(seen, size)
+
+    def near(self, halo: Halo) -> AbstractMethod:
+        return NeighbouringGroups(halo)
+
+    @property
+    def _sent_keys(self) -> Halo | None:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class NeighbouringGroups(Hybrid):
+    """A hybrid in which keys come from those groups of devices alone whose keys some query may see.
+
+    Attributes:
+        halo: which keys of a group.
+    """
+
+    halo: Halo
+
+    def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
+        return AbstractMethod.pairs(self, seen, size)
+
+    @property
+    def _sent_keys(self) -> Halo:
+        return self.halo

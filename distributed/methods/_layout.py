@@ -21,6 +21,7 @@ from energy_attn.kernels.internal import (
     shortened,
 )
 
+from ._halo import runs
 from ._parallel import SequenceParallel
 from ._plan import ShardingPlan, check_mesh, is_explicit, split_along
 
@@ -129,19 +130,15 @@ def sequence_order(length: int, parallel: SequenceParallel, name: str) -> np.nda
     Raises as `check_mesh`, and `ValueError` naming `name` for a length that does not fit.
     """
     devices = check_mesh(parallel)
-    tokens = np.arange(length, dtype=np.int32)
     pieces = 2 * devices if parallel.layout == "zigzag" else devices
     if length % pieces:
         raise ValueError(
             f"{name}: wanted a multiple of {pieces} for the layout {parallel.layout!r} over "
             f"{devices} devices, got {length}"
         )
-    if parallel.layout == "contiguous":
-        return tokens
-    if parallel.layout == "striped":
-        return tokens.reshape(-1, devices).T.reshape(-1)
-    tokens = tokens.reshape(pieces, -1)
-    return np.stack([tokens[:devices], tokens[: devices - 1 : -1]], 1).reshape(-1)
+    parts = runs(parallel.layout, length, devices) or ()
+    tokens = [x.position[:, None] + x.stride * np.arange(x.length[0]) for x in parts]
+    return np.concatenate(tokens, 1).reshape(-1).astype(np.int32)
 
 
 def local_positions(layout: str, size: int, axes: tuple[str, ...]) -> Array:

@@ -27,8 +27,7 @@ from ._arguments import (
     unbatched,
 )
 from ._methods import check_method
-from ._reproducible import method_for
-from ._sharded_attention import beside_sink
+from ._sharded_attention import beside_sink, method_of
 
 
 def sharded_attention(
@@ -105,7 +104,7 @@ def sharded_attention(
     way = check_method(method)
     way.check_axes(axes)
     sharded = _are_sharded(way, axes, query, key, queries_sharded)
-    names, call = check_local(
+    policy, call = check_local(
         (query, key, value, source, bias, mask),
         options,
         queries=sharded,
@@ -113,9 +112,9 @@ def sharded_attention(
     )
 
     def run(settings: Settings, operands: Operands) -> AttentionState:
-        return method_for(names, way).attend(LocalCall(names, settings, operands, axes, sharded))
+        return method_of(policy, way).attend(LocalCall(policy, settings, operands, axes, sharded))
 
-    state = beside_sink(run, names, call.settings, call.operands)
+    state = beside_sink(run, policy, call.settings, call.operands)
     return state if call.batched else unbatched(state)
 
 

@@ -22,11 +22,12 @@ from energy_attn.kernels.internal import (
     with_zeros,
 )
 
-from .. import cost
 from ..cost._devices import usual_topology
+from ..cost._shape import Shape
+from ..cost._topology import Topology
 from ..merge._covariance import check_covariance_merge, covariance_merge, merge_covariances
 from ..merge._packing import transfer
-from ..merge._strategies import STRATEGIES, MergeOption, check_merge
+from ..merge._strategies import STRATEGIES, MergeOption, check_merge, fastest_merge
 from ._arguments import Axes, AxisName, check_axes, check_topology
 
 
@@ -35,7 +36,7 @@ def merge_across(
     axis_name: AxisName,
     merge: MergeOption = "auto",
     *,
-    topology: cost.Topology | None = None,
+    topology: Topology | None = None,
 ) -> State:
     r"""The state of all keys, from the state of each device's own.
 
@@ -106,7 +107,7 @@ def logsumexp_across(
     axis_name: AxisName,
     merge: MergeOption = "auto",
     *,
-    topology: cost.Topology | None = None,
+    topology: Topology | None = None,
 ) -> Float[Array, "..."]:
     r"""The free energy of all keys, from that of each device's own.
 
@@ -155,11 +156,11 @@ def logsumexp_across(
 
 def fold_across(merge: str, axes: Axes, state: AttentionState) -> AttentionState:
     """The fold of states by a strategy, with the derivative that all of them have."""
-    return function_call(_Fold(merge, axes), state)
+    return function_call(_FoldOfStates(merge, axes), state)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fold(AbstractFunction):
+class _FoldOfStates(AbstractFunction):
     merge: str
     axes: Axes
 
@@ -186,16 +187,13 @@ def _fold_tangent(
     return AttentionState(moved.out.astype(state.out.dtype), moved.lse)
 
 
-def choose_merge(
-    merge: str, state: AttentionState, axes: Axes, topology: cost.Topology | None
-) -> str:
+def choose_merge(merge: str, state: AttentionState, axes: Axes, topology: Topology | None) -> str:
     """The strategy that a checked `merge=` means for this state over these axes."""
     if state.lse.size == 0:
         return "allreduce"  # HLO exchanges no empty arrays
     if merge == "auto":
         rows, width = state.lse.size, state.out.shape[-1]
-        shape = cost.Shape(1, rows, 0, 1, 1, width, dtype=state.out.dtype.name)
-        return cost.choose_merge(
-            shape, topology or usual_topology(jax.sharding.get_abstract_mesh(), axes)
-        )
+        shape = Shape(1, rows, 0, 1, 1, width, dtype=state.out.dtype.name)
+        mesh = jax.sharding.get_abstract_mesh()
+        return fastest_merge(shape, topology or usual_topology(mesh, axes))
     return merge

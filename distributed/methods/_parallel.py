@@ -6,14 +6,12 @@ from typing import Any, Literal
 
 from energy_attn.kernels.internal import check_choice, check_flag, check_names
 
-from .. import cost
+from ..cost._topology import Topology
 from ..merge._strategies import MergeOption, check_merge
 from ._abstract import AbstractMethod
 from ._arguments import check_topology
-from ._methods import METHODS, check_method
+from ._methods import METHOD_OPTIONS, MethodOption, check_method
 from ._tree import Tree
-
-MethodName = Literal["tree", "ring", "ulysses", "hybrid", "gather", "auto"]
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -77,7 +75,7 @@ class SequenceParallel:
     method: str | AbstractMethod
     merge: str
     layout: str
-    topology: cost.Topology | None
+    topology: Topology | None
     queries_sharded: bool | None
     heads: tuple[str, ...]
     batch: tuple[str, ...]
@@ -85,11 +83,11 @@ class SequenceParallel:
     def __init__(
         self,
         axes: str | Sequence[str] = ("node", "device"),
-        method: MethodName | AbstractMethod = "auto",
+        method: MethodOption | AbstractMethod = "auto",
         merge: MergeOption = "auto",
         layout: Literal["contiguous", "striped", "zigzag"] = "contiguous",
         *,
-        topology: cost.Topology | None = None,
+        topology: Topology | None = None,
         queries_sharded: bool | None = None,
         heads: str | Sequence[str] = (),
         batch: str | Sequence[str] = (),
@@ -100,7 +98,7 @@ class SequenceParallel:
         check_merge(merge, len(names))
         check_topology(topology, len(names))
         if not isinstance(method, AbstractMethod):
-            check_choice("method", method, (*METHODS, "auto"))
+            check_choice("method", method, (*METHOD_OPTIONS, "auto"))
         elif isinstance(method, Tree):
             for name, x, usual in (("merge", merge, "auto"), ("topology", topology, None)):
                 if x not in (usual, getattr(method, name)):

@@ -11,10 +11,12 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import received
 
-from .. import cost
 from ..cost._devices import usual_topology
+from ..cost._shape import Shape
+from ..cost._topology import Topology
 from ._abstract import AbstractMethod, check_heads
 from ._arguments import Axes, queries_are_parts
+from ._cost import choose_method
 from ._methods import named_method
 from ._parallel import SequenceParallel
 from ._tree import Tree
@@ -41,7 +43,7 @@ class ShardingPlan(NamedTuple):
     queries: bool  # sharded along the sequence, as keys are
     method: AbstractMethod
     merge: str
-    topology: cost.Topology | None
+    topology: Topology | None
     local: bool = False  # of a `jax.shard_map` over the sequence's axes: arrays are a device's part
 
     @property
@@ -53,6 +55,11 @@ class ShardingPlan(NamedTuple):
     def devices(self) -> int:
         """How many devices share a sequence."""
         return device_count(self.mesh, self.sequence)
+
+    def run(self, layout: str, keys: int) -> int | None:
+        """The length of runs of successive keys in a layout of `keys` tokens; None: there are no runs."""
+        share = keys if self.local else -(-keys // self.devices)
+        return {"contiguous": share, "zigzag": share // 2}.get(layout)
 
 
 def sharding_plan(
@@ -151,7 +158,7 @@ def _choose_method(plan: ShardingPlan, query: Array, key: Array, value: Array) -
     if not plan.queries:
         return "tree"
     shape = shape_of(plan, query, key, value)
-    return cost.choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
+    return choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
 
 
 def shape_of(
@@ -161,11 +168,11 @@ def shape_of(
     value: Array,
     window: tuple[int, int] | None = None,
     layout: str = "contiguous",
-) -> cost.Shape:
+) -> Shape:
     """The sizes of a call of sharded queries, by which a method is chosen."""
     batch, heads = device_count(plan.mesh, plan.batch), device_count(plan.mesh, plan.heads)
     parts = plan.devices if plan.local else 1
-    return cost.Shape(
+    return Shape(
         math.prod(query.shape[:-3]) // batch,
         query.shape[-3] * parts,
         key.shape[-3] * parts,

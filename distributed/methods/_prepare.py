@@ -7,20 +7,18 @@ from typing import Any
 import jax
 
 from energy_attn.kernels.internal import (
-    Candidate,
+    CallPolicy,
     CheckedArrays,
     CheckedCall,
     PlaceFn,
-    is_reproducible,
     received,
     split_mask,
 )
 
-from ._halo import near_plan
 from ._layout import check_order, place_tokens, warn_of_idle_devices
+from ._near_plan import near_plan
 from ._parallel import SequenceParallel
 from ._plan import ShardingPlan, in_shard_map, local_sharding_plan, sharding_plan
-from ._reproducible import laid_out
 
 
 def plan_call(
@@ -63,12 +61,12 @@ def place_by(
 def fit_plan(
     plan: ShardingPlan,
     parallel: SequenceParallel | None,
-    names: tuple[Candidate, ...],
+    policy: CallPolicy,
     call: CheckedCall,
     mask: object,
     options: Mapping[str, Any],
-) -> tuple[ShardingPlan, tuple[Candidate, ...]]:
-    """The plan and the kernels that fit a checked call: its mask's window, its layout, and its bits.
+) -> tuple[ShardingPlan, CallPolicy]:
+    """The plan and the policy that fit a checked call: its mask's window, its layout, and its bits.
 
     Raises `ValueError` for positions that are not in the order of the layout; warns of devices that the layout leaves
     idle.
@@ -77,9 +75,10 @@ def fit_plan(
     sizes = operands.query.shape[1], operands.key.shape[1]
     if options.get("query_positions") is None and options.get("key_positions") is None:
         plan = near_plan(plan, parallel, settings, operands, split_mask(mask)[0])
-    if is_reproducible(names) and plan.sequence and options.get("key_positions") is None:
-        names = laid_out(plan, "contiguous" if parallel is None else parallel.layout, sizes[1])
+    if plan.sequence and options.get("key_positions") is None:
+        layout = "contiguous" if parallel is None else parallel.layout
+        policy = policy.laid_out(plan.run(layout, sizes[1]))
     if parallel is not None:
         check_order(parallel, plan, options, *sizes)
         warn_of_idle_devices(parallel, plan, settings.mask.window, options, *sizes)
-    return plan, names
+    return plan, policy

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -12,12 +12,12 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
+    LEAF,
     QUERY_COTANGENT,
     STATE,
     TANGENT,
     Attention,
     CallOnDevice,
-    Candidate,
     Canonical,
     FoldOfRows,
     KernelCall,
@@ -26,9 +26,6 @@ from energy_attn.kernels.internal import (
     check_call_of,
     floating,
     function_call,
-    is_reproducible,
-    reproducible_kernels,
-    run_of,
     tree_sum,
     unit_numbers,
     vary_over,
@@ -36,13 +33,17 @@ from energy_attn.kernels.internal import (
     varying_axes,
 )
 
-from ..cost._reproducible import head_turns
+from ..cost._shape import Shape, kv_shard, local_rows
+from ..cost._topology import Topology
+from ..cost._transfer import SentDerivatives, Transfer, Transfers
 from ..merge._packing import as_invariant, joined, moved
 from ._abstract import AbstractMethod, LocalCall, Split
 from ._arguments import Axes
-from ._plan import ShardingPlan
 
 Tree = TypeVar("Tree")
+
+# Keys and values of all devices that take fewer bytes are gathered at once.
+LEAST = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,10 @@ class Reproducible(AbstractMethod):
     """
 
     name = "reproducible"
+    is_option = False
     replicated_queries = True
+    reads_positions = True
+    receive_buffers = 1
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
         """Each device has its own of all."""
@@ -65,9 +69,9 @@ class Reproducible(AbstractMethod):
 
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `check_call_of` does."""
-        names, settings, operands, axes, queries_sharded, others = call
+        policy, settings, operands, axes, queries_sharded, others = call
         operands = operands.positioned()
-        kernel = _Across(run_of(names), axes, queries_sharded, others)
+        kernel = _Across(policy.run, axes, queries_sharded, others)
         check_call_of(kernel, KernelCall(operands, settings))
         # The derivative of a cast is a sum over devices, so that those of known axes are left to the kernel.
         varying = frozenset().union(*map(varying_axes, jax.tree.leaves(operands))) - set(axes)
@@ -78,6 +82,19 @@ class Reproducible(AbstractMethod):
             return run(operands)
         return _by_heads(run, operands, lax.axis_size(axes))
 
+    def transfers(
+        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
+    ) -> Transfers:
+        share = -(-shape.keys // topology.devices)
+        run = {"contiguous": share, "zigzag": share // 2}.get(shape.layout)
+        if not shape.queries_sharded and run is not None and run % LEAF == 0:
+            nodes = share // (run & -run) if run else 0
+            return _node_transfers(nodes, shape, topology, derivatives)
+        return _key_transfers(shape, topology, derivatives)
+
+    def attends_alone(self, operands: Operands) -> bool:
+        return operands.sink is not None or any(map(floating, operands.score_arrays))
+
 
 def _by_heads(
     run: Callable[[Operands], AttentionState], operands: Operands, devices: int
@@ -85,7 +102,7 @@ def _by_heads(
     """`run(operands)`, for so many heads of keys at a time that their keys on all devices take little memory."""
     count = operands.key.shape[2]
     own = sum(x.size * x.dtype.itemsize for x in (operands.key, operands.value))
-    turns = head_turns(own, count, devices)
+    turns = _head_turns(own, count, devices)
     if turns == 1:
         return run(operands)
 
@@ -106,20 +123,43 @@ def _by_heads(
     return jax.tree.map(lambda x: lax.collapse(jnp.moveaxis(x, 0, 2), 2, 4), found)
 
 
-def has_shared(operands: Operands) -> bool:
-    """Whether a call has arrays that parts of the batch share, whose gradients are sums over it."""
-    return operands.sink is not None or any(map(floating, operands.score_arrays))
+def _node_transfers(
+    nodes: int, shape: Shape, topology: Topology, derivatives: SentDerivatives
+) -> Transfers:
+    """The roots of the trees over a device's own keys, of rows, and their numbers."""
+    rows = nodes * shape.batch * shape.queries * shape.heads
+    tangent, gradient = derivatives
+    state = shape.out_width, 1, 1  # numerator, denominator, maximum
+    found = [*state, *(state if tangent else ()), *([shape.width] if gradient else ())]
+    for size in (4 * nodes * shape.batch, *(rows * width * shape.lse_bytes for width in found)):
+        if size:
+            yield Transfer("all-gather", size, topology.axes)
 
 
-def laid_out(plan: ShardingPlan, layout: str, keys: int) -> tuple[Candidate, ...]:
-    """The kernels of a reproducible call that know where a layout puts so many keys: in runs on each device."""
-    share = keys if plan.local else -(-keys // plan.devices)
-    return reproducible_kernels({"contiguous": share, "zigzag": share // 2}.get(layout))
+def _key_transfers(shape: Shape, topology: Topology, derivatives: SentDerivatives) -> Transfers:
+    """Positions and keys; for gradients of keys what else a row has, where devices have rows of their own."""
+    tangent, gradient = derivatives
+    devices, axes, rows = topology.devices, topology.axes, local_rows(shape, topology)
+    sizes = kv_shard(shape, topology)
+    yield Transfer("all-gather", 4 * -(-shape.keys // devices), axes)
+    if gradient and shape.queries_sharded and shape.queries != shape.keys:
+        yield Transfer("all-gather", 4 * -(-shape.queries // devices), axes)
+    turns = _head_turns(sum(sizes), shape.kv_heads, devices)
+    # the backward's keys are the forward's, unless each gathered some heads at a time; or there are directions
+    found = [*sizes] * (1 + (tangent or (gradient and turns > 1)))
+    if gradient and shape.queries_sharded:
+        numbers = shape.width * shape.bytes, shape.out_width * shape.bytes, shape.lse_bytes
+        query, out, lse = (rows * x for x in numbers)
+        found += [query, out, out, lse, lse]  # and cotangents
+    for size in found:
+        if size:
+            yield Transfer("all-gather", size // turns, axes, turns)
 
 
-def method_for(names: Sequence[Candidate], method: AbstractMethod) -> AbstractMethod:
-    """The method by which a call is sharded: all have the same bits where they are to be reproducible."""
-    return Reproducible() if is_reproducible(names) else method
+def _head_turns(own: int, heads: int, devices: int) -> int:
+    """The number of parts, of some heads each, in which keys of `own` bytes on a device are gathered."""
+    least = max(1, -(-own * devices // max(2 * own, LEAST)))
+    return next((n for n in range(least, heads) if heads % n == 0), heads)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -20,15 +22,20 @@ from energy_attn.kernels.internal import (
     vary_together,
 )
 
+from ..cost._shape import Shape, kv_shard, local_rows, tangent_bytes
+from ..cost._topology import Topology
+from ..cost._transfer import SentDerivatives, Transfer, Transfers, position_gather
 from ..merge._packing import transfer
-from ._abstract import AbstractMethod, LocalCall, Split
+from ..merge._strategies import STRATEGIES
+from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split
 from ._arguments import Axes, rounded
+from ._halo import Halo
 from ._hops import hop, origin, part, whole
-from ._in_turn import Names, attend_in_turn
+from ._in_turn import Names
 from ._merge import fold_across
-from ._ring_keys import Around
+from ._ring_keys import Neighbours, around_transfers, keys_around
 
-ROTATED = ("keys", "queries", "auto")
+ROTATED = ("keys", "queries")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +93,7 @@ class Ring(AbstractMethod):
     replicated_queries = True
 
     def __post_init__(self) -> None:
-        check_choice("rotate", self.rotate, ROTATED)
+        check_choice("rotate", self.rotate, (*ROTATED, "auto"))
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
         """Of what goes around, bias, mask, positions and segments are on all devices."""
@@ -98,7 +105,8 @@ class Ring(AbstractMethod):
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `attend` does."""
         call = call._replace(operands=vary_together(call.operands, call.axes))
-        names, settings, operands, axes, queries_sharded, _ = call
+        policy, settings, operands, axes, queries_sharded, _ = call
+        names = policy.kernels
         if self._rotates_keys(operands, queries_sharded):
             return keys_around(call)
         if queries_sharded:
@@ -106,23 +114,63 @@ class Ring(AbstractMethod):
         state = fold_across("ring", axes, attend(names, settings.needing(unrounded=True), operands))
         return rounded(state, operands, settings)
 
+    def transfers(
+        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
+    ) -> Transfers:
+        """The collectives of `attend` over several devices, in the order in which they run."""
+        devices, axes, keys = topology.devices, topology.axes, kv_shard(shape, topology)
+        rows = local_rows(shape, topology)
+        query, state = rows * shape.width * shape.bytes, rows * shape.state
+        if self._moves_keys(sum(keys), query + state, shape.queries_sharded):
+            yield from position_gather(shape.keys, shape, topology, axes)
+            yield from around_transfers(keys, 1, Halo(devices, ()), axes, shape, derivatives)
+        elif not shape.queries_sharded:
+            yield from STRATEGIES["ring"].transfers(shape, topology)
+            yield from [Transfer("all-reduce", state, axes)] * derivatives.tangent
+        else:
+            yield from position_gather(shape.queries, shape, topology, axes)
+            sizes = (query, state, tangent_bytes(query, shape), state)
+            # queries with the states of the keys that they have seen; the last hop brings them home
+            for size in sizes if derivatives.tangent else sizes[:2]:
+                yield Transfer("collective-permute", size, axes, devices)
+
+    @classmethod
+    def variants(cls) -> Mapping[str | None, AbstractMethod]:
+        return {"keys": cls("keys"), "queries": cls("queries")}
+
+    @property
+    def sends_gradient(self) -> bool:
+        return self.rotate == "keys"
+
+    @property
+    def overlap(self) -> Literal["none", "hops"]:
+        return "hops" if self.rotate == "keys" else "none"
+
+    def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
+        return ring_pairs(seen, size)
+
+    def near(self, halo: Halo) -> AbstractMethod:
+        return Neighbours(halo)
+
     def _rotates_keys(self, operands: Operands, queries_sharded: bool) -> bool:
-        if self.rotate != "auto":
-            return self.rotate == "keys"
-        if (
-            not queries_sharded
-        ):  # around with the keys, each device would fold them in another order
-            return False
         query, key, value = operands.qkv
         state = (value.shape[-1] + 1) * lse_dtype(value.dtype).itemsize
         queries = query.nbytes + math.prod(query.shape[:-1]) * state
-        return key.nbytes + value.nbytes <= queries
+        return self._moves_keys(key.nbytes + value.nbytes, queries, queries_sharded)
+
+    def _moves_keys(self, keys: int, queries: int, queries_sharded: bool) -> bool:
+        """Whether keys rotate, from the bytes of keys and the bytes of queries with their states."""
+        if self.rotate != "auto":
+            return self.rotate == "keys"
+        # around with the keys, each device would fold those of equal queries in another order
+        return queries_sharded and keys <= queries
 
 
-def keys_around(call: LocalCall) -> AttentionState:
-    """Returns the state of this device's queries, as keys go around."""
-    names, settings, operands, axes, *_ = call
-    return attend_in_turn(names, settings, Around(axes, operands.key.shape[1]), operands)
+def ring_pairs(seen: SeenPairs, size: int) -> list[np.ndarray]:
+    """The pairs of each device in each step of a ring of keys."""
+    pairs = seen(0, size)
+    here = np.arange(len(pairs))
+    return [pairs[here, here - step] for step in range(len(pairs))]
 
 
 def _queries_around(

@@ -1,7 +1,7 @@
 """Attention over arrays that are sharded over a mesh, by their types or by `parallel=`."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    Candidate,
+    CallPolicy,
     Operands,
     PartIndices,
     Scales,
@@ -21,12 +21,12 @@ from energy_attn.kernels.internal import (
     check_taylor,
     dequantized,
     differentiated_by_jax,
-    is_reproducible,
     with_sink,
 )
 
-from ._abstract import LocalCall
+from ._abstract import AbstractMethod, LocalCall
 from ._arguments import Axes, rounded
+from ._methods import METHODS
 from ._plan import (
     ShardingPlan,
     is_explicit,
@@ -34,13 +34,12 @@ from ._plan import (
     other_explicit_axes,
     reshard_explicit,
 )
-from ._reproducible import has_shared, method_for
 from ._tree import Tree
 
 
 def attend_sharded(
     plan: ShardingPlan | None,
-    names: tuple[Candidate, ...],
+    policy: CallPolicy,
     settings: Settings,
     operands: Operands,
 ) -> AttentionState:
@@ -49,42 +48,47 @@ def attend_sharded(
     A length that is no multiple of the number of devices is padded with absent keys and queries.
     The result is sharded as the queries are. Raises as the kernels do.
     """
-    if plan is not None or not differentiated_by_jax(names):
+    if plan is not None or not differentiated_by_jax(policy.kernels):
         check_taylor(operands)
-    run = attend if plan is None else functools.partial(_sharded, plan)
-    return beside_sink(functools.partial(run, names), names, settings, operands)
+    if plan is None:
+        run = functools.partial(attend, policy.kernels)
+    else:
+        run = functools.partial(_sharded, plan, policy)
+    return beside_sink(run, policy, settings, operands)
 
 
 def beside_sink(
     run: Callable[[Settings, Operands], AttentionState],
-    names: Sequence[Candidate],
+    policy: CallPolicy,
     settings: Settings,
     operands: Operands,
 ) -> AttentionState:
-    """`run(settings, operands)` of the keys alone, merged with the sink of the call, if it has one, and then rounded.
-
-    Where bits are to be reproducible the sink is one more item of each row's fold, and is left to `run`.
-    """
-    if operands.sink is None or is_reproducible(names):
+    """`run(settings, operands)`, merged with the sink of the call, unless kernels fold it, and then rounded."""
+    if operands.sink is None or policy.folds_sinks:
         return run(settings, operands)
     state = run(settings.needing(unrounded=True), operands._replace(sink=None))
     rows = operands.positioned(read=False).tokens.query_positions
     return rounded(with_sink(state, operands.sink, rows), operands, settings)
 
 
+def method_of(policy: CallPolicy, method: AbstractMethod) -> AbstractMethod:
+    """The method of a policy, or `method`."""
+    return method if policy.method is None else METHODS[policy.method]()
+
+
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _sharded(
-    plan: ShardingPlan, names: tuple[Candidate, ...], settings: Settings, operands: Operands
+    plan: ShardingPlan, policy: CallPolicy, settings: Settings, operands: Operands
 ) -> AttentionState:
     plan = unsharded_if_empty(plan, operands)
-    plan = plan._replace(method=method_for(names, plan.method))
-    if is_reproducible(names) and plan.sequence:
+    plan = plan._replace(method=method_of(policy, plan.method))
+    if plan.method.reads_positions and plan.sequence:
         operands = operands.positioned()
     if not isinstance(plan.method, Tree):  # other methods take keys apart
         operands = dequantized(operands)
     operands = with_indices(plan, settings, operands)
-    return run_sharded(plan, functools.partial(_attend, plan, names, settings), operands)
+    return run_sharded(plan, functools.partial(_attend, plan, policy, settings), operands)
 
 
 def with_indices(plan: ShardingPlan, settings: Settings, operands: Operands) -> Operands:
@@ -179,12 +183,12 @@ def _run_sharded(
 
 
 def _attend(
-    plan: ShardingPlan, names: tuple[Candidate, ...], settings: Settings, operands: Operands
+    plan: ShardingPlan, policy: CallPolicy, settings: Settings, operands: Operands
 ) -> AttentionState:
     others = plan.batch + plan.heads
-    if not plan.sequence and not (is_reproducible(names) and has_shared(operands)):
-        return attend(names, settings, operands)
-    call = LocalCall(names, settings, operands, plan.sequence, plan.queries, others)
+    if not plan.sequence and not plan.method.attends_alone(operands):
+        return attend(policy.kernels, settings, operands)
+    call = LocalCall(policy, settings, operands, plan.sequence, plan.queries, others)
     return plan.method.attend(call)
 
 

@@ -1,21 +1,28 @@
 """Tree attention: local kernels, then one associative reduction over the mesh."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import Operands, attend
 
-from .. import cost
+from ..cost._shape import Shape, local_rows, tangent_bytes
+from ..cost._topology import Topology
+from ..cost._transfer import SentDerivatives, Transfer, Transfers
+from ..merge._abstract import AbstractMerge
 from ..merge._packing import joined
-from ..merge._scatter import exchange
-from ..merge._strategies import STRATEGIES, MergeOption, check_merge
-from ._abstract import AbstractMethod, LocalCall, Split
+from ..merge._strategies import STRATEGIES, MergeOption, check_merge, fastest_merge
+from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split
 from ._arguments import Axes, check_topology, rounded
+from ._halo import Halo
 from ._merge import choose_merge, fold_across
+from ._ring_keys import Neighbours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +70,12 @@ class Tree(AbstractMethod):
     """
 
     merge: MergeOption = "auto"
-    topology: cost.Topology | None = None
+    topology: Topology | None = None
 
     name = "tree"
     replicated_queries = True
 
-    def check_axes(self, axes: Axes) -> None:
+    def check_axes(self, axes: Sequence[object]) -> None:
         """Raises `TypeError` or `ValueError` for a merge or a topology that is not one of these axes."""
         check_merge(self.merge, len(axes))
         check_topology(self.topology, len(axes))
@@ -82,10 +89,56 @@ class Tree(AbstractMethod):
         """One kernel and one fold of states. Raises as `attend` does."""
         if call.queries_sharded:
             return _of_shards(call, self.merge)
-        names, settings, operands, axes, *_ = call
-        state = attend(names, settings.needing(unrounded=True), operands)
+        policy, settings, operands, axes, *_ = call
+        state = attend(policy.kernels, settings.needing(unrounded=True), operands)
         merge = choose_merge(self.merge, state, axes, self.topology)
         return rounded(fold_across(merge, axes, state), operands, settings)
+
+    def transfers(
+        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
+    ) -> Transfers:
+        """The collectives of `attend` over several devices, in the order in which they run."""
+        rows, axes = local_rows(shape, topology), topology.axes
+        if not shape.queries_sharded:
+            merge = fastest_merge(shape, topology) if self.merge == "auto" else self.merge
+            yield from STRATEGIES[merge].transfers(shape, topology)
+            yield from [Transfer("all-reduce", rows * shape.state, axes)] * derivatives.tangent
+            return
+        query, scatter = rows * shape.width * shape.bytes, _scattering(self.merge)
+        folds = tuple(scatter.scatter_transfers(rows * topology.devices, shape, topology))
+        yield Transfer("all-gather", query, axes)
+        yield from folds
+        if derivatives.tangent:
+            yield Transfer("all-gather", tangent_bytes(query, shape), axes)
+            yield from (fold for fold in folds if fold.kind != "all-reduce")  # but for the maximum
+
+    @classmethod
+    def variants(cls) -> Mapping[str | None, AbstractMethod]:
+        make: Any = cls  # from a name of the list, which types do not tell
+        return {merge: make(merge) for merge in STRATEGIES}
+
+    @property
+    def is_automatic(self) -> bool:
+        return self.merge == "auto" or STRATEGIES[self.merge].automatic
+
+    @property
+    def sends_gradient(self) -> bool:
+        return False
+
+    def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
+        return [seen(0, size).sum(0)]
+
+    def state_rows(self, shape: Shape, topology: Topology) -> int:
+        rows = local_rows(shape, topology)
+        return rows * topology.devices if shape.queries_sharded else rows
+
+    def near(self, halo: Halo) -> AbstractMethod:
+        return Neighbours(halo)
+
+
+def _scattering(merge: str) -> AbstractMerge:
+    """The merge strategy that reduces and scatters states of sharded queries."""
+    return STRATEGIES["gather" if merge == "auto" else merge]
 
 
 def _of_shards(call: LocalCall, merge: str) -> AttentionState:
@@ -93,15 +146,15 @@ def _of_shards(call: LocalCall, merge: str) -> AttentionState:
 
     Raises as `attend` does.
     """
-    names, settings, operands, axes, *_ = call
+    policy, settings, operands, axes, *_ = call
     devices, query_len = lax.axis_size(axes), operands.query.shape[1]
-    state = attend(names, settings.needing(unrounded=True), with_all_queries(operands, axes))
+    every = with_all_queries(operands, axes)
+    state = attend(policy.kernels, settings.needing(unrounded=True), every)
 
     def by_device(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], devices, query_len, *x.shape[2:]), 1, 0)
 
-    scatter = exchange if merge == "auto" else STRATEGIES[merge].scatter
-    state = scatter(AttentionState(*map(by_device, state)), axes)
+    state = _scattering(merge).scatter(AttentionState(*map(by_device, state)), axes)
     return rounded(state, operands, settings)
 
 

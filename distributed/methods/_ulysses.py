@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,9 +12,11 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import Operands, apply_in_float32, attend
 
-from ..cost._shape import key_copies
+from ..cost._shape import Shape, key_copies, kv_shard, local_rows, tangent_bytes
+from ..cost._topology import Topology
+from ..cost._transfer import SentDerivatives, Transfer, Transfers, position_gather
 from ..merge._packing import moved, transfer
-from ._abstract import AbstractMethod, LocalCall, Split
+from ._abstract import AbstractMethod, Axis, LocalCall, Split
 from ._arguments import Axes
 from ._hops import whole
 
@@ -50,7 +53,7 @@ class Ulysses(AbstractMethod):
     name = "ulysses"
     whole_sequences = True
 
-    def exchanged(self, axes: Axes) -> Axes:
+    def exchanged(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
         """All axes."""
         return axes
 
@@ -61,7 +64,16 @@ class Ulysses(AbstractMethod):
 
     def attend(self, call: LocalCall) -> AttentionState:
         """Raises as `attend` does."""
-        return exchange_heads(functools.partial(attend, call.names, call.settings), call)
+        run = functools.partial(attend, call.policy.kernels, call.settings)
+        return exchange_heads(run, call)
+
+    def transfers(
+        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
+    ) -> Transfers:
+        """The collectives of `attend` over several devices, in the order in which they run."""
+        return exchange_transfers(
+            topology.axes, shape, topology, derivatives, lambda keys: iter(())
+        )
 
 
 def exchange_heads(
@@ -103,3 +115,38 @@ def exchange_heads(
     )
     state = over_sequence(here)
     return transfer(lambda x: lax.all_to_all(x, axes, 1, 2, tiled=True), state)
+
+
+def exchange_transfers(
+    axes: tuple[int, ...],
+    shape: Shape,
+    topology: Topology,
+    derivatives: SentDerivatives,
+    over_sequence: Callable[[Sequence[int]], Transfers],
+) -> Transfers:
+    """The transfers of `exchange_heads` along these axes, and of `over_sequence(keys)` in between.
+
+    `keys` are the bytes of a device's keys and values after the exchange.
+    """
+    devices, rows = math.prod(topology.links[x].devices for x in axes), local_rows(shape, topology)
+    copies = key_copies(shape.heads, shape.kv_heads, devices) or 1
+    keys = [copies * size for size in kv_shard(shape, topology)]
+    sizes = (rows * shape.width * shape.bytes, *keys)
+    # the state of all keys: `out` in its own dtype, unless packed
+    rounded = shape.out_width * shape.bytes + shape.lse_bytes
+    state = rows * (shape.state if topology.platform == "cpu" else rounded)
+    if devices > 1:
+        yield from position_gather(shape.queries, shape, topology, axes)
+        yield from (Transfer("all-to-all", size, axes) for size in sizes)
+    yield from position_gather(shape.keys, shape, topology, topology.axes)
+    yield from over_sequence(keys)
+    if devices == 1:
+        return
+    yield Transfer("all-to-all", state, axes)
+    tangent, gradient = derivatives
+    if tangent or gradient:  # an exchange's transpose is the one that undoes it
+        # XLA:TPU rounds gradients before it exchanges them
+        is_rounded = gradient and topology.platform == "tpu"
+        for size in sizes:
+            yield Transfer("all-to-all", size if is_rounded else tangent_bytes(size, shape), axes)
+        yield Transfer("all-to-all", state, axes)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from energy_attn.distributed import cost
+from energy_attn.distributed import cost, plan
 
 from ..models import Llama, LlamaConfig
 from ..models.llama._experts import Experts
@@ -17,7 +17,6 @@ from ..models.llama._experts import Experts
 LAYOUTS = "contiguous", "zigzag", "striped"
 # How each method folds or rotates, where it has a choice: a tree over sharded queries has two ways to scatter states.
 MERGES = {"tree": ("allreduce", "gather"), "ring": ("keys",)}
-METHODS = "tree", "ring", "ulysses", "hybrid", "gather"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +31,11 @@ class Job:
         batch: rows.
         dtype: of weights and activations.
         gradients: whether it is trained on the tokens.
-        tile: of the kernel, as for `cost.pairs`.
+        tile: of the kernel, as for `plan.pairs`.
     """
 
     config: LlamaConfig
-    chip: cost.Chip
+    chip: plan.Chip
     topology: cost.Topology
     tokens: int
     batch: int = 1
@@ -154,7 +153,7 @@ def planned(job: Job, method: str, layout: str) -> Planned:
     found = []
     for merge in MERGES.get(method, (None,)):
         times = [
-            cost.step_time(
+            plan.step_time(
                 method, merge, shape, topology, job.chip, tile=job.tile, gradient=job.gradients
             )
             for shape in shapes
@@ -173,4 +172,4 @@ def planned(job: Job, method: str, layout: str) -> Planned:
         found.append(
             Planned(method, merge, layout, fits, memory, sent, products, transfers, exposed)
         )
-    return min(found, key=lambda plan: plan.seconds)
+    return min(found, key=lambda x: x.seconds)

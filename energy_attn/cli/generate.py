@@ -16,7 +16,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.distributed.internal import METHODS
+from energy_attn.distributed.internal import METHOD_OPTIONS
 
 from ..models import (
     AbstractDrafter,
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system", help="what the model is told before the user speaks, with --chat")
     add("--mesh", type=_mesh, default=(), help="devices to shard the context over: 8, or 2x4")
     add("--tensor", type=integer, default=1, help="devices to split the weights over (%(default)s)")
-    methods = "auto", *METHODS
+    methods = "auto", *METHOD_OPTIONS
     add("--method", default="auto", choices=methods, help="to read the prompt by (%(default)s)")
     add("--max-new-tokens", type=integer, default=128, help="tokens to generate (%(default)s)")
     add("--temperature", type=float, default=0.0, help="0: the likeliest token (%(default)s)")

@@ -8,13 +8,14 @@ import textwrap
 from collections.abc import Sequence
 
 from energy_attn.distributed import cost
-from energy_attn.distributed.internal import CHIPS
+from energy_attn.distributed import plan as planner
+from energy_attn.distributed.internal import CHIPS, METHOD_OPTIONS
 
 from ..models import LlamaConfig
 from ..models.checkpoint._folder import located
 from ._ahead import Compiled, compiled
 from ._arguments import count, numbers
-from ._planned import LAYOUTS, METHODS, Planned
+from ._planned import LAYOUTS, Planned
 from ._planned import Job as Job
 from ._planned import planned as planned
 
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of a checkpoint, or a config.json; demo: the library's own",
     )
     add("--batch", type=count, default=1, help="contexts (%(default)s)")
-    add("--method", choices=METHODS, help="default: all that can be")
+    add("--method", choices=METHOD_OPTIONS, help="default: all that can be")
     add("--layout", choices=LAYOUTS, help="of the tokens over the devices; default: all")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16"), help="(%(default)s)")
     add(
@@ -117,7 +118,7 @@ def _job(args: argparse.Namespace) -> Job:
     except (TypeError, ValueError) as error:
         raise type(error)(f"--model: {error}") from error
     try:
-        chip = cost.chip(args.chip, efficiency=args.efficiency)
+        chip = planner.chip(args.chip, efficiency=args.efficiency)
     except ValueError as error:
         raise ValueError(f"--{error}") from error
     topology = cost.topology(chip.network, args.axes, nodes=args.nodes)
@@ -133,7 +134,7 @@ def _job(args: argparse.Namespace) -> Job:
 def _plans(job: Job, args: argparse.Namespace) -> tuple[list[Planned], dict[str, str]]:
     """All plans, those that fit and are fast first, and why methods have none."""
     plans, refused = [], {}
-    for method in [args.method] if args.method else METHODS:
+    for method in [args.method] if args.method else METHOD_OPTIONS:
         # with whole sequences on each device all layouts are one
         layouts = ("contiguous",) if method == "ulysses" and args.layout is None else LAYOUTS
         for layout in [args.layout] if args.layout else layouts:

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Bool
 
-from energy_attn.kernels.internal import RowOptions, is_reproducible, share
+from energy_attn.kernels.internal import RowOptions, share
 
 from ..functional._free_energy import attention_and_energy
 from ..observables._divergence import seen_share
@@ -35,7 +35,7 @@ def attention_with_dropout(
     # by no method of the energy, which would be recorded, too
     some, every = (prepare_at(energy, query, key, value, bias, x, rows) for x in (seen, mask))
     call, operands = some
-    if is_reproducible(call.names):
+    if call.policy.attention_only:
         out, kept = attention_and_energy((call,), (operands,))
         part = share(kept, lse)
     else:

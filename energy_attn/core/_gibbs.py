@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from energy_attn.kernels.internal import check_flag, check_source, is_reproducible, received
+from energy_attn.kernels.internal import check_flag, check_source, received
 
 from ..bayes._measure import AbstractConjugate
 from ..functional._free_energy import (
@@ -196,7 +196,7 @@ class Gibbs(AbstractConjugate):
     def _prepared_keys(self) -> tuple[Calls, Parts]:
         """The same of the keys of each part, which has its sink beside them."""
         calls, parts = _calls(_tilted(self))
-        if any(is_reproducible(call.names) for call in calls):
+        if any(call.policy.attention_only for call in calls):
             raise NotImplementedError(
                 "reproducible: wanted False for all of a measure but its energy and attention, got True"
             )

@@ -21,10 +21,10 @@ from energy_attn.distributed.internal import (
 )
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
-    Candidate,
+    CallPolicy,
     Operands,
     Settings,
-    candidates,
+    call_policy,
     check_arrays,
     check_options,
     check_scored,
@@ -50,14 +50,14 @@ class StaticCall(NamedTuple):
     array.
     """
 
-    names: tuple[Candidate, ...]
+    policy: CallPolicy
     plan: ShardingPlan | None
     settings: Settings
     batched: bool
     at_zero: bool = False
 
 
-_TRIED = tried()  # by a call that names no implementation
+_TRIED = CallPolicy(tried())  # of a call that names no implementation
 
 # A NumPy array is known to be zero or not when a call is traced; None is zero.
 Source = Array | np.ndarray | None
@@ -144,16 +144,16 @@ def prepare(
     """
     scored: dict[str, Any] = dict(options)
     implementation, parallel = scored.pop("implementation", None), scored.pop("parallel", None)
-    names = _TRIED
+    policy = _TRIED
     if implementation is not None or scored.get("reproducible", False) is not False:
-        names = candidates(implementation, scored.get("reproducible", False))
+        policy = call_policy(implementation, scored.get("reproducible", False))
     arrays = check_arrays(query, key, value)
     plan = plan_call(parallel, arrays, bias, mask, options)
     place = None if parallel is None else place_by(parallel, plan, arrays)
     checked = check_scored(arrays, bias, mask, place=place, **scored)
     if plan is not None:
-        plan, names = fit_plan(plan, parallel, names, checked, mask, options)
-    call, operands = StaticCall(names, plan, checked.settings, checked.batched), checked.operands
+        plan, policy = fit_plan(plan, parallel, policy, checked, mask, options)
+    call, operands = StaticCall(policy, plan, checked.settings, checked.batched), checked.operands
     _cite_call(call, operands)
     if source is not None:
         check_source(source, query, value)
@@ -165,7 +165,7 @@ def prepare(
 def _cite_call(call: StaticCall, operands: Operands) -> None:
     if operands.sink is not None:
         cite("sinks")
-    if not differentiated_by_jax(call.names):
+    if not differentiated_by_jax(call.policy.kernels):
         cite("milakov", "flash")
     if call.plan is not None and call.plan.axes:
         cite(call.plan.method.name)
@@ -209,7 +209,9 @@ def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
         if varying:
             zero = lax.pcast(jnp.asarray(zero), tuple(sorted(varying)), to="varying")
     if isinstance(zero, jax.Array):
-        calls = tuple(x._replace(at_zero=not differentiated_by_jax(x.names)) for x in calls)
+        calls = tuple(
+            x._replace(at_zero=not differentiated_by_jax(x.policy.kernels)) for x in calls
+        )
     return calls, zero
 
 
@@ -242,7 +244,7 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
         if source is not None:
             settings, operands = with_source(settings, operands, source)
         settings = settings.needing(unrounded=len(calls) > 1)  # rounded once, after the merge
-        states.append(attend_sharded(call.plan, call.names, settings, operands))
+        states.append(attend_sharded(call.plan, call.policy, settings, operands))
     out, lse = functools.reduce(merge, states)
     state = AttentionState(out.astype(value.dtype), lse)
     return state if batched else unbatched(state)
@@ -296,7 +298,7 @@ def _energy_jvp(
     moves = not isinstance(change, SymbolicZero)
     by_jax = moves
     for call in calls:
-        by_jax = by_jax and differentiated_by_jax(call.names)
+        by_jax = by_jax and differentiated_by_jax(call.policy.kernels)
     if by_jax:
         found: Any = directional(lambda x: state_at(calls, *x), primals, tangents)
         return found[0].lse, found[1].lse

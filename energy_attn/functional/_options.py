@@ -1,11 +1,11 @@
 """The options of an energy: those of the kernels, and how keys are sharded."""
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.internal import RowOptions, SinkOptions
+from energy_attn.kernels.internal import MergedScoreOptions, RowOptions
 from energy_attn.kernels.masks import AbstractMask
 
 
-class EnergyOptions(SinkOptions, total=False):
+class EnergyOptions(MergedScoreOptions, total=False):
     """The options of an energy, which do not depend on queries and keys."""
 
     parallel: SequenceParallel | None

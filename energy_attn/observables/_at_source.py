@@ -24,6 +24,7 @@ from energy_attn.distributed.internal import (
 from energy_attn.kernels import AttentionState, CovarianceState, merge
 from energy_attn.kernels.internal import (
     BlockTerm,
+    CallPolicy,
     Operands,
     Settings,
     Tokens,
@@ -68,7 +69,7 @@ def check_row_vectors(name: str, x: object, calls: Calls, parts: Parts) -> Array
 def covariance_at(calls: Calls, source: Source, parts: Parts) -> CovarianceState:
     r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
     return _over_parts(
-        lambda call: HashablePartial(covariance, (call.names,)),
+        lambda call: HashablePartial(covariance, (call.policy.kernels,)),
         *(fold_covariances, merge, calls, source, parts),
     )
 
@@ -107,7 +108,7 @@ def attention_and_mean_over_keys(
     call: StaticCall, operands: Operands, term: BlockTerm, width: int
 ) -> AttentionState:
     """The state of a call, and behind its `out` the mean of a block term: two walks over the keys."""
-    find = HashablePartial(attention_and_expectation, (term, width, call.names))
+    find = HashablePartial(attention_and_expectation, (term, width, call.policy.kernels))
     return run_reduction(call, Reduction(find, fold_states), None, operands)
 
 
@@ -121,7 +122,7 @@ def mean_over_keys(
     `[*B, T, N, W]`. See `kernels.internal.expectation`. Raises as the kernels do.
     """
     return _over_parts(
-        lambda call: HashablePartial(expectation, (term, width, call.names)),
+        lambda call: HashablePartial(expectation, (term, width, call.policy.kernels)),
         *(fold_states, merge, calls, source, parts, *rows),
     )
 
@@ -183,8 +184,9 @@ def run_reduction(
     """Runs a reduction at a source; source, rows and result have a batch axis if the user's arrays had one."""
     if not call.batched:
         source, rows = jax.tree.map(lambda x: x[None], (source, rows))
-    source = None if source is None else jnp.asarray(source)
-    at = with_source(call.settings, operands, source)
+    at = call.settings, operands
+    if source is not None:
+        at = with_source(*at, jnp.asarray(source))
     found = sharded_reduction(call.plan, reduction, *at, *rows)
     return found if call.batched else jax.tree.map(lambda x: x[0], found)
 
@@ -214,4 +216,4 @@ def _as_key(call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]
     # All devices have it, so that nothing is folded over them; one column of scores is dense.
     plan = None if call.plan is None else call.plan._replace(sequence=(), queries=False)
     settings = Settings(1.0, window_structure())
-    return call._replace(names=("reference",), plan=plan, settings=settings), own
+    return call._replace(policy=CallPolicy(("reference",)), plan=plan, settings=settings), own

@@ -19,11 +19,12 @@ from energy_attn.distributed.internal import (
 )
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
+    CallPolicy,
     Candidate,
     CheckedCall,
     RowOptions,
     Scales,
-    candidates,
+    call_policy,
     check_call,
     check_integral,
     check_shape,
@@ -114,7 +115,7 @@ def tree_decode(
     _check_nodes(cache, batch, slots, key, value)
     check_stored("query", query, cache.dtype)
     check_shape("query", query, (batch, slots, "N", cache.key.shape[-1]))
-    names = candidates(implementation)
+    policy = call_policy(implementation)
     reach = check_reach(local_window_size, cache.window)
     plan = sharding_plan(cache.parallel, query, cache.key, cache.value)
     if plan is not None:
@@ -144,7 +145,7 @@ def tree_decode(
     )
     # after `reshard_explicit` the nodes are sharded differently
     context = _partial_state(
-        sharding_plan(cache.parallel, query, cache.key, cache.value), names, context_call
+        sharding_plan(cache.parallel, query, cache.key, cache.value), policy, context_call
     )
     # the tree's mask replaces positions, which only a score reads
     rows: RowOptions = {}
@@ -154,14 +155,15 @@ def tree_decode(
     nodes_plan = None
     if plan is not None and plan.batch + plan.heads:
         nodes_plan = plan._replace(sequence=(), queries=False)
-    out, lse = merge(context, _partial_state(nodes_plan, (*names, "blockwise"), drafts))
+    nodes_policy = CallPolicy((*policy.kernels, "blockwise"))
+    out, lse = merge(context, _partial_state(nodes_plan, nodes_policy, drafts))
     return AttentionState(out.astype(cache.dtype), lse)
 
 
 def _partial_state(
-    plan: ShardingPlan | None, names: tuple[Candidate, ...], call: CheckedCall
+    plan: ShardingPlan | None, policy: CallPolicy, call: CheckedCall
 ) -> AttentionState:
-    return attend_sharded(plan, names, call.settings.needing(unrounded=True), call.operands)
+    return attend_sharded(plan, policy, call.settings.needing(unrounded=True), call.operands)
 
 
 def commit(

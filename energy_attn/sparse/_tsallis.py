@@ -10,6 +10,7 @@ from jaxtyping import Array
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     AbstractFunction,
+    CallPolicy,
     check_finite_number,
     function_call,
     holds_keys,
@@ -86,9 +87,10 @@ def tsallis_state(
 ) -> AttentionState:
     r"""$\nabla F$ and $F$ at a source. Raises `NotImplementedError` for a call that it does not take."""
     for call in calls:
-        if "blockwise" not in call.names:
+        if "blockwise" not in call.policy.kernels:
             raise NotImplementedError(
-                f"implementation: wanted 'blockwise' or None beside a regulariser, got {call.names}"
+                "implementation: wanted 'blockwise' or None beside a regulariser, got "
+                f"{call.policy.kernels}"
             )
         if call.plan is not None and call.plan.local:
             raise NotImplementedError(
@@ -99,7 +101,7 @@ def tsallis_state(
     dtype = parts[0].value.dtype
     calls, parts = sinks_as_keys(calls, promoted(parts))
     # the threshold is found by XLA's operations, whatever else the call may be computed by
-    calls = tuple(x._replace(names=("blockwise",)) for x in calls)
+    calls = tuple(x._replace(policy=CallPolicy(("blockwise",))) for x in calls)
     given = parts, None if source is None else jnp.asarray(source)
     threshold = function_call(_FindThreshold(regulariser, calls), given)
     width = parts[0].value.shape[-1]

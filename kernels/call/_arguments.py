@@ -23,13 +23,12 @@ from .._checks import (
 from ..masks._abstract import AbstractMask
 from ..scores._check import check_score
 from ._canonical import NO_RULES, PositionRules, position_rules, split_mask
-from ._leaves import check_leaves
 from ._operands import NO_SCALES, Operands, Scales, Settings, dequantized
 from ._options import MergedOptions, RowOptions, check_options
 from ._sink import check_sink
 from ._source import weighing, with_source, with_token_scores
 from ._state import lse_dtype
-from ._tokens import NO_TOKENS, Tokens, check_tokens
+from ._tokens import NO_TOKENS, Tokens, check_leaves, check_tokens
 
 # What a layout says of a call's tokens, and whether masks, scores or lengths of keys read their positions.
 PlaceFn = Callable[[Tokens, bool], Tokens]
@@ -115,7 +114,7 @@ def check_scored(
     place: PlaceFn | None = None,
     **options: Unpack[MergedOptions],
 ) -> CheckedCall:
-    """Checks the arguments by which checked arrays are scored. Raises as `check_call`."""
+    """Checks how checked arrays are scored. Raises as `check_call`."""
     query, key, value, batched = arrays
     batch, query_len, heads, _ = query.shape
     shape = batch, heads, query_len, key.shape[1]

@@ -20,7 +20,7 @@ from ._tokens import Tokens
 
 
 class Masks(NamedTuple):
-    """A mask and an array, both of which hide keys: an energy's own, and that of a call."""
+    """A mask and an array: those of an energy and of a call together."""
 
     mask: AbstractMask
     array: Any
@@ -48,14 +48,7 @@ def split_mask(mask: object) -> tuple[AbstractMask | None, Any]:
 
 
 class PositionRules(NamedTuple):
-    """The rules of a call, which compare positions, as kernels take them.
-
-    Attributes:
-        structure: of the mask, without what tokens say.
-        arrays: of the mask, with a batch axis.
-        segments: documents, which become those of the tokens.
-        lengths: rules that become lengths of the tokens, or absent positions where positions are given.
-    """
+    """The mask of a call as kernels take it, and its segments and lengths, which become those of the tokens."""
 
     structure: MaskStructure
     arrays: tuple[Array, ...] = ()
@@ -182,7 +175,7 @@ def _with_segments(mask: Segments, tokens: Tokens, query_len: int, key_len: int)
 
 @functools.lru_cache(maxsize=256)
 def _check_traceable(structure: MaskStructure, arrays: tuple[Any, ...]) -> None:
-    """Raises `ValueError` if a mask closes over what is traced, and whatever it itself raises."""
+    """Raises `ValueError` if a mask closes over traced values, and the errors of the mask itself."""
 
     def run(query: Array, key: Array, *arrays: Array) -> Array:
         return visible(structure.bind(arrays), query, key)

@@ -234,7 +234,7 @@ def cotangents(
 
 
 def differentiated(operands: Operands) -> Operands:
-    """Those of operands, or of their tangents, that are differentiated; None for the others."""
+    """The differentiated arrays of operands or of tangents, with None for the others."""
     arrays = (x if x is None or floating(x) else None for x in operands.score_arrays)
     return cotangents(*operands.qkv, operands.bias, tuple(arrays), operands.sink)
 
@@ -314,7 +314,7 @@ def zero_absent(operands: Operands) -> Operands:
 
 
 def present_keys(operands: Operands) -> Array | None:
-    """Which keys some query may see, `[B or 1, S or 1]`; None if all."""
+    """Mask of the keys that some query may see, `[B or 1, S or 1]`; None if all."""
     positions = operands.tokens.key_positions
     found = None if positions is None else positions >= 0
     if operands.mask is None:
@@ -324,7 +324,7 @@ def present_keys(operands: Operands) -> Array | None:
 
 
 def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:
-    """The dtype of `out`: that of `value` as it is read, or that of `lse` where it stays unrounded."""
+    """The dtype of `out`: of `value` as it is read, or of `lse` where `out` stays unrounded."""
     read = operands.value if operands.scales.value is None else operands.query
     if settings.needs.unrounded:
         return lse_dtype(operands.query.dtype, read.dtype)

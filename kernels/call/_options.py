@@ -68,7 +68,7 @@ class KernelOptions(ScoreOptions, RowOptions, total=False):
     """The options of the functions that compute a state."""
 
 
-class SinkOptions(ScoreOptions, total=False):
+class MergedScoreOptions(ScoreOptions, total=False):
     """Options for the scores of a row over all of its keys."""
 
     sink: Float[Array, "... N"] | None
@@ -77,7 +77,7 @@ class SinkOptions(ScoreOptions, total=False):
     `out = 0` and $F = b$; an absent query has no sink. None, and minus infinity: there is none."""
 
 
-class MergedOptions(SinkOptions, RowOptions, total=False):
+class MergedOptions(MergedScoreOptions, RowOptions, total=False):
     """The options of functions that compute the state of all keys of a row."""
 
 

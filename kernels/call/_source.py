@@ -1,4 +1,4 @@
-"""Additions to the scores of a call: a source, as extra width of query and key, and numbers of a context's tokens."""
+"""Additions to the scores of a call: a source, and numbers of a context's tokens."""
 
 from typing import Any
 
@@ -12,17 +12,13 @@ from ._operands import Operands, Settings, dequantized
 from ._state import lse_dtype
 
 
-def with_source(
-    settings: Settings, operands: Operands, source: Array | None
-) -> tuple[Settings, Operands]:
-    r"""A call whose scores are those at a source `[B, T, N, Hv]`, None being zero.
+def with_source(settings: Settings, operands: Operands, source: Array) -> tuple[Settings, Operands]:
+    r"""A call whose scores are those at a source `[B, T, N, Hv]`, as extra width of query and key.
 
     $$\mathrm{scale}\; q \cdot k + \zeta \cdot v = [\mathrm{scale}\; q, \zeta] \cdot [k, v]$$
 
     in the dtype of the scores. Eight bits are dequantized.
     """
-    if source is None:
-        return settings, operands
     operands = dequantized(operands)
     query, key, value = operands.qkv
     dtype, width = lse_dtype(query.dtype, source.dtype), settings.scored_width or query.shape[-1]
@@ -36,7 +32,7 @@ def with_source(
 
 
 def _as_split(x: Array, like: Array) -> Array:
-    """`x` with all axes but the last sharded over explicit mesh axes as those of `like`."""
+    """`x` with the sharding of `like` on all axes but the last."""
     sharding: Any = jax.typeof(like).sharding
     parts = sharding.spec[: like.ndim - 1]
     if tuple(jax.typeof(x).sharding.spec[: like.ndim - 1]) == tuple(parts):
@@ -51,7 +47,7 @@ weighing = jax.make_user_context(())
 
 
 class TokenScores:
-    """What is added to the scores of each key while a function is traced; equal to itself alone.
+    """Per-key score offsets active during tracing; compared by identity.
 
     Attributes:
         scores: `[B, S]` or `[1, S]`.

@@ -1,4 +1,4 @@
-"""The tokens of a call: positions, segments and lengths of its queries and keys."""
+"""Positions, segments and lengths of queries and keys, and the leaves of reproducible calls."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -7,9 +7,11 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from .._checks import as_ids, as_int32, check_int32, check_integral, check_shape, received
+
+LEAF = 256  # keys of a leaf: a constant of the format
 
 
 class Tokens(NamedTuple):
@@ -117,36 +119,33 @@ def check_tokens(
             raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")
         return jnp.asarray(narrow(x if x.ndim == 2 else x[None]))
 
+    def lengths(name: str, size: int) -> Array | None:
+        x = options.get(name)
+        if x is None:
+            return None
+        check_integral(name, x)
+        if not batched and x.ndim == 0:
+            x = x[None]
+        else:
+            check_shape(name, x, (batch,))
+        if not isinstance(x, jax.core.Tracer):
+            values = np.asarray(x)
+            if values.size and not 0 <= values.min() <= values.max() <= size:
+                raise ValueError(f"{name}: wanted lengths from 0 to {size}, got {values.tolist()}")
+        return jnp.asarray(as_int32(x))
+
     return Tokens(
         numbers("query_positions", query_len, as_int32),
         numbers("key_positions", key_len, as_int32),
         numbers("query_segment_ids", query_len, as_ids),
         numbers("key_segment_ids", key_len, as_ids),
-        _check_lengths("query_seq_lengths", options, batch, query_len, batched),
-        _check_lengths("key_value_seq_lengths", options, batch, key_len, batched),
+        lengths("query_seq_lengths", query_len),
+        lengths("key_value_seq_lengths", key_len),
     )
 
 
-def _check_lengths(
-    name: str, options: Mapping[str, Any], batch: int, size: int, batched: bool
-) -> Array | None:
-    lengths = options.get(name)
-    if lengths is None:
-        return None
-    check_integral(name, lengths)
-    if not batched and lengths.ndim == 0:
-        lengths = lengths[None]
-    else:
-        check_shape(name, lengths, (batch,))
-    if not isinstance(lengths, jax.core.Tracer):
-        values = np.asarray(lengths)
-        if values.size and not 0 <= values.min() <= values.max() <= size:
-            raise ValueError(f"{name}: wanted lengths from 0 to {size}, got {values.tolist()}")
-    return jnp.asarray(as_int32(lengths))
-
-
 def shortened(positions: Array, lengths: Array | np.ndarray | None) -> Array:
-    """Positions `[B or 1, L]`, of which those from a length `[B or 1]` on are absent."""
+    """Positions `[B or 1, L]`, absent from a length `[B or 1]` on."""
     return positions if lengths is None else jnp.where(positions < lengths[:, None], positions, -1)
 
 
@@ -161,3 +160,29 @@ def _before(positions: Array | None, lengths: Array | None, size: int) -> Array:
     places = jnp.arange(size, dtype=jnp.int32)[None]
     positions = places if positions is None else positions
     return positions if lengths is None else jnp.where(places < lengths[:, None], positions, -1)
+
+
+def leaves_for(tokens: int, size: int = LEAF) -> int:
+    """Number of successive leaves that `tokens` may span: one more than they fill, as they may begin inside a leaf."""
+    return -(-tokens // size) + 1
+
+
+def check_leaves(positions: Int[Array, "b keys"] | None) -> None:
+    """Raises `ValueError` for known positions that repeat, or span more leaves than there is room for."""
+    if positions is None or isinstance(positions, jax.core.Tracer):
+        return
+    for row in np.asarray(positions):
+        present, count = np.unique(row[row >= 0], return_counts=True)
+        if not present.size:
+            continue
+        if count.max() > 1:
+            raise ValueError(
+                "key_positions: wanted one key of each position beside reproducible=True, got "
+                f"{count.max()} of {present[count.argmax()]}; documents have segment ids and positions that go on"
+            )
+        leaves, most = present[-1] // LEAF - present[0] // LEAF + 1, leaves_for(len(row))
+        if leaves > most:
+            raise ValueError(
+                f"key_positions: wanted at most {most} times {LEAF} positions for {len(row)} keys beside "
+                f"reproducible=True, got {leaves}; append keys of position -1 up to {(leaves - 2) * LEAF + 1}"
+            )

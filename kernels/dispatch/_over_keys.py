@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
-from ..call._leaves import LEAF
+from ..call._kernel import AbstractKernel
 from ..call._operands import KernelCall, Operands, Settings
 from ..call._state import AttentionState, lse_dtype
+from ..call._tokens import LEAF
 from ..xla._blockwise import empty_like
 from ._lowering import run_when_lowered
 from ._registry import accepting, reproducible_kernels
@@ -27,7 +28,7 @@ class CallOnDevice:
     settings: Settings
 
     def run(
-        self, method: Callable[..., Any], like: Like, *args: Any, run: int | None = None
+        self, method: Callable[..., Any], like: Like, *args: PyTree, run: int | None = None
     ) -> Any:
         """`method(kernel, call, *args)` of the kernel that takes the call, of keys in such runs."""
         kernels, _ = accepting(reproducible_kernels(run), self.settings, self.operands)
@@ -83,12 +84,12 @@ class FoldOfRows:
 class _Method:
     name: str
 
-    def __call__(self, kernel: Any, call: KernelCall, *args: Any) -> Any:
+    def __call__(self, kernel: AbstractKernel, call: KernelCall, *args: PyTree) -> Any:
         return getattr(kernel, self.name)(call, *args)
 
 
 class _Whole(_Method):
-    def __call__(self, kernel: Any, call: KernelCall, *args: Any) -> Any:
+    def __call__(self, kernel: AbstractKernel, call: KernelCall, *args: PyTree) -> Any:
         return super().__call__(kernel, call, *args).whole()
 
 
@@ -97,10 +98,10 @@ class _Nodes(_Method):
     fold: FoldOfRows
     leaves: int
 
-    def __call__(self, kernel: Any, call: KernelCall, *args: Any) -> Any:
+    def __call__(self, kernel: AbstractKernel, call: KernelCall, *args: PyTree) -> Any:
         return super().__call__(kernel, call, *args).nodes(self.leaves)
 
-    def like(self, settings: Settings, operands: Operands, *_: Any) -> Any:
+    def like(self, settings: Settings, operands: Operands, *_: object) -> Any:
         count = -(-operands.key.shape[1] // (self.leaves * LEAF))
         nodes = _of_rows(operands, *self.fold.widths(operands), lead=(count,))
         query = operands.query
@@ -111,10 +112,10 @@ class _Nodes(_Method):
 class _OfNodes(_Method):
     fold: FoldOfRows
 
-    def __call__(self, kernel: Any, call: KernelCall, *args: Any) -> Any:
+    def __call__(self, kernel: AbstractKernel, call: KernelCall, *args: PyTree) -> Any:
         return super().__call__(kernel, call, *args[1:]).of_nodes(*args[0])
 
-    def like(self, settings: Settings, operands: Operands, _: Any, *others: Any) -> Any:
+    def like(self, settings: Settings, operands: Operands, _: object, *others: Any) -> Any:
         return self.fold.like(settings, operands, *others)
 
 

@@ -109,11 +109,6 @@ def is_reproducible(names: Sequence[Candidate]) -> bool:
     return _kernel_of(names[-1]).reproducible
 
 
-def run_of(names: Sequence[Candidate]) -> int | None:
-    """The runs of keys that the kernels of a reproducible call may count on."""
-    return getattr(names[-1], "run", None)
-
-
 def _kernel_of(name: Candidate) -> AbstractKernel:
     return _REGISTRY[name] if isinstance(name, str) else name
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..call._leaves import LEAF
 from ..call._operands import KernelCall, Operands, bound
 from ..call._state import lse_dtype, unfused
+from ..call._tokens import LEAF
 from ..masks._visibility import meeting
 from ..scores._structure import floating
 from ._programs import AbstractTileScores, Arithmetic, Blocks, FoldProgram

@@ -16,7 +16,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..call._kernel import AbstractKernel
-from ..call._leaves import LEAF
 from ..call._operands import (
     KernelCall,
     Operands,
@@ -27,6 +26,7 @@ from ..call._operands import (
     out_dtype,
 )
 from ..call._state import AttentionState, lse_dtype
+from ..call._tokens import LEAF
 from . import _programs as programs
 from . import _tree as tree
 from ._call import AbstractRowsFold, AbstractSchedule, given

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from .._slice import slice_at
-from ..call._leaves import leaves_for
+from ..call._tokens import leaves_for
 from ..masks._interval import interval
 
 Merge = Callable[[Any, Any], Any]  # of the items of smaller numbers and those of larger ones

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from ..call._kernel import check_dtypes
-from ..call._leaves import LEAF
 from ..call._operands import KernelCall
 from ..call._state import AttentionState, divided, of_each
+from ..call._tokens import LEAF
 from ..fold import _tree as tree
 from ..fold._call import QUERIES, rounded
 from ..fold._kernel import AbstractCanonical, backward_rows, check_whole, unit_indices
@@ -108,7 +108,7 @@ class ScoreSums:
         found = score_changes(self._of.arithmetic, scores, rows, keys, pairs, pulled=False)
         return scores.pulled(found.raw, found.change, pairs)
 
-    def _over_units(self, unit: Unit, zeros: Any, with_batch: bool, with_heads: bool) -> Any:
+    def _over_units(self, unit: Unit, zeros: PyTree, with_batch: bool, with_heads: bool) -> Any:
         """`unit` of all entries of the batch and heads: summed, or on an axis each."""
 
         def one(batch: Array) -> Any:
@@ -120,7 +120,7 @@ class ScoreSums:
     def _over_leaves(
         self,
         term: Term,
-        zeros: Any,
+        zeros: PyTree,
         with_tiles: bool = False,
         with_leaves: bool = False,
         between: Callable[[Array], tuple[Array, Array]] | None = None,
@@ -162,7 +162,7 @@ class ScoreSums:
 def _over(
     numbers: Int[Array, " count"],
     term: Callable[[Array], Any],
-    zeros: Any,
+    zeros: PyTree,
     kept: bool,
     live: Int[Array, " following"] | None = None,
     depth: int | None = None,
@@ -187,11 +187,11 @@ def _over(
     return lax.while_loop(lambda carry: carry[0] < stop, keep, begin)[1]
 
 
-def _add(a: Any, b: Any) -> Any:
+def _add(a: PyTree, b: PyTree) -> Any:
     return jax.tree.map(jnp.add, a, b)
 
 
-def _stacked(tree: Any, count: int) -> Any:
+def _stacked(tree: PyTree, count: int) -> Any:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)
 
 

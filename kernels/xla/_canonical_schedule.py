@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from ..call._leaves import LEAF
 from ..call._operands import KernelCall, Operands, bound_score
+from ..call._tokens import LEAF
 from ..fold import _tree as tree
 from ..fold._call import QUERIES, AbstractRowsFold, AbstractSchedule, Ids
 from ..fold._programs import Blocks, FoldProgram, Partial, without_signs

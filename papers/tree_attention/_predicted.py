@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from _problem import HEADS, WIDTH
 
 from energy_attn.distributed import cost
-from energy_attn.distributed.internal import exchanged, seconds, summed
+from energy_attn.distributed.internal import STRATEGIES, seconds
 
 ALONE, KEYS = "no exchange", "ring, keys"
 # Seconds of a core for one message of gloo's; the devices that share this machine's cores wait in turn.
 OVERHEAD = 2.5e-4
 # The model is to be right within this factor.
 BAND = 1.5
-SCATTERS = {"sums": summed, "exchange": exchanged}
+SCATTERS = {"sums": STRATEGIES["allreduce"], "exchange": STRATEGIES["gather"]}
 
 
 class Point(NamedTuple):
@@ -82,7 +82,7 @@ def predict(result: dict[str, Any]) -> None:
             if not merge:
                 continue
             if method == "scatter":
-                sent = tuple(SCATTERS[merge](shape.rows, shape, network))
+                sent = tuple(SCATTERS[merge].scatter_transfers(shape.rows, shape, network))
             else:
                 sent = cost.transfers(
                     method, run["auto"] if merge == "auto" else merge, shape, network

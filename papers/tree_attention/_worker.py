@@ -43,7 +43,7 @@ def methods(axes: tuple[str, ...], devices: int) -> dict[str, Callable[..., Any]
     from jax import lax
 
     from energy_attn.distributed import methods, sharded_attention
-    from energy_attn.distributed.internal import exchange, sums
+    from energy_attn.distributed.internal import STRATEGIES
     from energy_attn.kernels import AttentionState, local_attention
 
     def three_reductions(query: Any, key: Any, value: Any) -> Any:
@@ -76,7 +76,10 @@ def methods(axes: tuple[str, ...], devices: int) -> dict[str, Callable[..., Any]
 
         return scattered
 
-    scatters = {"scatter, sums": scatter(sums), "scatter, exchange": scatter(exchange)}
+    scatters = {
+        "scatter, sums": scatter(STRATEGIES["allreduce"].scatter),
+        "scatter, exchange": scatter(STRATEGIES["gather"].scatter),
+    }
     merges = ["allreduce", "gather", "butterfly", "halving"]
     merges += [*["hierarchical"] * (len(axes) > 1), "auto"]
     return {

@@ -8,10 +8,11 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn.distributed import methods, shard_sequence, sharded_attention, unshard_sequence
+from energy_attn.distributed.methods._methods import METHOD_OPTIONS
 from tests.support.problems import Problem, everything
 
 AXES = ("node", "device")
-METHODS = ("tree", "ring", "ulysses", "hybrid", "gather")
+METHODS = METHOD_OPTIONS
 ROWS = ("query", "source", "query_positions", "query_segment_ids")
 COLUMNS = ("key", "value", "key_positions", "key_segment_ids")
 

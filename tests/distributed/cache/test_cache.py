@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.distributed.cache._cache import KVCache
-from energy_attn.distributed.cache._quantize import quantize
+from energy_attn.distributed.cache._tokens import quantize
 from energy_attn.kernels.internal import dequantize
 from tests.support.arrays import array
 from tests.support.cache_model import (

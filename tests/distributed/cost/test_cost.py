@@ -25,8 +25,15 @@ from energy_attn.distributed import (
     make_mesh,
     sharded_attention,
 )
+from energy_attn.distributed.cost._transfer import SentDerivatives
 from energy_attn.distributed.merge._strategies import STRATEGIES, MergeName, automatic_merges
-from energy_attn.distributed.methods._methods import METHODS
+from energy_attn.distributed.methods._methods import (
+    METHOD_OPTIONS,
+    METHODS,
+    VARIANTS,
+    MethodName,
+    check_method,
+)
 from tests.support.complaints import refused
 from tests.support.meshes import merges_for
 from tests.support.selection import few, few_rows
@@ -395,6 +402,8 @@ def test_states_of_a_platform():
 def test_one_list_of_merges():
     """A strategy that type checkers or the page about choosing do not know, or that `"auto"` should not choose."""
     assert cost.MERGES == tuple(STRATEGIES) == get_args(MergeName)
+    assert get_args(MethodName) == METHOD_OPTIONS
+    assert {*METHODS} - {*METHOD_OPTIONS} == {"reproducible"}
     page = Path(__file__).resolve().parents[3] / "docs" / "choosing.md"
     table = page.read_text(encoding="utf-8").split("| tree, queries on all devices |")[1]
     table = table.split("\n\n")[0]
@@ -402,6 +411,29 @@ def test_one_list_of_merges():
         assert f'\n| `"{merge}"`' in table, merge
     assert automatic_merges(1) == ("allreduce", "gather", "butterfly", "halving")
     assert {*automatic_merges(2)} == {*automatic_merges(1), "hierarchical"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_method_says_what_it_sends(name, sharded):
+    """A method with options of its own, or by default, that sends what none of its variants does."""
+    method, derivatives = METHODS[name](), SentDerivatives(tangent=True)
+    if not sharded and not method.replicated_queries:
+        return
+    shape = cost.Shape(2, 8, 1680, 8, 8, 6, 10, dtype="float32", queries_sharded=sharded)
+    mesh = topology((2, 4))
+    said = [tuple(x.transfers(shape, mesh, derivatives)) for x in VARIANTS[name].values()]
+    assert tuple(method.transfers(shape, mesh, derivatives)) in said
+    by_name = [cost.transfers(name, merge, shape, mesh, tangent=True) for merge in VARIANTS[name]]
+    assert said == by_name
+
+
+def test_only_options_are_options():
+    """A method that users cannot ask for, as its kernels are chosen by a policy, taken by its name."""
+    with pytest.raises(ValueError, match="method: wanted one of 'tree', .* got str 'reproducible'"):
+        check_method("reproducible")
+    shape = cost.Shape(1, 1, 8192, 8, 8, 8, queries_sharded=True)
+    assert cost.choose_method(shape, topology((4,))) in METHOD_OPTIONS
 
 
 def test_a_table_of_methods():

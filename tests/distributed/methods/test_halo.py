@@ -18,8 +18,8 @@ from energy_attn.distributed import (
     shard_sequence,
     unshard_sequence,
 )
-from energy_attn.distributed.cost import _halo
-from energy_attn.distributed.cost._halo import Span, halo
+from energy_attn.distributed.methods import _halo
+from energy_attn.distributed.methods._halo import Span, halo
 from energy_attn.scores import SoftCap
 from tests.support.arrays import array
 from tests.support.compare import close

@@ -22,7 +22,7 @@ from energy_attn.distributed import (
     sharded_attention,
     unshard_sequence,
 )
-from energy_attn.distributed.cost import _reproducible
+from energy_attn.distributed.methods import _reproducible
 from energy_attn.kernels import scores
 from tests.support.arrays import array
 from tests.support.compare import same as same_numbers

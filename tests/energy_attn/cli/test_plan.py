@@ -9,6 +9,7 @@ from energy_attn.__main__ import main
 from energy_attn.cli._byte_llama import FOLDER
 from energy_attn.cli._planned import Job, weights
 from energy_attn.distributed import cost
+from energy_attn.distributed import plan as planner
 from energy_attn.models import ExpertsConfig, LlamaConfig
 
 CONFIG = LlamaConfig(
@@ -44,11 +45,11 @@ def test_seconds_and_bytes(plan):
     """Layers that are not counted, a backward that is left out, a batch or a K of 1000 tokens."""
     options = "--tokens", "2K", "--batch", "3", "--tile", "1"
     trained, read = by_method(plan(*options)), by_method(plan(*options, "--no-gradients"))
-    topology, chip = cost.topology("tpu_v5p", (4, 4)), cost.chip("v5p")
+    topology, chip = cost.topology("tpu_v5p", (4, 4)), planner.chip("v5p")
     shape = cost.Shape(3, 2048, 2048, 8, 4, 8, causal=True, queries_sharded=True, layout="zigzag")
     for gradient, rows in ((True, trained), (False, read)):
         ring = rows["ring", "zigzag"]
-        time = cost.step_time("ring", "keys", shape, topology, chip, gradient=gradient)
+        time = planner.step_time("ring", "keys", shape, topology, chip, gradient=gradient)
         assert [ring[x] for x in time._fields] == pytest.approx([3 * x for x in time])
         assert ring["sent"] == 3 * cost.volume("ring", "keys", shape, topology, gradient=gradient)
         assert ring["seconds"] == ring["products"] + ring["exposed"]
@@ -97,7 +98,7 @@ def test_layers_and_experts():
         sliding_window=100,
         layer_types=("sliding_attention", "full_attention", "sliding_attention"),
     )
-    job = Job(windows, cost.chip("v5p"), cost.topology("tpu_v5p", (4,)), 1024)
+    job = Job(windows, planner.chip("v5p"), cost.topology("tpu_v5p", (4,)), 1024)
     assert {x.window: n for x, n in job.shapes("zigzag").items()} == {(99, 0): 2, None: 1}
     short = dataclasses.replace(job, tokens=64)
     assert {x.window: n for x, n in short.shapes("zigzag").items()} == {None: 3}

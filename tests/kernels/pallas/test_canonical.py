@@ -12,8 +12,8 @@ import pytest
 from energy_attn import masks, scores
 from energy_attn.kernels import AttentionState, KernelCall, local_attention
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._leaves import LEAF
 from energy_attn.kernels.call._operands import cotangents as cotangents_of
+from energy_attn.kernels.call._tokens import LEAF
 from energy_attn.kernels.dispatch._lowering import platform_here
 from energy_attn.kernels.dispatch._registry import attend as attend_operands
 from energy_attn.kernels.pallas.canonical._kernel import CanonicalGPU, CanonicalTPU

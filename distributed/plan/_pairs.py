@@ -1,23 +1,17 @@
 """Pairs of queries and keys that devices compute, counted in closed form from the layout of a sequence."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
 from energy_attn.kernels.internal import check_choice, check_integer
 
-from ._methods import METHODS, check_method, check_sharded, check_sizes, near_keys
-from ._shape import Shape, halves, pieces
-from ._topology import Topology
-
-
-class _Run(NamedTuple):
-    """Positions in equal steps on each device, of which `first` `[devices]` are the first."""
-
-    first: np.ndarray
-    stride: int
-    length: int
+from ..cost._shape import Shape, check_sizes
+from ..cost._topology import Topology
+from ..methods._abstract import exchanging
+from ..methods._cost import check_sharded, near_method
+from ..methods._halo import Run, runs
+from ..methods._methods import VARIANTS
 
 
 def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tuple[int, ...]:
@@ -49,18 +43,19 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
 
     Examples:
         >>> import dataclasses
-        >>> from energy_attn.distributed import cost
+        >>> from energy_attn.distributed import cost, plan
         >>> mesh = cost.topology("tpu_v5p", (4,))
         >>> shape = cost.Shape(1, 16, 16, 1, 1, 8, causal=True, queries_sharded=True)
-        >>> cost.pairs("ring", shape, mesh)
+        >>> plan.pairs("ring", shape, mesh)
         (10, 16, 16, 16)
-        >>> cost.pairs("ring", dataclasses.replace(shape, layout="zigzag"), mesh)
+        >>> plan.pairs("ring", dataclasses.replace(shape, layout="zigzag"), mesh)
         (10, 8, 8, 8)
     """
     check_sizes(shape, topology)
-    check_choice("method", method, tuple(METHODS))
-    check_method(method, len(topology.links))
-    check_sharded(method, shape, topology)
+    check_choice("method", method, tuple(VARIANTS))
+    way = next(iter(VARIANTS[method].values()))
+    way.check_axes(topology.axes)
+    check_sharded(way, shape, topology)
     check_integer("tile", tile, least=1)
     if shape.queries != shape.keys:
         raise ValueError(
@@ -73,29 +68,15 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
             f"shape: wanted a multiple of {parts} tokens for the layout {shape.layout!r} over "
             f"{devices} devices, got {shape.keys}"
         )
-    size = shape.keys // devices
-    heads, steps = shape.batch * shape.heads, []
-    shared = topology.links[-1].devices if method == "hybrid" else 1
-    is_near = method != "ulysses" and near_keys(shape, topology, shared) is not None
-    if method == "gather" and not is_near:
-        count, parts = pieces(size), halves(size)
-        piece = size // (parts * count)
-        for i in range(count):
-            runs = [(j * count + i) * piece for j in range(parts)]
-            seen = np.sum([_seen(shape, devices, x, x + piece, tile) for x in runs], axis=0)
-            steps.append(seen.sum(1).max())
-        return tuple(heads * int(x) for x in steps)
-    seen = _seen(shape, devices, 0, size, tile)
-    around = devices // shared
-    groups = seen.reshape(around, shared, around, shared).sum((1, 3))
-    if is_near or method == "reproducible":
-        return (heads // shared * int(groups.sum(1).max()),)
-    if method == "tree":
-        return (heads * int(seen.sum(0).max()),)
-    if method == "ulysses":
-        return (heads // devices * int(seen.sum()),)
-    here = np.arange(around)
-    return tuple(heads // shared * int(groups[here, here - s].max()) for s in range(around))
+    shared = exchanging(way, topology)
+    groups = devices // shared
+
+    def seen(start: int, stop: int) -> np.ndarray:
+        every = _seen(shape, devices, start, stop, tile)
+        return every.reshape(groups, shared, groups, shared).sum((1, 3))
+
+    heads, near = shape.batch * shape.heads // shared, near_method(way, shape, devices, shared)
+    return tuple(heads * int(x.max()) for x in near.pairs(seen, shape.keys // devices))
 
 
 def _seen(shape: Shape, devices: int, start: int, stop: int, tile: int) -> np.ndarray:
@@ -103,7 +84,7 @@ def _seen(shape: Shape, devices: int, start: int, stop: int, tile: int) -> np.nd
     size = shape.keys // devices
     before, after = (shape.keys, shape.keys) if shape.window is None else shape.window
     window = before, 0 if shape.causal else after
-    rows, columns = (_runs(shape.layout, size, devices, *x) for x in ((0, size), (start, stop)))
+    rows, columns = (_parts(shape, devices, *x) for x in ((0, size), (start, stop)))
     count = np.zeros((devices, devices), np.int64)
     for queries in rows:
         for keys in columns:
@@ -111,30 +92,24 @@ def _seen(shape: Shape, devices: int, start: int, stop: int, tile: int) -> np.nd
     return count
 
 
-def _runs(layout: str, size: int, devices: int, start: int, stop: int) -> list[_Run]:
-    """The positions of each device's tokens from `start` to `stop`, of `size`."""
-    here = np.arange(devices)
-    if layout == "contiguous":
-        return [_Run(here * size + start, 1, stop - start)]
-    if layout == "striped":
-        return [_Run(here + start * devices, devices, stop - start)]
-    half = size // 2
-    begins = ((0, here * half), (half, (2 * devices - 1 - here) * half))
+def _parts(shape: Shape, devices: int, start: int, stop: int) -> list[Run]:
+    """The positions of each device's tokens from `start` to `stop`."""
     found = []
-    for place, first in begins:
-        low, high = max(start, place), min(stop, place + half)
+    for run in runs(shape.layout, shape.keys, devices) or ():
+        low, high = max(start, run.place), min(stop, run.place + int(run.length[0]))
         if low < high:
-            found.append(_Run(first + low - place, 1, high - low))
+            position = run.position + (low - run.place) * run.stride
+            found.append(run._replace(position=position, length=np.asarray(high - low)))
     return found
 
 
-def _in_tiles(queries: _Run, keys: _Run, window: tuple[int, int], tile: int) -> np.ndarray:
-    """Pairs of two runs of one stride in the tiles of which some pair is seen, `[devices, devices]`."""
-    lengths = math.gcd(queries.length, keys.length)
+def _in_tiles(queries: Run, keys: Run, window: tuple[int, int], tile: int) -> np.ndarray:
+    """Pairs of two runs of one stride in tiles where some pair is seen, `[devices, devices]`."""
+    lengths = math.gcd(int(queries.length), int(keys.length))
     tile = next(x for x in range(min(tile, lengths), 0, -1) if lengths % x == 0)
     step, reach = queries.stride * tile, queries.stride * (tile - 1)
-    rows, columns = queries.length // tile, keys.length // tile
-    apart = queries.first[:, None] - keys.first[None, :]
+    rows, columns = (int(x.length) // tile for x in (queries, keys))
+    apart = queries.position[:, None] - keys.position[None, :]
     # of row i the tiles from `first + i` on, and before `last + i`
     last = (apart + reach + window[1]) // step + 1
     first = -((reach + window[0] - apart) // step)

@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 from energy_attn.kernels.internal import check_flag, received
 
+from ..cost._shape import Shape
+from ..cost._topology import Topology
+from ..cost._transfer import Transfer, seconds
+from ..methods._cost import transfers
+from ..methods._methods import VARIANTS
 from ._chips import Chip
-from ._methods import transfers
 from ._pairs import pairs
-from ._shape import Shape
-from ._topology import Topology
-from ._transfer import Transfer, seconds
 
 
 class StepTime(NamedTuple):
@@ -23,8 +24,8 @@ class StepTime(NamedTuple):
         exposed: the part of them beside which nothing is computed.
 
     Examples:
-        >>> from energy_attn.distributed import cost
-        >>> cost.StepTime(products=2.0, transfers=1.5, exposed=0.5).exposed
+        >>> from energy_attn.distributed import plan
+        >>> plan.StepTime(products=2.0, transfers=1.5, exposed=0.5).exposed
         0.5
     """
 
@@ -37,8 +38,8 @@ class StepTime(NamedTuple):
         """Products, and the transfers that are exposed.
 
         Examples:
-            >>> from energy_attn.distributed import cost
-            >>> cost.StepTime(products=2.0, transfers=1.5, exposed=0.5).seconds
+            >>> from energy_attn.distributed import plan
+            >>> plan.StepTime(products=2.0, transfers=1.5, exposed=0.5).seconds
             2.5
         """
         return self.products + self.exposed
@@ -54,13 +55,13 @@ def step_time(
     tile: int = 1,
     gradient: bool = False,
 ) -> StepTime:
-    r"""The seconds of an attention, with those of its products.
+    r"""The seconds of an attention: products, and exposed transfers.
 
     $$t = \sum_s \frac{2 (H + H_v)\, \text{pairs}_s}{\text{efficiency} \cdot \text{flops}}
       + \text{exposed}, \qquad
       \text{exposed} = \sum_s \max(0, \text{transfers}_s - \text{products}_s) + \text{others}$$
 
-    with the [pairs][energy_attn.distributed.cost.pairs] of each step, and the transfers that a compiled program starts
+    with the [pairs][energy_attn.distributed.plan.pairs] of each step, and the transfers that a compiled program starts
     before the products of a step and awaits after them: those of keys and of their gradients around a ring, beside
     whose last hop, home, half of a device's own keys are left; on GPUs the gathers of all pieces but the first, and the
     scatters of all gradients but the last. All others are exposed: all-to-alls, gathers of the backward, all gathers on
@@ -79,7 +80,7 @@ def step_time(
         gradient: whether to add the backward.
 
     Returns:
-        A [`StepTime`][energy_attn.distributed.cost.StepTime].
+        A [`StepTime`][energy_attn.distributed.plan.StepTime].
 
     Raises:
         TypeError: `chip` is not a `Chip`, or as `transfers` and `pairs`.
@@ -90,10 +91,10 @@ def step_time(
         [what each strategy sends](../choosing.md#what-each-strategy-sends).
 
     Examples:
-        >>> from energy_attn.distributed import cost
+        >>> from energy_attn.distributed import cost, plan
         >>> shape = cost.Shape(1, 2**17, 2**17, 32, 8, 128, causal=True, queries_sharded=True)
-        >>> mesh, chip = cost.topology("tpu_v5p", (16,)), cost.chip("v5p")
-        >>> ring = cost.step_time("ring", "keys", shape, mesh, chip)
+        >>> mesh, chip = cost.topology("tpu_v5p", (16,)), plan.chip("v5p")
+        >>> ring = plan.step_time("ring", "keys", shape, mesh, chip)
         >>> ring.exposed < 0.01 * ring.transfers
         True
     """
@@ -109,7 +110,9 @@ def step_time(
     total = StepTime(0.0, 0.0, 0.0)
     for is_backward, (sent, operations) in enumerate(passes):
         products = [x * operations / (chip.efficiency * chip.flops) for x in counts]
-        beside = _beside((method, merge), topology, sent, forward, len(counts), bool(is_backward))
+        beside = _beside(
+            VARIANTS[method][merge].overlap, topology, sent, forward, len(counts), bool(is_backward)
+        )
         every = sum(x.count * _seconds(x, topology) for x in sent)
         if len(beside) > len(products):  # the own keys, half of them first and half last
             products = [products[0] / 2, *products[1:], products[0] / 2]
@@ -120,23 +123,21 @@ def step_time(
 
 
 def _beside(
-    way: tuple[str, str | None],
+    overlap: str,
     topology: Topology,
     sent: Sequence[Transfer],
     forward: Sequence[Transfer],
     steps: int,
     is_backward: bool,
 ) -> list[float]:
-    """Seconds of the transfers that lie beside the products of each step; none where all are exposed."""
+    """Seconds of transfers that overlap the products of each step; empty if all are exposed."""
 
     def lasting(some: Sequence[Transfer]) -> float:
         return sum(_seconds(x, topology) for x in some)
 
-    if steps == 1 or way == ("ring", "queries"):  # whose states need the products of their step
+    if steps == 1 or overlap == "none" or (overlap == "pieces" and topology.platform != "gpu"):
         return []
-    if way[0] == "gather":
-        if topology.platform != "gpu":
-            return []
+    if overlap == "pieces":
         # the gathers of the pieces behind the first; the scatters of the gradients of the piece before
         kind = "reduce-scatter" if is_backward else "all-gather"
         pieces = lasting([x for x in sent if x.kind == kind and x.count == steps])
@@ -153,7 +154,7 @@ def _beside(
 
 
 def _seconds(transfer: Transfer, topology: Topology) -> float:
-    """Of one run. A permute goes one way, and so has one of the two links of a torus axis.
+    """Seconds of one run. A permute uses one direction of a torus axis.
 
     `latency` counts both: else `method="auto"` would take gathers on TPUs, which hide nothing, for rings, which do.
     """
@@ -167,7 +168,7 @@ def _seconds(transfer: Transfer, topology: Topology) -> float:
 
 
 def _without(some: Sequence[Transfer], others: Sequence[Transfer]) -> list[Transfer]:
-    """The transfers of `some` beside `others`, each of which takes away one."""
+    """Removes each transfer of `others` once from `some`."""
     rest = list(some)
     for other in others:
         rest.remove(other)

@@ -27,8 +27,8 @@ class Chip:
         ValueError: a rate or a memory that is not positive, or an efficiency that is not between 0 and 1.
 
     Examples:
-        >>> from energy_attn.distributed import cost
-        >>> cost.Chip("tpu_v5p", flops=459e12, memory=95 * 10**9).efficiency
+        >>> from energy_attn.distributed import plan
+        >>> plan.Chip("tpu_v5p", flops=459e12, memory=95 * 10**9).efficiency
         0.5
     """
 
@@ -87,8 +87,8 @@ def chip(name: str, *, efficiency: float | None = None) -> Chip:
         of whole training steps: MaxText, docs/reference/models/tiering.md, 15 June 2026.
 
     Examples:
-        >>> from energy_attn.distributed import cost
-        >>> cost.chip("v5p").flops, cost.chip("v5p", efficiency=0.4).efficiency
+        >>> from energy_attn.distributed import plan
+        >>> plan.chip("v5p").flops, plan.chip("v5p", efficiency=0.4).efficiency
         (459000000000000.0, 0.4)
     """
     check_choice("name", name, tuple(CHIPS))

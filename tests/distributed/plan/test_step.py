@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from energy_attn.distributed import cost
+from energy_attn.distributed import cost, plan
 from energy_attn.distributed.internal import CHIPS
 from tests.support.complaints import refused
 from tests.support.selection import few
 
 LAYOUTS = "contiguous", "zigzag", "striped"
-CHIP = cost.Chip("tpu_v5p", 1e3, 1, 1.0)
+CHIP = plan.Chip("tpu_v5p", 1e3, 1, 1.0)
 
 
 def network(*sizes, bandwidth=1.0, platform="tpu"):
@@ -101,7 +101,7 @@ def test_pairs(method, layout):
     for tokens, tile, is_causal in ((48, 1, True), (48, 4, True), (80, 3, True), (16, 1, False)):
         sizes = (4, 2) if method == "hybrid" else (8,)
         shape = dataclasses.replace(causal(tokens, layout), causal=is_causal)
-        found = cost.pairs(method, shape, network(*sizes), tile=tile)
+        found = plan.pairs(method, shape, network(*sizes), tile=tile)
         assert list(found) == by_hand(method, shape, sizes, tile), (tokens, tile)
 
 
@@ -111,15 +111,15 @@ def test_pairs_of_a_window(layout):
     for window, is_causal in (((5, 0), True), ((3, 4), False), ((40, 7), True)):
         shape = dataclasses.replace(causal(32, layout, window=window), causal=is_causal)
         for method in ("tree", "ulysses"):
-            found = cost.pairs(method, shape, network(4))
+            found = plan.pairs(method, shape, network(4))
             seen = dataclasses.replace(shape, window=(window[0], 0 if is_causal else window[1]))
             assert list(found) == by_hand(method, seen, (4,), 1)
     near = causal(64, layout, window=(3, 0))
     for method in ("ring", "gather"):
-        found = cost.pairs(method, near, network(4))
+        found = plan.pairs(method, near, network(4))
         # of a window in an order of strides every device has some, so that all keys go around
         assert (len(found) > 1) == (layout == "striped")
-        assert sum(found) >= max(cost.pairs("ulysses", near, network(4)))
+        assert sum(found) >= max(plan.pairs("ulysses", near, network(4)))
         if layout != "striped":
             every = positions(layout, 64, 4)
             keys = [run for part in every for run in part]
@@ -131,7 +131,7 @@ def test_who_waits():
     mesh = network(16)
 
     def work(method, layout):
-        return sum(cost.pairs(method, causal(2048, layout, heads=16, kv_heads=16), mesh))
+        return sum(plan.pairs(method, causal(2048, layout, heads=16, kv_heads=16), mesh))
 
     even = work("ulysses", "contiguous")
     assert work("ring", "contiguous") / even == pytest.approx(2 - 1 / 16, rel=0.01)
@@ -146,20 +146,20 @@ def test_who_waits():
 def test_hidden_around_a_ring():
     """Hops beside the products of another step, or more of them than there are; half of them beside the way home."""
     shape, mesh = causal(64), network(4, bandwidth=1e4)
-    counts = np.array(cost.pairs("ring", shape, mesh))
+    counts = np.array(plan.pairs("ring", shape, mesh))
     sizes = 2 * 16 * 8 * 2 * 2  # keys and values of a device, in bytes of bfloat16
     hop, products = sizes / 1e4, counts * 8 / 1e3
     positions = 3 * 64 / 1e4  # a gather of 16 positions
-    time = cost.step_time("ring", "keys", shape, mesh, CHIP)
+    time = plan.step_time("ring", "keys", shape, mesh, CHIP)
     assert time.products == pytest.approx(products.sum())
     assert time.transfers == pytest.approx(3 * hop + positions)
     assert time.exposed == pytest.approx(positions)  # of hops that are shorter than products
     slow = dataclasses.replace(mesh, links=(cost.Link(4, 0.0, 1e2),))
     hop, positions = 100 * hop, 100 * positions
-    time = cost.step_time("ring", "keys", shape, slow, CHIP)
+    time = plan.step_time("ring", "keys", shape, slow, CHIP)
     late = np.maximum(hop - products[:3], 0).sum()
     assert 0 < late < 3 * hop and time.exposed == pytest.approx(late + positions)
-    both = cost.step_time("ring", "keys", shape, slow, CHIP, gradient=True)
+    both = plan.step_time("ring", "keys", shape, slow, CHIP, gradient=True)
     assert both.products == pytest.approx(3.5 * products.sum())
     behind = np.array([0, 2, 2, 2, 2]) * hop  # gradients in float32, the last of which come home
     around = np.array([1, 1, 1, 0, 0]) * hop
@@ -167,20 +167,20 @@ def test_hidden_around_a_ring():
     halves = 2.5 * np.array([own, *products[1:], own])
     more = np.maximum(around + behind - halves, 0).sum()
     assert both.exposed == pytest.approx(time.exposed + more)
-    two = cost.step_time("ring", "keys", causal(32), network(2, bandwidth=1e2), CHIP, gradient=True)
+    two = plan.step_time("ring", "keys", causal(32), network(2, bandwidth=1e2), CHIP, gradient=True)
     assert 0 < two.exposed < two.transfers
 
 
 def test_hidden_in_a_gather():
     """A first piece that is hidden, gathers of the backward beside products, or a TPU that hides any."""
     shape = causal(64, "striped")
-    tpu = cost.step_time("gather", None, shape, network(4, bandwidth=1e4), CHIP, gradient=True)
+    tpu = plan.step_time("gather", None, shape, network(4, bandwidth=1e4), CHIP, gradient=True)
     assert tpu.exposed == tpu.transfers > 0
     gpus = network(4, bandwidth=1e4, platform="gpu")
-    ahead = cost.step_time("gather", None, shape, gpus, CHIP)
+    ahead = plan.step_time("gather", None, shape, gpus, CHIP)
     piece = 3 * 2 * 2 * 8 * 2 * 2 / 1e4  # of two keys and values of each device, from three others
     assert ahead.exposed == pytest.approx(3 * 64 / 1e4 + piece)
-    both = cost.step_time("gather", None, shape, gpus, CHIP, gradient=True)
+    both = plan.step_time("gather", None, shape, gpus, CHIP, gradient=True)
     # the backward gathers all but the first piece again, and scatters one behind the products, in float32
     assert both.exposed == pytest.approx(ahead.exposed + 7 * piece + 2 * piece)
 
@@ -190,12 +190,12 @@ def test_nothing_hidden():
     shape, fast = causal(64), network(2, 4, bandwidth=1e6)
     ways = ("ulysses", None), ("tree", "gather"), ("ring", "queries"), ("reproducible", None)
     for method, merge in ways:
-        time = cost.step_time(method, merge, shape, fast, CHIP)
+        time = plan.step_time(method, merge, shape, fast, CHIP)
         assert time.exposed == pytest.approx(time.transfers) and time.exposed > 0
-    hybrid = cost.step_time("hybrid", None, shape, fast, CHIP, gradient=True)
+    hybrid = plan.step_time("hybrid", None, shape, fast, CHIP, gradient=True)
     assert 0 < hybrid.exposed < hybrid.transfers
     assert hybrid.seconds == hybrid.products + hybrid.exposed
-    alone = cost.step_time("ring", "keys", shape, network(1), CHIP)
+    alone = plan.step_time("ring", "keys", shape, network(1), CHIP)
     assert alone == (8 * sum(range(65)) * 8 / 1e3, 0, 0)
 
 
@@ -204,33 +204,33 @@ def test_one_link_of_two():
     shape, switch = causal(64), network(4, bandwidth=1e2)
     torus = dataclasses.replace(switch, links=(dataclasses.replace(switch.links[0], torus=True),))
     hops = 3 * 2 * 16 * 8 * 2 * 2 / 1e2
-    times = [cost.step_time("ring", "keys", shape, x, CHIP).transfers for x in (switch, torus)]
+    times = [plan.step_time("ring", "keys", shape, x, CHIP).transfers for x in (switch, torus)]
     assert times[1] - times[0] == pytest.approx(hops)
-    times = [cost.step_time("gather", None, shape, x, CHIP).transfers for x in (switch, torus)]
+    times = [plan.step_time("gather", None, shape, x, CHIP).transfers for x in (switch, torus)]
     assert times[0] == times[1]
 
 
 NAME: Any = "v5p"
 SHAPE, TWO = causal(32), network(2)
 COMPLAINTS = {
-    "ValueError shape: wanted as many queries": lambda: cost.pairs(
+    "ValueError shape: wanted as many queries": lambda: plan.pairs(
         "ring", dataclasses.replace(SHAPE, queries=1), TWO
     ),
-    "ValueError shape: wanted a multiple of 4": lambda: cost.pairs(
+    "ValueError shape: wanted a multiple of 4": lambda: plan.pairs(
         "ring", causal(30, "zigzag"), TWO
     ),
-    "ValueError tile: wanted": lambda: cost.pairs("ring", SHAPE, TWO, tile=0),
-    "ValueError method: wanted sharded": lambda: cost.pairs(
+    "ValueError tile: wanted": lambda: plan.pairs("ring", SHAPE, TWO, tile=0),
+    "ValueError method: wanted sharded": lambda: plan.pairs(
         "ring", dataclasses.replace(SHAPE, queries_sharded=False), TWO
     ),
-    "TypeError chip: wanted a Chip": lambda: cost.step_time("ring", "keys", SHAPE, TWO, NAME),
-    "ValueError gradient: .* 'tree'": lambda: cost.step_time(
+    "TypeError chip: wanted a Chip": lambda: plan.step_time("ring", "keys", SHAPE, TWO, NAME),
+    "ValueError gradient: .* 'tree'": lambda: plan.step_time(
         "tree", "gather", SHAPE, TWO, CHIP, gradient=True
     ),
-    "ValueError name: wanted .*'h200', got str 'v9'": lambda: cost.chip("v9"),
-    "ValueError flops: wanted": lambda: cost.Chip("tpu_v5p", 0.0, 1),
-    "ValueError memory: wanted": lambda: cost.Chip("tpu_v5p", 1.0, 0),
-    "ValueError efficiency: wanted": lambda: cost.Chip("tpu_v5p", 1.0, 1, 1.5),
+    "ValueError name: wanted .*'h200', got str 'v9'": lambda: plan.chip("v9"),
+    "ValueError flops: wanted": lambda: plan.Chip("tpu_v5p", 0.0, 1),
+    "ValueError memory: wanted": lambda: plan.Chip("tpu_v5p", 1.0, 0),
+    "ValueError efficiency: wanted": lambda: plan.Chip("tpu_v5p", 1.0, 1, 1.5),
 }
 
 
@@ -247,5 +247,5 @@ def test_chips_have_networks():
     for name, chip in CHIPS.items():
         found = cost.topology(chip.network, (2,))
         assert name[1:] in found.name and chip.flops > 1e14 and chip.memory > 1e10
-        assert cost.chip(name) == chip
-        assert cost.chip(name, efficiency=1.0) == dataclasses.replace(chip, efficiency=1.0)
+        assert plan.chip(name) == chip
+        assert plan.chip(name, efficiency=1.0) == dataclasses.replace(chip, efficiency=1.0)

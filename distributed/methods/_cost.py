@@ -1,0 +1,358 @@
+"""The cost model of methods by name, and the choice by it."""
+
+import math
+from typing import TypedDict, Unpack
+
+from energy_attn.kernels.internal import (
+    check_choice,
+    check_flag,
+    check_options,
+)
+
+from ..cost._shape import Shape, check_sizes, key_copies, kv_shard, local_rows
+from ..cost._topology import Topology
+from ..cost._transfer import SentDerivatives, Transfer, Transfers, sent, total_seconds
+from ._abstract import AbstractMethod, exchanging
+from ._halo import Meets, halo, has_groups
+from ._methods import VARIANTS
+
+
+class Derivatives(TypedDict, total=False):
+    """The derivatives of an attention that are counted, too; none by default."""
+
+    tangent: bool
+    """Whether to add what the tangent of the state sends, in directions of query, key and value."""
+
+    gradient: bool
+    """Whether to add what the gradient in query, key and value sends."""
+
+
+def transfers(
+    method: str,
+    merge: str | None,
+    shape: Shape,
+    topology: Topology,
+    **derivatives: Unpack[Derivatives],
+) -> tuple[Transfer, ...]:
+    r"""The collectives of one attention, in the order in which they run.
+
+    With $p$ devices, $R = B T N$ rows on each, and states of $R (H_v + 1)$ numbers in `lse`'s dtype:
+
+    $$\text{allreduce, gather: } 1 \text{ collective of a state}, \qquad
+      \text{butterfly: } \lceil\log_2 p\rceil \text{ permutes of one}, \qquad
+      \text{halving: } \tfrac{2p-1}{p} \text{ of one in } 2 \lceil\log_2 p\rceil + 1$$
+
+    and $\frac{p-1}{p} B S K (H + H_v)$ numbers of keys and values around a ring, or gathered.
+    [Choosing](../choosing.md#what-each-strategy-sends) has a table of all of them and of their derivatives. A gather
+    on TPUs pads the last row of energies, and over 64 chips and more of one slice XLA makes it an all-reduce of $p$
+    times the size.
+
+    Args:
+        method: `"tree"`, `"ring"`, `"ulysses"`, `"hybrid"` or `"gather"`; `"reproducible"` for calls with
+            `reproducible=True`, which send the same by all of them.
+        merge: for a tree the merge strategy; for a ring what rotates, `"keys"` or `"queries"`; None
+            for the others.
+        shape: the sizes.
+        topology: the mesh.
+        **derivatives: those that are counted, too.
+
+    Returns:
+        A [`Transfer`][energy_attn.distributed.cost.Transfer] for each; none over one device.
+
+    Raises:
+        TypeError: `shape` is not a `Shape`, `topology` not a `Topology`, or a flag not a bool.
+        ValueError: an unknown method or merge, or one that these axes, heads or queries do not allow; a gradient
+            beside a tangent, or of a tree or a ring of queries, which the model does not have.
+
+    Source: Tree Attention (arXiv 2408.04093), section 6.3; Ulysses (arXiv 2309.14509); USP (arXiv
+        2405.07719).
+
+    Examples:
+        >>> from energy_attn.distributed import cost
+        >>> shape = cost.Shape(1, 1, 640_000, 16, 16, 128)
+        >>> for t in cost.transfers("tree", "allreduce", shape, cost.topology("dgx_h100", (8,), nodes=16)):
+        ...     print(t.kind, t.bytes)
+        all-reduce 64
+        all-reduce 8256
+    """
+    check_sizes(shape, topology)
+    check_choice("method", method, tuple(VARIANTS))
+    check_choice("merge", merge, tuple(VARIANTS[method]))
+    found = VARIANTS[method][merge]
+    found.check_axes(topology.axes)
+    if not found.replicated_queries:
+        check_sharded(found, shape, topology)
+    check_options(derivatives, Derivatives)
+    tangent, gradient = (
+        check_flag(name, derivatives.get(name, False)) for name in ("tangent", "gradient")
+    )
+    if gradient and tangent:
+        raise ValueError("gradient: wanted False beside tangent=True, got True")
+    if gradient and not found.sends_gradient:
+        raise ValueError(
+            f"gradient: wanted False for {method!r} with merge={merge!r}, got True; the model has that of "
+            "the ring of keys, of 'ulysses', of 'hybrid', of 'gather' and of 'reproducible'"
+        )
+    return tuple(_sent(found, shape, topology, SentDerivatives(tangent, gradient)))
+
+
+def volume(
+    method: str,
+    merge: str | None,
+    shape: Shape,
+    topology: Topology,
+    **derivatives: Unpack[Derivatives],
+) -> float:
+    r"""Bytes that one device puts on links for one attention.
+
+    $$V = \sum_c n_c\, \mathrm{count}_c \cdot
+      \begin{cases} 2\frac{p-1}{p} & \text{all-reduce (two trees: 2)} \\
+      p - 1 & \text{all-gather} \\ \frac{p-1}{p} & \text{reduce-scatter, all-to-all} \\
+      1 & \text{permute} \end{cases}$$
+
+    for the payload $n_c$ of each [`Transfer`][energy_attn.distributed.cost.Transfer].
+
+    Args:
+        method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.
+        merge: likewise.
+        shape: the sizes.
+        topology: the mesh, and how it sums.
+        **derivatives: those that are counted, too.
+
+    Returns:
+        Bytes; of the busiest device, where they differ (`all_reduce="tree"`).
+
+    Raises:
+        ValueError: as `transfers`, with its `TypeError`s.
+
+    Source: Tree Attention (arXiv 2408.04093), equations 32 to 35. Of the $p$ hops that equation 32 counts around
+        the ring $p - 1$ are needed, and with grouped heads the ring sends $N/K$ times less than its $d$ says.
+
+    Examples:
+        >>> from energy_attn.distributed import cost
+        >>> shape, mesh = cost.Shape(1, 1, 640_000, 16, 16, 128), cost.topology("ethernet", nodes=8)
+        >>> round(cost.volume("ring", "keys", shape, mesh) / cost.volume("tree", "allreduce", shape, mesh))
+        315077
+    """
+    predicted = transfers(method, merge, shape, topology, **derivatives)
+    return float(sum(sent(transfer, topology) for transfer in predicted))
+
+
+def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> int:
+    r"""Peak bytes of one device: its keys and values, queries, states, and receive buffers.
+
+    $$M_\text{tree} = B \tfrac{S}{p} K (H + H_v) b + R H b + R (H_v + 2) w, \qquad
+      M_\text{ring} = M_\text{tree} + 2 B \tfrac{S}{p} K (H + H_v) b$$
+
+    A gather of keys in $C \le 8$ pieces holds two of these, of all devices, $\frac{2}{C} B S K (H + H_v) b$; a
+    reproducible call those of some heads, one after the other;
+    a hybrid the exchanged queries, keys and values, and twice the keys again, where they go around.
+
+    Args:
+        method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.
+        merge: likewise.
+        shape: the sizes.
+        topology: the mesh.
+
+    Returns:
+        Bytes, without the result and the local kernel's scratch (in a ring of keys that of a part of the queries,
+        whose state is of 8 MiB or of 512 queries). All-reduces work in place; everything else arrives in a
+        buffer of its own, or in two in turn where transfers overlap.
+
+    Raises:
+        ValueError: as `transfers`, with its `TypeError`s.
+
+    Source: Tree Attention (arXiv 2408.04093), equations 29 and 30, where $d$ of the first terms is that of the
+        keys. Equation 29 is a ring that waits for every transfer and lets its own shard go around: one shard less
+        than here. It leaves out $2 b n_h$, too.
+
+    Examples:
+        >>> from energy_attn.distributed import cost
+        >>> shape, mesh = cost.Shape(1, 1, 640_000, 16, 16, 128), cost.topology("ethernet", nodes=8)
+        >>> tree, ring = (cost.memory(*way, shape, mesh) for way in (("tree", "gather"), ("ring", "keys")))
+        >>> round(ring / tree, 3)
+        3.0
+    """
+    transfers(method, merge, shape, topology)  # checks
+    return _memory(VARIANTS[method][merge], shape, topology)
+
+
+def latency(
+    method: str,
+    merge: str | None,
+    shape: Shape,
+    topology: Topology,
+    **derivatives: Unpack[Derivatives],
+) -> float:
+    r"""Seconds of communication for one attention, if nothing overlaps.
+
+    $$t = \sum_c \mathrm{count}_c \left(\text{launch} + \text{hops}_c\, \alpha
+      + \frac{\text{bytes}_c}{\beta}\right)$$
+
+    with the latencies $\alpha$ and bandwidths $\beta$ of the links that each collective crosses, and the
+    numbers of hops and bytes of [`Topology`][energy_attn.distributed.cost.Topology].
+
+    Args:
+        method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.
+        merge: likewise.
+        shape: the sizes.
+        topology: the mesh.
+        **derivatives: those that are counted, too.
+
+    Returns:
+        Seconds, for comparing strategies on one network; no promise for any machine. Exchanges by gloo took as
+        long within a factor of 1.5 (of 3.1 where cores were busy); those of GPUs and TPUs were not measured.
+
+    Raises:
+        ValueError: as `transfers`, with its `TypeError`s.
+
+    Source: Tree Attention (arXiv 2408.04093), section 5.2: Theorem 1's $\log p$ steps are those of a tree.
+
+    Examples:
+        >>> from energy_attn.distributed import cost
+        >>> mesh = cost.topology("ethernet", nodes=8, latency=4e-3)
+        >>> shape = cost.Shape(1, 1, 640_000, 16, 16, 128)
+        >>> merges = ("allreduce", "gather", "butterfly")
+        >>> min(merges, key=lambda merge: cost.latency("tree", merge, shape, mesh))
+        'butterfly'
+    """
+    predicted = transfers(method, merge, shape, topology, **derivatives)
+    return total_seconds(predicted, topology)
+
+
+def choose_merge(shape: Shape, topology: Topology) -> str:
+    """The merge strategy with the least time by the model: the one of `merge="auto"`.
+
+    Args:
+        shape: the sizes.
+        topology: the mesh.
+
+    Returns:
+        Its name, of equally fast ones the first in `MERGES`; never `"ring"`, which a gather beats.
+
+    Raises:
+        TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.
+
+    Source: none: see [`latency`][energy_attn.distributed.cost.latency].
+
+    Examples:
+        >>> from energy_attn.distributed import cost
+        >>> shape = cost.Shape(1, 1, 32_768, 16, 16, 64, dtype="float32")
+        >>> cost.choose_merge(shape, cost.topology("ethernet", nodes=8))
+        'butterfly'
+    """
+    check_sizes(shape, topology)
+    merges = {
+        merge: way for merge, way in VARIANTS["tree"].items() if _is_choice(way, shape, topology)
+    }
+    return str(min(merges, key=lambda merge: _seconds(merges[merge], shape, topology)))
+
+
+def choose_method(shape: Shape, topology: Topology) -> str:
+    """The method for an attention: the one of `method="auto"`.
+
+    For queries on all devices (decode) it is the tree, which sends nothing that grows with the keys.
+    For sharded queries it is the method with the least time by the model, each with its best merge,
+    among those that need at most twice the memory of the smallest (a tree holds the states of all
+    queries on every device, a gather two pieces of all keys). Ulysses and the hybrid are considered if the
+    devices can divide the heads.
+
+    Args:
+        shape: the sizes.
+        topology: the mesh.
+
+    Returns:
+        Its name, of equally fast ones the first in the list of `SequenceParallel`.
+
+    Raises:
+        TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.
+
+    Source: none: see [`latency`][energy_attn.distributed.cost.latency].
+
+    Examples:
+        >>> from energy_attn.distributed import cost
+        >>> shape = cost.Shape(1, 1, 640_000, 32, 8, 128)
+        >>> cost.choose_method(shape, cost.topology("dgx_h100", (8,), nodes=16))
+        'tree'
+    """
+    check_sizes(shape, topology)
+    if not shape.queries_sharded:
+        return "tree"
+    fastest = {}
+    for name, variants in VARIANTS.items():
+        ways = [x for x in variants.values() if _is_choice(x, shape, topology)]
+        if ways:
+            fastest[name] = min(ways, key=lambda x: _seconds(x, shape, topology))
+    held = {name: _memory(x, shape, topology) for name, x in fastest.items()}
+    lean = [name for name in fastest if held[name] <= 2 * min(held.values())]
+    return min(lean, key=lambda name: _seconds(fastest[name], shape, topology))
+
+
+def near_method(
+    method: AbstractMethod, shape: Shape, devices: int, shared: int, meets: Meets | None = None
+) -> AbstractMethod:
+    """The method that sends the keys that queries may see, if a window leaves few of other devices'; else `method`.
+
+    `devices` share the sequence, groups of `shared` of them exchange heads. `meets` may say that queries see fewer.
+    """
+    sizes = shape.queries, shape.keys
+    if shape.window is None or not shape.queries_sharded:
+        return method
+    if shared > 1 and not has_groups(shape.layout, *sizes, devices):
+        return method
+    found = halo(shape.layout, devices // shared, *sizes, shape.window, meets)
+    return method if found is None else method.near(found)
+
+
+def check_sharded(method: AbstractMethod, shape: Shape, topology: Topology) -> None:
+    """Raises `ValueError` unless queries are sharded, and devices that exchange heads can share them out."""
+    if not shape.queries_sharded:
+        raise ValueError(
+            f"method: wanted sharded queries for {method.name!r}, got queries_sharded=False"
+        )
+    devices = exchanging(method, topology)
+    if devices > 1 and key_copies(shape.heads, shape.kv_heads, devices) is None:
+        raise ValueError(
+            f"method: wanted a number of devices that can share {shape.heads} heads of queries and "
+            f"{shape.kv_heads} of keys for {method.name!r}, got {devices}"
+        )
+
+
+def _is_choice(method: AbstractMethod, shape: Shape, topology: Topology) -> bool:
+    """Whether `"auto"` considers a method for these sizes."""
+    try:
+        method.check_axes(topology.axes)
+        if not method.replicated_queries:
+            check_sharded(method, shape, topology)
+    except ValueError:
+        return False
+    return method.is_automatic
+
+
+def _sent(
+    method: AbstractMethod,
+    shape: Shape,
+    topology: Topology,
+    derivatives: SentDerivatives = SentDerivatives(),  # noqa: B008
+) -> Transfers:
+    """The transfers of a method that these sizes and axes allow; none over one device."""
+    if topology.devices == 1:
+        return iter(())
+    near = near_method(method, shape, topology.devices, exchanging(method, topology))
+    return near.transfers(shape, topology, derivatives)
+
+
+def _seconds(method: AbstractMethod, shape: Shape, topology: Topology) -> float:
+    return total_seconds(_sent(method, shape, topology), topology)
+
+
+def _memory(method: AbstractMethod, shape: Shape, topology: Topology) -> int:
+    states = method.state_rows(shape, topology) * (shape.state + shape.lse_bytes)
+    query = local_rows(shape, topology) * shape.width * shape.bytes
+    arriving = 0
+    for transfer in _sent(method, shape, topology):
+        devices = math.prod(topology.links[axis].devices for axis in transfer.axes)
+        turns = min(transfer.count, method.receive_buffers)
+        part = {"all-gather": devices * turns, "all-to-all": 1, "collective-permute": turns}
+        arriving += part.get(transfer.kind, 0) * transfer.bytes  # reductions work in place
+    return sum(kv_shard(shape, topology)) + query + states + arriving

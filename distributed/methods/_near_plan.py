@@ -1,0 +1,114 @@
+"""Plans by halos, from the mask of a call and the positions of a layout."""
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from energy_attn.kernels.internal import Operands, Settings, is_concrete, is_static, may_meet
+from energy_attn.kernels.masks import AbstractMask, And, Interval, Segments
+
+from ..cost._devices import usual_topology
+from ._cost import choose_method, near_method
+from ._halo import Meets
+from ._methods import named_method
+from ._parallel import SequenceParallel
+from ._plan import ShardingPlan, device_count, shape_of
+
+# Pairs of tokens and devices whose segments are compared before a program is made; of more only the window counts.
+_MOST_COMPARED = 1 << 24
+_MOST_ASKED = 64  # devices, for each pair of which a mask is asked once
+
+
+def near_plan(
+    plan: ShardingPlan,
+    parallel: SequenceParallel | None,
+    settings: Settings,
+    operands: Operands,
+    rule: AbstractMask | None,
+) -> ShardingPlan:
+    """The plan, by `Neighbours` where positions and the mask tell that queries see some of the keys.
+
+    Positions are those of the layout. `rule` is the mask as it was given, whose segments may be known.
+    """
+    sizes = *operands.query.shape, *operands.key.shape
+    if not plan.sequence or not plan.queries or not is_static(*sizes):
+        return plan
+    layout = "contiguous" if parallel is None else parallel.layout
+    arrays = operands.query, operands.key, operands.value
+    shape = shape_of(plan, *arrays, settings.mask.window, layout)
+    meets = _meets(settings, operands, rule, plan.devices)
+    is_bounded = max(settings.mask.window) < shape.keys
+    if not is_bounded and meets is None:
+        return plan
+    if layout != "contiguous" and shape.queries != shape.keys:
+        return plan  # queries in an order of their own
+    method = plan.method
+    if is_bounded and (parallel is None or parallel.method == "auto"):
+        name = choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
+        method = named_method(name) if name in ("ring", "gather") else method
+    shared = device_count(plan.mesh, method.exchanged(plan.sequence))
+    near = near_method(method, shape, plan.devices, shared, meets)
+    return plan if near is method else plan._replace(method=near)
+
+
+def _meets(
+    settings: Settings, operands: Operands, rule: AbstractMask | None, devices: int
+) -> Meets | None:
+    """Extra sparsity of a constant mask beyond its window, or None."""
+    joined = [] if rule is None else _conjuncts(rule)
+    tables = [_ids(x) for x in joined if isinstance(x, Segments) and _is_known(x)]
+    tables = [x for x in tables if x[1].shape[1] * devices <= _MOST_COMPARED]
+    mask = settings.mask.bind(operands.mask_arrays)
+    asked = not settings.mask.is_window and devices <= _MOST_ASKED and _is_known(mask)
+    if not asked and not tables:
+        return None
+
+    def meets(
+        low: np.ndarray, high: np.ndarray, first: np.ndarray, last: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if asked:
+            with jax.ensure_compile_time_eval():
+                bounds = [jnp.asarray(x, jnp.int32)[None] for x in (low, high, first, last)]
+                met = may_meet(mask, Interval(*bounds[:2]), Interval(*bounds[2:]))
+                last = np.where(np.asarray(met).any(0), last, first - 1)
+        for queries, keys in tables:
+            bounds = zip(*(x.tolist() for x in (low, high, first, last)), strict=True)
+            pairs = [_shared(queries, keys, *x) for x in bounds]
+            first, last = np.array(pairs).T
+        return first, last
+
+    return meets
+
+
+def _is_known(mask: AbstractMask) -> bool:
+    """Whether this process knows the arrays of a mask while it makes the program."""
+    return all(map(is_concrete, jax.tree.leaves(mask)))
+
+
+def _conjuncts(mask: AbstractMask) -> list[AbstractMask]:
+    """The masks that all have to say yes."""
+    if isinstance(mask, And):
+        return [*_conjuncts(mask.first), *_conjuncts(mask.second)]
+    return [mask]
+
+
+def _ids(mask: Segments) -> tuple[np.ndarray, np.ndarray]:
+    """The segments of queries and of keys, `[rows, tokens]`."""
+    queries = np.atleast_2d(np.asarray(mask.query_ids))
+    return queries, queries if mask.key_ids is None else np.atleast_2d(np.asarray(mask.key_ids))
+
+
+def _shared(
+    queries: np.ndarray, keys: np.ndarray, low: int, high: int, first: int, last: int
+) -> tuple[int, int]:
+    """The first and the last of some keys that are in the segments of some queries."""
+    of_both = np.zeros(max(0, last - first + 1), bool)
+    for row in range(max(len(queries), len(keys))):
+        there = keys[row % len(keys), first : last + 1]
+        seen = np.isin(there, queries[row % len(queries), low : high + 1])
+        of_both[: len(seen)] |= seen
+    (places,) = np.nonzero(of_both)
+    return (
+        (first, first - 1) if not len(places) else (first + int(places[0]), first + int(places[-1]))
+    )

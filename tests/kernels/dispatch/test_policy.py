@@ -1,0 +1,30 @@
+"""The policy of a call: which kernels, which method and which runs of keys, asked of one object."""
+
+import pytest
+
+from energy_attn.kernels.internal import CallPolicy, call_policy, reproducible_kernels
+
+
+def test_calls_are_left_as_they_are():
+    """A default that changes the method or the kernels of a layout."""
+    policy = call_policy("blockwise")
+    assert policy == CallPolicy(("blockwise",))
+    assert policy.method is None and policy.run is None
+    assert not policy.folds_sinks and not policy.attention_only
+    assert policy.laid_out(256) is policy
+
+
+@pytest.mark.parametrize("given", [(None, True), (reproducible_kernels(512),)])
+def test_reproducible_calls(given):
+    """Canonical kernels that are named, as by a decoder, taken for any others."""
+    policy = call_policy(*given)
+    assert policy.method == "reproducible" and policy.folds_sinks and policy.attention_only
+    assert policy.run == (None if given[0] is None else 512)
+    laid_out = policy.laid_out(256)
+    assert laid_out.run == 256 and laid_out.kernels == reproducible_kernels(256)
+    assert laid_out.laid_out(None) == call_policy(None, True)
+    assert len({policy, laid_out, call_policy(*given)}) == 2  # static: compared and hashed
+
+
+def test_the_default_is_no_reproducible_policy():
+    assert call_policy(None) != call_policy(None, True)
