@@ -103,7 +103,7 @@ def asks_by_name(modules: dict[str, ast.Module]) -> list[str]:
 
 
 def rows() -> dict[str, str]:
-    """What is counted, and the counts."""
+    """Rows of the table: what each counts, and its count."""
     ways = {name: entered(call) for name, call in calls().items()}
     for name, functions in ways.items():
         print(f"{name} enters:", *(f"    {x.file} {x.name}" for x in functions), sep="\n")

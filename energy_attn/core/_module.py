@@ -329,7 +329,7 @@ def measure_of(
     mask: Array | AbstractMask | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Gibbs:
-    """The same of a call of `attention`, by its options."""
+    """Like `measure_at`, from the options of `attention`."""
     check_options(options, AttentionOptions, "bias", "mask")
     own: Any = {name: x for name, x in options.items() if name in EnergyOptions.__annotations__}
     rows: Any = {name: x for name, x in options.items() if name not in own}

@@ -20,7 +20,7 @@ from ._tokens import Tokens
 
 
 class Masks(NamedTuple):
-    """A mask and an array: those of an energy and of a call together."""
+    """An energy's mask and a call's array, both of which hide keys."""
 
     mask: AbstractMask
     array: Any
@@ -48,7 +48,7 @@ def split_mask(mask: object) -> tuple[AbstractMask | None, Any]:
 
 
 class PositionRules(NamedTuple):
-    """The mask of a call as kernels take it, and its segments and lengths, which become those of the tokens."""
+    """The mask of a call as kernels take it; its segments and lengths become the tokens'."""
 
     structure: MaskStructure
     arrays: tuple[Array, ...] = ()

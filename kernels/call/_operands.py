@@ -324,7 +324,7 @@ def present_keys(operands: Operands) -> Array | None:
 
 
 def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:
-    """The dtype of `out`: of `value` as it is read, or of `lse` where `out` stays unrounded."""
+    """Returns the dtype of `out`: that of the dequantized `value`, or of `lse` where `out` stays unrounded."""
     read = operands.value if operands.scales.value is None else operands.query
     if settings.needs.unrounded:
         return lse_dtype(operands.query.dtype, read.dtype)

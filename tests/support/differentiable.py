@@ -676,7 +676,7 @@ WITHOUT = {
     Result prefix_tree.PrefixTree prefix_tree.Accepted models.Generation models.LlamaConfig
     models.ModelDrafter models.PromptLookup distributed.Collective""",
     "of solvers, masks and costs, which have no floating arrays": """solvers. kernels.masks.
-    distributed.cost. distributed.methods.""",
+    distributed.cost. distributed.plan. distributed.methods.""",
     "of text, pictures, files, processes and programs": """citation plot. kernels.implementations
     distributed.collectives distributed.initialize distributed.make_mesh distributed.fetch distributed.place
     distributed.place_like models.shard models.load models.Tokenizer models.TextStream""",

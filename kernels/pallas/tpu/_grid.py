@@ -92,16 +92,16 @@ class TPUGrid(NamedTuple):
         *part, i, j, ranges = rest
         return step(ranges, self.range_index(b, *part, i), j)
 
-    def row(self, b: Array, *rest: Array) -> Array:
+    def row(self, b: Array, *rest: Any) -> Array:
         return self._iterated(b, *rest) if self.keeps_keys else rest[-3]
 
-    def key(self, b: Array, *rest: Array) -> Array:
+    def key(self, b: Array, *rest: Any) -> Array:
         return rest[-3] if self.keeps_keys else self._iterated(b, *rest)
 
     def of_rows(self, width: int) -> pl.BlockSpec:
         """The spec of a block of rows `[B, P, R, width]`."""
 
-        def index_map(b: Array, p: Array, *rest: Array) -> tuple[Any, ...]:
+        def index_map(b: Array, p: Array, *rest: object) -> tuple[Any, ...]:
             return b, p, self.row(b, *rest), 0
 
         return pl.BlockSpec((None, None, self.layout.row_block, width), index_map)
@@ -109,13 +109,13 @@ class TPUGrid(NamedTuple):
     def of_numbers(self) -> pl.BlockSpec:
         """The spec of a block of one number for each row, `[B, P, 1, R]`."""
 
-        def index_map(b: Array, p: Array, *rest: Array) -> tuple[Any, ...]:
+        def index_map(b: Array, p: Array, *rest: object) -> tuple[Any, ...]:
             return b, p, 0, self.row(b, *rest)
 
         return pl.BlockSpec((None, None, 1, self.layout.row_block), index_map)
 
     def of_keys(self, width: int, *, tall: bool) -> pl.BlockSpec:
-        def index_map(b: Array, p: Array, *rest: Array) -> tuple[Any, ...]:
+        def index_map(b: Array, p: Array, *rest: object) -> tuple[Any, ...]:
             number = self.key(b, *rest)
             return (b, p, 0, number) if tall else (b, p, number, 0)
 
@@ -127,7 +127,7 @@ class TPUGrid(NamedTuple):
             of_rows = name.startswith("row")
             block = self.layout.row_block if of_rows else self.layout.key_block
 
-            def index_map(b: Array, p: Array, *rest: Array) -> tuple[Any, ...]:
+            def index_map(b: Array, p: Array, *rest: object) -> tuple[Any, ...]:
                 # an array may be shared by the whole batch, or have one block for all blocks
                 number = (self.row if of_rows else self.key)(b, *rest) if x.shape[-1] > block else 0
                 return b if len(x) > 1 else 0, 0, number
@@ -140,7 +140,7 @@ class TPUGrid(NamedTuple):
         """The specs of blocks of the score's numbers, of their sums and of their directions."""
 
         def spec(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-            def index_map(b: Array, p: Array, *rest: Array) -> tuple[Any, ...]:
+            def index_map(b: Array, p: Array, *rest: object) -> tuple[Any, ...]:
                 return b if x.shape[0] > 1 else 0, p, 0, self.row(b, *rest)
 
             return pl.BlockSpec((None, None, x.shape[2], self.layout.row_block), index_map)
@@ -150,10 +150,10 @@ class TPUGrid(NamedTuple):
     def of_parts(self, width: int) -> list[pl.BlockSpec]:
         """The specs of results for each part: rows `[S, B, P, R, width]` and numbers `[S, B, P, 1, R]`."""
 
-        def rows(b: Array, p: Array, s: Array, i: Array, *_: Array) -> tuple[Any, ...]:
+        def rows(b: Array, p: Array, s: Array, i: Array, *_: object) -> tuple[Any, ...]:
             return s, b, p, i, 0
 
-        def numbers(b: Array, p: Array, s: Array, i: Array, *_: Array) -> tuple[Any, ...]:
+        def numbers(b: Array, p: Array, s: Array, i: Array, *_: object) -> tuple[Any, ...]:
             return s, b, p, 0, i
 
         return [
