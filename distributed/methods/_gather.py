@@ -77,7 +77,6 @@ class Gather(AbstractMethod):
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
     ) -> Transfers:
-        """The collectives of `attend` over several devices, in the order in which they run."""
         axes, (tangent, gradient) = topology.axes, derivatives
         count = pieces(-(-shape.keys // topology.devices))
         yield from position_gather(shape.keys, shape, topology, axes)

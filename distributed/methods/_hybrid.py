@@ -85,7 +85,6 @@ class Hybrid(AbstractMethod):
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
     ) -> Transfers:
-        """The collectives of `attend` over several devices, in the order in which they run."""
         around, exchanged = topology.axes[:-1], topology.axes[-1:]
         shared = exchanging(self, topology)
         halo = self._sent_keys or Halo(topology.devices // shared, ())

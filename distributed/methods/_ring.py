@@ -117,7 +117,6 @@ class Ring(AbstractMethod):
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
     ) -> Transfers:
-        """The collectives of `attend` over several devices, in the order in which they run."""
         devices, axes, keys = topology.devices, topology.axes, kv_shard(shape, topology)
         rows = local_rows(shape, topology)
         query, state = rows * shape.width * shape.bytes, rows * shape.state

@@ -97,7 +97,6 @@ class Tree(AbstractMethod):
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
     ) -> Transfers:
-        """The collectives of `attend` over several devices, in the order in which they run."""
         rows, axes = local_rows(shape, topology), topology.axes
         if not shape.queries_sharded:
             merge = fastest_merge(shape, topology) if self.merge == "auto" else self.merge

@@ -70,7 +70,6 @@ class Ulysses(AbstractMethod):
     def transfers(
         self, shape: Shape, topology: Topology, derivatives: SentDerivatives
     ) -> Transfers:
-        """The collectives of `attend` over several devices, in the order in which they run."""
         return exchange_transfers(
             topology.axes, shape, topology, derivatives, lambda keys: iter(())
         )

@@ -79,7 +79,9 @@ def _product(a: Array, b: Array, over: tuple[int, int]) -> Array:
     def piece(cut: slice) -> Array:
         sides = (m[(*[slice(None)] * axis, cut)] for m, axis in ((a, x), (b, y)))
         a_cut, b_cut = lax.optimization_barrier(tuple(sides))
-        return lax.dot_general(a_cut, b_cut, axes, precision(a.dtype))
+        found = lax.dot_general(a_cut, b_cut, axes, precision(a.dtype))
+        # a contraction of length 1 becomes a product, which XLA:CPU fuses with the sum that follows
+        return unfused(found) if a_cut.shape[x] == 1 else found
 
     return functools.reduce(lambda x, y: lax.optimization_barrier(x) + y, map(piece, cuts))
 
