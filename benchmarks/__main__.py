@@ -1,4 +1,4 @@
-"""`python -m benchmarks [SUITE ...]`: times beside `jax.nn`, cuDNN, flash-attn-jax, PyTorch and transformers.
+"""`python -m benchmarks [SUITE ...]`: compares with `jax.nn`, cuDNN, flash-attn-jax, PyTorch and transformers.
 
 Each suite prints a table, and writes `SUITE.json` and, where matplotlib is installed, `SUITE.svg`. Peers that are
 not installed are left out, and named.

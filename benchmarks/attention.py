@@ -1,4 +1,4 @@
-"""Attention, its gradients and `jax.grad` of F, beside other attentions; and the cost of their programs to compile."""
+"""Benchmarks of attention, its gradients, `jax.grad` of F and compilation, compared with other implementations."""
 
 import functools
 import importlib

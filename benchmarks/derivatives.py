@@ -1,4 +1,4 @@
-"""Derivatives in a direction, beside those of attention over the whole matrix of weights."""
+"""Benchmarks of directional derivatives, compared with dense attention."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Custom energies, beside `jax.nn` with arrays of scores and PyTorch's `flex_attention`."""
+"""Benchmarks of custom energies, compared with `jax.nn` on dense scores and PyTorch's `flex_attention`."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +37,7 @@ def _alibi(query: Array, key: Array, value: Array) -> Array:
 
 
 def _sink(query: Array, key: Array, value: Array) -> Array:
-    """One more key, of zeros, whose score is that of the sink."""
+    """Dense attention with one more key, of zeros, whose score is the sink's."""
     key, value = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (key, value))
     bias = jnp.zeros((1, _HEADS, query.shape[1], key.shape[1]), query.dtype)
     bias = bias.at[..., -1].set(_SINK[None, :, None])

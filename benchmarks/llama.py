@@ -1,4 +1,4 @@
-"""The library's small Llama as a whole, prefill and generation, beside transformers."""
+"""Benchmarks of prefill and generation with the small Llama, compared with transformers."""
 
 import importlib
 import inspect
@@ -84,7 +84,7 @@ def _decode(dtype: str, S: int, new: int) -> Sides:
 
 
 def peer_of(model: Llama) -> Any:
-    """The same weights as a model of transformers."""
+    """Loads the model's weights into transformers."""
     peer = importlib.import_module(TRANSFORMERS)
     with tempfile.TemporaryDirectory() as folder:
         model.save(folder)

@@ -1,4 +1,4 @@
-"""Attention under masks with few visible blocks, beside attention to all keys or causal attention."""
+"""Benchmarks of block-sparse masks, compared with full and causal attention."""
 
 import functools
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def _chosen(query: Array, key: Array, blocks: Array, size: Array) -> Array:
 
 
 def given_blocks(length: int, share: float = 0.1) -> masks.AbstractMask:
-    """Each block of queries sees its own keys, and some see another block; `share` of all blocks are visible."""
+    """A mask in which `share` of all blocks are visible: each block sees itself, and some see another."""
     size = min(BLOCK, length)
     count = -(-length // size)
     blocks = np.tile(np.arange(count, dtype=np.int32)[:, None], (1, 2))

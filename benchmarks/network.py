@@ -44,7 +44,7 @@ class Timing(NamedTuple):
 
 
 def _collectives(axis: str, devices: int) -> dict[Kind, Callable[[int, Array], Array]]:
-    """Each kind along an axis: from and to `[1, N]`, or `[devices, N]` of a gather, for the body of a loop."""
+    """Collectives of each kind for the body of a loop: `[1, N]` to `[1, N]`, a gather to `[devices, N]`."""
     following = [(i, (i + 1) % devices) for i in range(devices)]
     return {
         "collective-permute": lambda _, x: lax.ppermute(x, axis, following),
@@ -78,7 +78,7 @@ def _seconds(
     times: int,
     repeats: int,
 ) -> float:
-    """Of one collective of float32 arrays, on the device that waits longest."""
+    """Seconds of one float32 collective on the slowest device."""
     everywhere = P(mesh.axis_names)
 
     def repeated(x: Array) -> Array:

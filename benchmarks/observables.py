@@ -1,4 +1,4 @@
-"""Observables of attention, beside formulas over the whole matrix of weights and one pass of attention."""
+"""Benchmarks of observables, compared with dense formulas and one attention pass."""
 
 import jax
 import jax.numpy as jnp

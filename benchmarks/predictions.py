@@ -1,4 +1,4 @@
-"""Steps of training that others have published, beside what the cost model says of them.
+"""Published times of training steps, compared with the cost model.
 
     python -m benchmarks.predictions
 
@@ -36,7 +36,7 @@ MODELS = {
 
 
 class Source(NamedTuple):
-    """Where numbers were published, when, and what else it says."""
+    """A publication of times: its address, date and remarks."""
 
     url: str
     date: str
@@ -142,7 +142,7 @@ def predicted(row: Row) -> dict[str, Any]:
 
 
 def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of three lengths, each twice the one before: the seconds of the longest that grow with the square of the length.
+    """Seconds of the longest of three lengths that grow quadratically; each length is twice the one before.
 
     Through the three goes one parabola in the number of tokens.
     """
@@ -161,14 +161,14 @@ def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compute() -> dict[str, Any]:
-    """All predictions, as they are in the file."""
+    """Computes all predictions, as the file holds them."""
     rows = [predicted(row) for row in ROWS]
     sources = {name: source._asdict() for name, source in SOURCES.items()}
     return {"sources": sources, "rows": rows, "growth": growth(rows)}
 
 
 def table(found: dict[str, Any]) -> str:
-    """The rows as Markdown, those of each source below its address and date."""
+    """Formats the rows as Markdown, grouped by source."""
     head = (
         "| model | chips | tokens | method, layout | weights | attention | transfers | exposed | predicted | published "
         "| published / predicted |\n"

@@ -1,4 +1,4 @@
-"""A queue of prompts that ends lines of Python, beside one prompt by itself, batches of prompts, and transformers."""
+"""Benchmarks of a queue of prompts that complete Python lines, compared with batches and transformers."""
 
 import functools
 from collections.abc import Sequence

@@ -63,7 +63,7 @@ def of_gradients(dtype: str, B: int, T: int, N: int, K: int, H: int) -> Sides:
 
 
 def of_steps(dtype: str, B: int, S: int, N: int, K: int, H: int) -> Sides:
-    """Steps, each of a token of each text, the last of which fills a cache of `S` slots but for as many."""
+    """Decode steps over a cache of `S` slots, which the steps leave almost full."""
     S = max(S, 4 * STEPS)
     key, value = _draw(dtype, *[(B, S - 2 * STEPS, K, H)] * 2)
     cache = KVCache.empty(B, S, K, H, dtype=dtype).append(key, value)

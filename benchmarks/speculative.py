@@ -34,7 +34,7 @@ def _pack(dtype: str, B: int, M: int, C: int) -> Sides:
 
 
 def _verify(dtype: str, L: int, S: int, N: int, K: int, H: int) -> Sides:
-    """Verification, beside a decode step with as many queries and no draft, which should cost the same."""
+    """Verification of drafts, compared with a decode step of as many queries."""
     sizes = (L, N), (L, K), (L, K), (S, K), (S, K)
     draws = jax.random.split(jax.random.key(0), len(sizes))
     query, key, value, old_key, old_value = (
@@ -76,7 +76,7 @@ class Models(NamedTuple):
 
 @functools.cache
 def read_models() -> Models:
-    """Both models; raises `FileNotFoundError` where Python comes without its sources."""
+    """Loads both models and the text; raises `FileNotFoundError` if Python has no sources."""
     return Models(byte_llama(), Llama.load(DRAFT, progress=False), held_out_text())
 
 

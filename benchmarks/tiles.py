@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
     @property
     def label(self) -> str:
-        """All of them, in one line."""
+        """The sizes in one line."""
         steps = f" of {self.least_steps}" if self.least_steps != 4 else ""
         return f"{self.rows} x {self.keys}, {self.warps} warps, {self.stages} stages, {self.each}{steps}"
 
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Attention whose kernel is tuned, for all calls of its dtype, its widths and its number of rows.
+    """Attention call whose tiles are tuned; calls with equal dtype, widths and row count use them.
 
     Attributes:
         kind: which kernel.
@@ -85,7 +85,7 @@ class Call(NamedTuple):
         return f"{self.kind}, {self.dtype}, width {self.width}, {rows}{short}"
 
     def tiles(self, cores: int) -> dict[str, GPUTiles]:
-        """Its candidates on a GPU with `cores` multiprocessors, by name."""
+        """Candidate tiles on a GPU with `cores` multiprocessors, by name."""
         return {sizes.label: sizes.tiles(self.kind, cores) for sizes in self.candidates}
 
     @property
@@ -172,7 +172,7 @@ def calls(
 
 
 def trial_calls(dtype: str = "float32", widths: tuple[int, ...] | None = None) -> Iterator[Call]:
-    """Each kernel once, and a short cache, with few tokens and one candidate that needs several tiles."""
+    """Small calls for a trial run: each kernel once and a short cache, with one candidate each."""
     for width in widths or WIDTHS[:1]:
         *each, short = list(calls(_TRIAL, dtype, (width,)))[: len(_MANY) + 1]
         for call in each:

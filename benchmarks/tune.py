@@ -85,7 +85,7 @@ def declined(call: Call) -> str | None:
 
 
 def compared(call: Call) -> Case:
-    """The call with the library's tiles, beside all candidates."""
+    """Compares the library's tiles with all candidates."""
 
     def sides(**_: object) -> Sides:
         arrays = call.arrays()

@@ -1,4 +1,4 @@
-"""Which of sixteen documents a model answers from: by derivatives in their weights, and by leaving each out.
+"""Finds which of sixteen documents a model answers from, by derivatives and by leaving each out.
 
 Writes the numbers of docs/attribution.md:
 
@@ -58,14 +58,14 @@ def text_of(seed: int) -> tuple[np.ndarray, np.ndarray, int, int]:
 
 
 def log_probability(model: Any, tokens: Array, start: Array, **options: Any) -> Array:
-    """Of the bytes from `start` on, given those before them."""
+    """Log-probability of the bytes from `start` on, given the bytes before."""
     logits = model(tokens[None, :-1], **options).logits[0]
     each = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[1:, None], 1)[:, 0]
     return jnp.where(jnp.arange(1, len(tokens)) >= start, each, 0.0).sum()
 
 
 def removals(model: Any, numbers: Array, tokens: Array, start: Array) -> Array:
-    """What hiding each document takes from the answer, one run for each."""
+    """Loss of log-probability when a document is hidden; one run per document."""
     at = ea.weigh(log_probability)
     hidden = jnp.where(jnp.eye(DOCUMENTS, dtype=bool), -jnp.inf, 0.0)
     whole = log_probability(model, tokens, start)

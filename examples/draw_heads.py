@@ -101,7 +101,7 @@ def matches(report: dict[str, Any]) -> Figure:
 
 
 def costs(report: dict[str, Any]) -> Figure:
-    """The cost of each head of both models, beside its entropy and the norm of its output."""
+    """Draws the cost of each head of both models against its entropy and output norm."""
     figure, panels = plt.subplots(2, 2, figsize=(7.6, 5.4), sharey="row")
     models = (
         ("the byte model, nats per byte", report["heads"], "mean on text"),
@@ -127,7 +127,7 @@ def costs(report: dict[str, Any]) -> Figure:
 
 
 def sinks(report: dict[str, Any]) -> Figure:
-    """What [CLS] weighs in each head of MiniLM, and the entropy with and without it."""
+    """Draws the weight of [CLS] in each head of MiniLM, and the entropy with and without it."""
     figure, panels = plt.subplots(3, 1, figsize=(7.2, 7.0))
     mean = {name: x[0] for name, x in report["minilm"]["heads"].items()}
     heat(panels[0], mean["cost_of_first"], "free energy of [CLS], F − F′, nats", "magma")

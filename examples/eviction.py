@@ -1,4 +1,4 @@
-"""What a cache loses that keeps its most important tokens, beside one that keeps its newest.
+"""Compares caches that keep their most important tokens with caches that keep the newest.
 
 On text, of which the next bytes are read; and on questions about one of sixteen documents, those of attribution.py.
 
@@ -86,7 +86,7 @@ def shrunk(
 
 
 def losses(model: Llama, tokens: Array, after: int) -> dict[str, list[float]]:
-    """Of the last `after` bytes, by what was kept of the others, and by how much; of the whole cache first."""
+    """Losses of the last `after` bytes for each way and amount of keeping; the whole cache first."""
     size = tokens.shape[1] - after - 1
     cache, every, last = read(model, tokens[:, :size], after)
     slot = jnp.arange(cache.layers[0].capacity)

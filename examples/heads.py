@@ -1,4 +1,4 @@
-"""What energies say of the heads of a trained decoder: what each head does, what it is good for, and its energies.
+"""Measures the heads of a trained decoder: behaviour, cost of removal, and energies.
 
 Each head of the byte model is asked on held-out text and on random bytes that are said twice; then its output is taken
 away. MiniLM's heads, whose first key is a
@@ -54,7 +54,7 @@ def pieces() -> Array:
 
 
 def random_texts(seed: int = 0) -> dict[str, Array]:
-    """Texts `[RANDOM, 2 HALF]` of equal second halves, by what is in their first halves.
+    """Random texts `[RANDOM, 2 HALF]` with the same second halves, by kind of first half.
 
     The second half has each byte of a random set once. The first half is the same (`repeated`), has the same bytes in
     another order (`shuffled`), or the bytes of the other set (`others`).
@@ -94,7 +94,7 @@ def record(model: Llama, tokens: Array) -> dict[str, np.ndarray]:
 
 
 def behaviour(weights: np.ndarray) -> dict[str, np.ndarray]:
-    """What the queries from `FIRST` on look at, from weights `[B, ..., T, S]`: mean weights `[B, ...]`.
+    """Mean weights `[B, ...]` of the queries from `FIRST` on, given weights `[B, ..., T, S]`.
 
     `previous`: the key before; `first`: the first key; `heaviest`: of the keys before `FIRST`, which all these queries
     see, the one that has most.
@@ -114,7 +114,7 @@ def matched(weights: np.ndarray) -> np.ndarray:
 
 
 def log_probabilities(model: Llama, tokens: Array, kept: Array, instead: Array) -> Array:
-    """Of the next bytes, `[B, T, vocab]`.
+    """Log-probabilities of the next bytes, `[B, T, vocab]`.
 
     Heads that are not `kept`, `[layers, N]`, say `instead`, `[layers, N, H]`, at every position.
     """
@@ -165,7 +165,7 @@ def matched_without(
 
 
 def mean_and_error(x: np.ndarray) -> list[Any]:
-    """The mean over the first axis, that of texts, and its standard error."""
+    """Mean over texts, the first axis, and its standard error."""
     return [x.mean(0), x.std(0, ddof=1) / np.sqrt(len(x))]
 
 
@@ -239,7 +239,7 @@ def contribution(weights: Any, out: np.ndarray, real: np.ndarray) -> dict[str, n
 
 
 def on_text(model: Llama) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """What each head does and costs on text, `[B, layers, N]`, and what else the page says of it."""
+    """Figures of each head on text, `[B, layers, N]`, and summaries for the page."""
     tokens = pieces()
     seen = record(model, tokens[:, :-1])
     found = behaviour(seen["weights"])
@@ -266,7 +266,7 @@ def on_text(model: Llama) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def on_random_texts(model: Llama) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Likewise on random texts: induction, and the energies of queries with and without an earlier occurrence."""
+    """Figures of each head on random texts: induction, and energies with and without an earlier occurrence."""
     texts = random_texts()
     seen = {name: record(model, x) for name, x in texts.items()}
     rows = slice(HALF, 2 * HALF - 1)

@@ -49,7 +49,7 @@ OPTIMISER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3))
 
 # --8<-- [start:layout]
 def layout(model, mesh):
-    """Where weights lie in a step, and where between steps."""
+    """Shardings of the weights within a step and between steps."""
     whole = jax.tree.map(lambda x: x.sharding, shard(model, mesh))
 
     def part(weight, sharding):  # an axis that is whole, over "data" too
@@ -86,20 +86,20 @@ def read(model: Llama, tokens: jax.Array, parallel: SequenceParallel | None = PA
 
 
 def read_mapped(model: Llama, tokens: jax.Array) -> Any:
-    """The same by `jax.vmap` over the rows: the model sees one row."""
+    """Reads tokens by `jax.vmap` over rows; the model sees one row."""
     parallel = SequenceParallel("sequence", "ring", heads="tensor")
     return jax.vmap(lambda row: read(model, row[None], parallel)[0])(tokens)
 
 
 # --8<-- [start:checkpoint]
 def save(path, training):
-    """Each process writes the parts that its devices hold."""
+    """Saves a training; each process writes the shards on its devices."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, training)
 
 
 def load(path, like):
-    """What was saved, each array laid out as that of `like`."""
+    """Loads a saved training with the shardings of `like`."""
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(path, like)
     # --8<-- [end:checkpoint]
@@ -181,7 +181,7 @@ def axes_of(groups: Any, mesh: Any) -> str:
 
 
 def sent(compiled: jax.stages.Compiled, mesh: Any) -> list[dict[str, Any]]:
-    """What a program sends at most: number and bytes of its collectives, by axes and kind."""
+    """Number and bytes of a program's collectives by axes and kind, at most."""
     counts: Any = collections.defaultdict(lambda: [0, 0])
     for each in collectives(compiled):
         total = counts[axes_of(each.groups, mesh), each.kind]
@@ -213,7 +213,7 @@ def in_float64(text: np.ndarray, steps: int, config: LlamaConfig, mesh: Any) -> 
 
 
 def measure(text: np.ndarray, steps: int, config: LlamaConfig = CONFIG) -> dict[str, Any]:
-    """Both trainings, the one that goes on from a checkpoint, and what programs hold and send."""
+    """Measures training on the mesh, on one device and from a checkpoint; memory and collectives."""
     mesh = make_mesh((2, 2, 2), AXES)
     ours, alone = (Trainer(text, x, config, np.float32) for x in (mesh, None))
     half = range(steps // 2), range(steps // 2, steps)
@@ -254,7 +254,7 @@ def measure(text: np.ndarray, steps: int, config: LlamaConfig = CONFIG) -> dict[
 
 
 def table(found: dict[str, Any]) -> str:
-    """What each program sends, as a table of Markdown."""
+    """Formats the collectives of each program as a Markdown table."""
     rows = [(x["axes"], x["kind"]) for program in found["sent"].values() for x in program]
     names = list(found["sent"])
     lines = [f"| over | operation | {' | '.join(names)} |", f"|{'---|' * (2 + len(names))}"]

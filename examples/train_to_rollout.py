@@ -1,4 +1,4 @@
-"""A toy policy gradient: texts are sampled on one mesh, and trained on another, with one set of bits and without.
+"""A toy policy gradient: samples on one mesh, trains on another, with and without reproducible bits.
 
 The policy is the byte-level Llama that comes with the library, in bfloat16; its reward is the share of new bytes that
 are lower-case letters. In each step texts are generated with the cache on four devices, their log-probabilities are
@@ -74,7 +74,7 @@ def gradient(model, text, advantages, reproducible):
 @jax.jit
 @ea.reproducible
 def update(gradient, model, state):
-    """Of the optimiser."""
+    """Applies a step of the optimiser."""
     change, state = OPTIMISER.update(gradient, state, model)
     return eqx.apply_updates(model, change), state
 

@@ -152,7 +152,7 @@ def wrong_imports(root: Path) -> Iterator[str]:
 
 
 def other_doors(root: Path) -> Iterator[str]:
-    """Imports of another room's modules besides its packages for users and its door."""
+    """Imports of another room that bypass its public packages and `internal`."""
     for folder in (*ROOMS, "benchmarks", "papers", "examples", "docs"):
         for path in sources(root, folder):
             module = module_name(root, path)

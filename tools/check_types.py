@@ -60,7 +60,7 @@ def any_parameters(root: Path, room: str) -> tuple[int, list[str]]:
 
 
 def too_many_any(root: Path) -> Iterator[str]:
-    """The rooms of whose annotated parameters more than `MOST` are `Any`, and these parameters."""
+    """Rooms in which more than `MOST` of the annotated parameters are `Any`, with these parameters."""
     for room in ROOMS:
         total, untyped = any_parameters(root, room)
         if len(untyped) > MOST * total:

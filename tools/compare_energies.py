@@ -185,7 +185,7 @@ def kernels_of(energy: ea.FreeEnergy) -> list[str]:
 
 
 def largest_error(pair: Pair) -> float:
-    """Of all arrays, relative to the largest entry of each."""
+    """Largest error over all arrays, relative to the largest entry of each."""
     results, expected = map(jax.tree.leaves, pair)
     worst = 0.0
     for a, b in zip(results, expected, strict=True):

@@ -67,7 +67,7 @@ def compositions(f: Function) -> dict[str, Function]:
 
 
 def wanted() -> dict[str, list[np.ndarray]]:
-    """All of them, dense, in float64."""
+    """Computes all results densely in float64."""
     with jax.enable_x64(True):
         x, d = (tuple(jnp.asarray(y, jnp.float64) for y in z) for z in (X, D))
         modes = compositions(lambda *x: dense(*x)[0])
@@ -138,7 +138,7 @@ def jax_nn(exact: dict[str, Any]) -> dict[str, Any]:
 
 
 def fa4(exact: dict[str, Any]) -> dict[str, Any]:
-    """fa4-jax on its backend of JAX's operations, whose rules are those of its kernels."""
+    """fa4-jax on its pure JAX backend, which has the same derivative rules as its kernels."""
     from fa4_jax import flash_attn
 
     def lse(*x: Any) -> Any:

@@ -53,14 +53,14 @@ class Page:
         self.kept = self._read()
 
     def _read(self) -> Iterator[str] | None:
-        """What the blocks printed when they were last run, if they would print the same again."""
+        """Recorded outputs of the blocks, if they are still current."""
         if os.environ.get("EXECUTE") == "1" or not self.file.exists():
             return None
         kept = json.loads(self.file.read_text(encoding="utf-8"))
         return iter(kept["printed"]) if kept["key"] == self.key else None
 
     def run(self, code: str) -> str:
-        """What the next block prints."""
+        """Output of the next block."""
         if self.kept is not None:
             return next(self.kept)
         block = f"<{self.name}, block {len(self.printed) + 1}>"
@@ -90,7 +90,7 @@ class Page:
 
 
 def surroundings() -> str:
-    """A hash of the files that pages may use, and of the versions of Python and of what is installed."""
+    """Hash of the files that pages may use, Python's version and the installed packages."""
     found = hashlib.sha256(sys.version.encode())
     found.update(repr(sorted((x.name, x.version) for x in metadata.distributions())).encode())
     for path in _used():

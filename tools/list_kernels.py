@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/kernels.md from the registry: the kernel of a call on each machine, and what each takes.
+"""Writes the tables of docs/kernels.md: which kernel a call runs on each machine, and what kernels take.
 
     python tools/list_kernels.py
 
@@ -77,7 +77,7 @@ class Call(NamedTuple):
     kv_heads: int = 8
 
     def operands(self) -> Operands:
-        """Its arrays, by shapes."""
+        """Abstract arrays of a call."""
         array: Any = jax.ShapeDtypeStruct
         query = array((1, self.queries, self.heads, self.width), jnp.dtype(self.dtype))
         key = array((1, self.keys, self.kv_heads, self.width), jnp.dtype(self.dtype))

@@ -1,4 +1,4 @@
-"""MkDocs hook: converts the equations that arithmatex marked to MathML, so that a page needs no script to show them.
+"""MkDocs hook: converts the equations that arithmatex marked to MathML, which needs no script.
 
 An equation that cannot be converted, or has a character that the equations' font lacks, stops the build with an error
 that names the page.

@@ -64,7 +64,7 @@ def volume() -> Figure:
 
 
 def merges() -> Figure:
-    """Seconds of each merge strategy by the model, by the number of rows."""
+    """Draws the predicted seconds of the merge strategies against the rows they merge."""
     figure, panels = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained", sharex=True)
     rows = [2**power for power in range(3, 17)]
     for axes, (title, mesh) in zip(panels.flat, PANELS.items(), strict=True):

@@ -93,7 +93,7 @@ class Bench:
         return size if size <= SHORT else max(size // self.shrink, min(SHORT, 64))
 
     def selected(self, values: Sequence[T]) -> Sequence[T]:
-        """All of several shapes or plans; in a trial one."""
+        """Returns all values, or the first in a trial run."""
         return values[:1] if self.trial else values
 
     def ceiling(self, label: str, key: str) -> float | None:

@@ -1,4 +1,4 @@
-"""The steps `check` and `check_large`: every kernel beside dense attention in float64."""
+"""The steps `check` and `check_large`: errors of every kernel against dense attention in float64."""
 
 import dataclasses
 import functools
@@ -140,7 +140,7 @@ def errors_of(results: Named, reference: Named) -> dict[str, float]:
 
 
 def compared(bench: Bench, step: str, cases: Sequence[Case]) -> None:
-    """Each kernel on each case, all compiled together; and whether a second run repeats the first."""
+    """Checks each kernel on each case, and whether a second run repeats the first; compiles all together."""
 
     def find(case: Case, run: Callable[..., Any]) -> Result:
         results, repeated = (jax.device_get(run(*case.operands)) for _ in range(2))

@@ -92,7 +92,7 @@ class Record:
         self._now.unlink(missing_ok=True)
 
     def under_way(self) -> tuple[str, list[str], float] | None:
-        """The step, the labels, and the time by which they are to end; None if there is nothing."""
+        """The running step, its labels and its deadline; None if nothing runs."""
         try:
             begun = json.loads(self._now.read_text())
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The steps `prefill`, `rules` and `decode`: kernels beside jax.nn, JAX's example in Mosaic GPU, and the ceilings."""
+"""The steps `prefill`, `rules` and `decode`: times of kernels, of other libraries and of the ceilings."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ _dense = jax.nn.dot_product_attention
 
 
 class Square(NamedTuple):
-    """As many queries as keys."""
+    """Sizes of an attention with as many queries as keys."""
 
     batch: int
     length: int
@@ -38,7 +38,7 @@ class Square(NamedTuple):
         return f"b{b} t{t} n{n} h{h} {'causal' if causal else 'full'}"
 
     def flop(self, backward: bool) -> float:
-        """Of the forward pass, or of it and the backward; of causal attention, half of the products."""
+        """Floating-point operations of a pass, with the backward if asked; half of them if causal."""
         b, t, n, h, causal = self
         return 4 * b * t * t * n * h * (0.5 if causal else 1) * (3.5 if backward else 1)
 
@@ -165,7 +165,7 @@ CACHES = (
 
 
 def decode(bench: Bench) -> None:
-    """One query, or a few, and a long cache: beside copying memory."""
+    """Times one query, or a few, over a long cache, and a copy of as much memory."""
     attentions: dict[str, Attention] = {
         name: functools.partial(out_of, implementation=name) for name in (*bench.kernels, "decode")
     }

@@ -14,7 +14,7 @@ from ._record import Result
 
 
 def sweep(bench: Bench) -> None:
-    """Each kernel of `pallas_gpu` by all candidates; results that differ from those by its own tiles are wrong."""
+    """Times each kernel of `pallas_gpu` with all candidate tiles, and checks their results."""
     for call in trial_calls() if bench.trial else calls(bench.shrink):
         arrays = tuple(call.arrays())
         find = functools.partial(

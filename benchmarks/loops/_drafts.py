@@ -1,4 +1,4 @@
-"""Trees of drafts verified over caches in a `lax.scan`, of which each step keeps a path."""
+"""Loops that verify a tree of drafts over caches in a `lax.scan`, and keep a path in each step."""
 
 import functools
 from typing import Any
@@ -76,7 +76,7 @@ def _jax_nn(inputs: Inputs, tree: PrefixTree) -> Run:
 
 
 def _torch(inputs: Inputs, tree: PrefixTree) -> Run:
-    """The same, over the slots up to the last node."""
+    """The loop in PyTorch, which reads the slots up to the last node."""
     K, (nodes, N) = inputs.key.shape[2], inputs.tokens.shape[2:4]
     tokens = of_torch(inputs.tokens)
     caches = [[of_torch(inputs.key), of_torch(inputs.value)] for _ in range(inputs.layers)]

@@ -25,7 +25,7 @@ KERNELS = {
 
 
 class Inputs(NamedTuple):
-    """What all sides read.
+    """Inputs of every implementation.
 
     Attributes:
         tokens: `[steps, B, T, N, H]`; their first `K` heads are keys and values, too.

@@ -46,7 +46,7 @@ def _normalised(x: Array) -> Array:
 
 
 def gradient(attend: Attend, parameters: Parameters, tokens: Array, heads: int) -> Run:
-    """Of the mean cross-entropy of each token after those before it."""
+    """Gradient of the mean next-token cross-entropy."""
 
     @jax.checkpoint
     def layer(x: Array, weights: Parameters) -> tuple[Array, None]:

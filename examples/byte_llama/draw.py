@@ -1,4 +1,4 @@
-"""Draws the curves of trainings that train.py has written into curves.svg beside this file.
+"""Draws the training curves that train.py wrote, into curves.svg.
 
 python examples/byte_llama/draw.py
 """

@@ -18,7 +18,7 @@ from .measure import encode
 def by_head(
     model: Bert, encodings: list[Encoding]
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Figures of each head on each sentence, `[B, layers, N]`; attention `[B, layers, N, T, H]`; which tokens are real.
+    """Figures of each head `[B, layers, N]`, outputs `[B, layers, N, T, H]` and the tokens that are present.
 
     `cost_of_first` is $F - F'$, where $F'$ is the energy of all keys but [CLS]. `zero` and `mean`: one minus the cosine
     of the embedding with the one that the model computes where the head's output is zero, or its mean over all tokens.
@@ -79,7 +79,7 @@ def _costs(model: Bert, given: tuple[Array, Array], instead: Array) -> Float[Arr
 
 
 def all_but_one(layers: int, heads: int) -> Bool[Array, "L*N L N"]:
-    """Which heads are kept, where each is left out in turn."""
+    """Masks of kept heads that leave out each head in turn."""
     return ~jnp.eye(layers * heads, dtype=bool).reshape(-1, layers, heads)
 
 

@@ -64,7 +64,7 @@ def weights_of(model: Bert, encoded: Encoded) -> Float[Array, "layers B T heads 
 
 
 def _layers(model: Bert, encoded: Encoded) -> list[tuple[ea.nn.MultiheadAttention, Array, Array]]:
-    """Each layer's attention, its input, and the lengths. All layers have equal shapes and share one program."""
+    """Attention, input and lengths of each layer. All layers have equal shapes and share one program."""
     inputs = jnp.moveaxis(encoded.states[:, :-1], 1, 0)
     return [
         (layer.attention, x, encoded.lengths) for layer, x in zip(model.layers, inputs, strict=True)

@@ -24,7 +24,7 @@ WIDTH, HEADS, LAYERS, DESCENTS, HARMONICS, POINTS = 32, 4, 2, 4, 4, 24
 
 
 class Curve(eqx.Module):
-    """A curve at random places, some of whose values are observed."""
+    """Values of a curve at random places, and which of them are observed."""
 
     place: Float[Array, " points"]
     value: Float[Array, " points"]

@@ -48,7 +48,7 @@ def settle(probes: jax.Array, memories: jax.Array, count: jax.Array, beta: jax.A
 def measure(
     sizes: tuple[int, ...], betas: tuple[float, ...], width: int, probes: int
 ) -> dict[str, list[list[float]]]:
-    """By name, a number for each β and each number of memories. Raises what `retrieve` raises.
+    """Measures retrieval: by name, a number for each β and number of memories. Raises what `retrieve` raises.
 
     `error`: the mean distance from the probed memory, in radii. `retrieved`: the share within a tenth of a radius.
     `separated`: the share of memories that theory proves to be stored. `effective`: the median number of memories
@@ -98,7 +98,7 @@ def separation(beta: float, size: int, radius: float) -> float:
 
 
 def mean_field(beta: float, width: int) -> float | None:
-    """The number of memories up to which mean field theory finds a fixed point at a memory.
+    """Largest number of memories for which mean field theory has a fixed point at a memory.
 
     Let x = r m be on the ray of the memory m, of weight w. Each of the others is replaced by its mean over the sphere:
     with the cosine t of a random direction, κ = β d r and Z = <exp(κ t)>, their weights add to (N - 1) Z and their mean
@@ -147,7 +147,7 @@ def lambert(x: float) -> float:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Mean retrieval errors, a line for each β, beside the theoretical numbers."""
+    """Prints mean retrieval errors, a line for each β, and the theoretical capacities."""
     lines = [
         "mean |x - m| / M; down: β; across: number of memories; then: mean field's number, and",
         "the one that Theorem 3 proves, with probability 1/2",

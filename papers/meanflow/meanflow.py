@@ -91,7 +91,7 @@ class Flow(eqx.Module):
 def loss(
     flow: Flow, data: Float[Array, "batch points 2"], key: PRNGKeyArray
 ) -> tuple[Array, Array]:
-    r"""The MeanFlow loss of a batch, weighted as it is trained, and its mean square error.
+    r"""MeanFlow loss of a batch, weighted for training, and the mean square error.
 
     With $z_t = (1 - t)\, x + t\, \epsilon$ and $v = \epsilon - x$,
 

@@ -75,7 +75,7 @@ def local(case: Case, query: Any, key: Any, value: Any) -> Any:
 
 
 def row(case: Case) -> dict[str, Any]:
-    """The memory of the compiled program of a case on a device, beside that by the model and by the paper."""
+    """Memory of a case's compiled program per device, compared with the cost model and the paper."""
     target = TARGETS[case.target, case.devices]
     mesh = Mesh(np.array(target.describe()), (AXIS,))
     split = P(None, AXIS)

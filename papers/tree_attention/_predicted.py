@@ -95,7 +95,7 @@ def predict(result: dict[str, Any]) -> None:
 
 
 def points(result: dict[str, Any]) -> Iterator[Point]:
-    """Every exchange of a result, but that of `auto`, which is one of the others.
+    """Every exchange in a result but `auto`, which repeats another one.
 
     An exchange is a step less the attention in it, which is measured alone: a device's to its own keys,
     and in a ring of keys one to each device's, after another.

@@ -9,7 +9,7 @@ HEADS, WIDTH = 16, 64
 
 
 class Problem(NamedTuple):
-    """One query over keys of which each device holds an equal part; any process can make any part."""
+    """A query and evenly sharded keys; any process can make any shard."""
 
     keys: int
     devices: int

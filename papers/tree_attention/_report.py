@@ -51,7 +51,7 @@ def integers(text: str) -> list[int]:
 
 
 def panel_over_lengths(panel: Any, lengths: Sequence[int], title: str, xlabel: str) -> None:
-    """Both axes of a panel by logarithms, the lengths of its own curves below."""
+    """Makes both axes of a panel logarithmic, with ticks at the lengths of its curves."""
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.set_xticks(lengths, [short(x) for x in lengths], fontsize=8)
@@ -124,7 +124,7 @@ def table(run: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draws the times over the number of keys, a panel for each number of hosts."""
+    """Draws times against context lengths, one panel per host count."""
     hosts = list(dict.fromkeys(run["hosts"] for run in result["runs"]))
     figure, panels = pyplot.subplots(
         1, len(hosts), figsize=(2.6 + 2.6 * len(hosts), 4.2), sharey=True, squeeze=False,

@@ -132,7 +132,7 @@ def abstract(config: LlamaConfig) -> Any:
 
 
 def bytes_of(tree: Any) -> int:
-    """Of all arrays of a tree, abstract ones too."""
+    """Bytes of all arrays of a tree, abstract or not."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

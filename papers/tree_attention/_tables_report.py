@@ -33,7 +33,7 @@ def run_table(run: dict[str, Any]) -> str:
 
 
 def paper_table(rows: list[dict[str, Any]]) -> str:
-    """The paper's times beside the cost model's."""
+    """Formats the paper's times and the cost model's."""
     lines = [
         "\nThe paper's tables 1 and 2: seconds for a prompt and ten tokens, ring of keys and tree. Beside "
         "them, of a step: (ring - tree) / 10 in the paper and by the model, ms; the model's tree, ring of "

@@ -208,7 +208,7 @@ def measure(
 
 
 def compared(result: Any, tree: Any) -> dict[str, Any]:
-    """Whether tokens are those of the tree, on all devices, and how far the logits are off."""
+    """Compares tokens on all devices with the tree's, and logits by their largest difference."""
     token, logits, _ = result
     expected, expected_logits = (np.asarray(x.addressable_data(0)) for x in tree[:2])
     same = [np.array_equal(shard.data, expected) for shard in token.addressable_shards]

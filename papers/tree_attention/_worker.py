@@ -189,7 +189,7 @@ def measure(plan: Plan, keys: int, mesh: Any) -> dict[str, Any]:
 
 
 def main(plan: Plan) -> list[dict[str, Any]]:
-    """Connects to the other hosts, and measures each number of keys."""
+    """Connects to the other hosts and measures all lengths."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={plan.devices}"
     import jax

@@ -1,4 +1,4 @@
-"""Committed measurements of `latency.py` beside the current cost model.
+"""Compares committed measurements of `latency.py` with the current cost model.
 
     python papers/tree_attention/compare.py FITTED.json ... --unseen OTHER.json ... --out measured.svg
 

@@ -125,7 +125,7 @@ def measure(network: Network | None, hosts: int, args: argparse.Namespace) -> li
 def together(
     network: Network | None, hosts: int, args: argparse.Namespace, folder: str
 ) -> list[list[dict[str, Any]]]:
-    """The measurements of every host, by number of keys. All end when one fails or time is up."""
+    """Runs all hosts and returns their measurements. All end when one fails or time is up."""
     plan = Plan(
         host=0,
         hosts=hosts,

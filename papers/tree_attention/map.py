@@ -136,7 +136,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print, and write what was asked for."""
+    """Measures, prints, and writes the figures if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
