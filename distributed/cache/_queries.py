@@ -1,6 +1,5 @@
 """The queries to a cache: their positions, its energy, and the state of their attention."""
 
-import dataclasses
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
@@ -60,27 +59,10 @@ class EnergyLike(Protocol[Measure]):
         ...
 
 
-def energy_of_cache(
-    energy: EnergyLike[Measure], window: int | None, parallel: SequenceParallel | None
-) -> EnergyLike[Measure]:
-    """A checked energy with the window and the mesh of a cache.
-
-    Raises `TypeError` if it is no energy, and `ValueError` if its window is wider.
-    """
-    if not isinstance(energy, EnergyLike):
-        raise TypeError(f"energy: wanted an energy_attn.FreeEnergy, got {received(energy)}")
-    reach = check_reach(energy.local_window_size, window)
-    return dataclasses.replace(energy, local_window_size=reach, parallel=parallel)
-
-
 def check_scores(
     options: MergedScoreOptions, mask: Array | AbstractMask | None, window: int | None
 ) -> tuple[CallPolicy, MergedScoreOptions]:
-    """The policy, and the options with the causality and the window of a cache.
-
-    Raises `TypeError` for an unknown option or one of another type, and `ValueError` for a window
-    that is wider than the cache's.
-    """
+    """The policy, and the options with the causality and the window of a cache."""
     check_options(options, MergedScoreOptions)
     policy = call_policy(options.get("implementation"), options.get("reproducible", False))
     reach = check_reach(options.get("local_window_size"), window)
@@ -96,11 +78,7 @@ def check_queries(
     lengths: Int[Array, " B"] | None,
     positions: Int[Array, "..."] | None,
 ) -> Int[Array, "..."]:
-    """The positions of checked queries to a cache with such keys; by default, of the tokens before `ends`.
-
-    Raises `TypeError` for another dtype and `ValueError` for another shape, or for lengths beside
-    positions.
-    """
+    """The positions of checked queries to a cache with such keys; by default, of the tokens appended last."""
     query = check_stored("query", query, dtype)
     check_shape("query", query, (len(cache_lengths), "T", "N", key.shape[-1]))
     if positions is None:
@@ -134,10 +112,7 @@ def state_of(
     mask: Array | AbstractMask | None = None,
     unrounded: bool = False,
 ) -> AttentionState:
-    """The state of queries at `positions` over the tokens in a cache; `unrounded`, to be merged with others.
-
-    Raises as `KVCache.attend`.
-    """
+    """The state of queries at `positions` over the tokens in a cache; `unrounded`, to be merged with others."""
     scored: Any = {"query_positions": positions, "key_positions": cache.positions, **options}
     stored, scales = (cache.key, cache.value), Scales(cache.key_scale, cache.value_scale)
     call = check_call(query, *stored, source, None, mask, scales, **scored)
