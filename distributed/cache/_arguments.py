@@ -4,21 +4,27 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from energy_attn.kernels.internal import (
+    CallPolicy,
+    MergedScoreOptions,
     as_int32,
+    call_policy,
     check_array,
     check_boolean,
     check_floating,
     check_integer,
     check_integral,
+    check_options,
     check_shape,
     check_window,
     received,
 )
+from energy_attn.kernels.masks import AbstractMask
 
 from ._layout import Slots
+from ._write import positions_from
 
 
 def check_room(window: object, slots: Slots) -> int | None:
@@ -129,3 +135,36 @@ def check_indices(name: str, rows: object, count: int, *, unique: bool = False) 
         if unique and len(set(known.tolist())) < len(known):
             raise ValueError(f"{name}: wanted different rows, got {known.tolist()}")
     return jnp.asarray(as_int32(indices))
+
+
+def check_scores(
+    options: MergedScoreOptions, mask: Array | AbstractMask | None, window: int | None
+) -> tuple[CallPolicy, MergedScoreOptions]:
+    """The policy, and the options with the causality and the window of a cache."""
+    check_options(options, MergedScoreOptions)
+    policy = call_policy(options.get("implementation"), options.get("reproducible", False))
+    reach = check_reach(options.get("local_window_size"), window)
+    causal = options.get("is_causal", mask is None)
+    return policy, {**options, "is_causal": causal, "local_window_size": reach}
+
+
+def check_queries(
+    query: object,
+    key: Array,
+    dtype: jnp.dtype,
+    cache_lengths: Int[Array, " B"],
+    lengths: Int[Array, " B"] | None,
+    positions: Int[Array, "..."] | None,
+) -> Int[Array, "..."]:
+    """The positions of checked queries to a cache with such keys; by default, of the tokens appended last."""
+    query = check_stored("query", query, dtype)
+    check_shape("query", query, (len(cache_lengths), "T", "N", key.shape[-1]))
+    if positions is None:
+        counts = check_counts(lengths, len(cache_lengths), query.shape[1])
+        return positions_from(cache_lengths - counts, counts, query.shape[1])
+    if lengths is not None:
+        raise ValueError(
+            "lengths: wanted None beside query_positions, which say what queries are absent, "
+            f"got {received(lengths)}"
+        )
+    return positions

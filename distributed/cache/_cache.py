@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from typing import Literal, Unpack
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, Unpack, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,45 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 
 from ..methods._parallel import SequenceParallel
-from ._arguments import check_reach, check_room
+from ._arguments import check_queries, check_reach, check_room, check_scores
 from ._files import check_path, reload, write
 from ._fork import ForkedCache
 from ._layout import slots_for
-from ._queries import EnergyLike, Measure, check_queries, check_scores, state_of
 from ._rows import repeat_rows
 from ._tokens import AbstractTokens
 from ._write import blank
+
+Measure = TypeVar("Measure", covariant=True)
+
+
+@runtime_checkable
+class EnergyLike(Protocol[Measure]):
+    """The interface of an energy that a cache uses, such as `energy_attn.FreeEnergy`: a frozen dataclass.
+
+    Attributes:
+        local_window_size: how far from a query its keys may lie, or None.
+        parallel: how keys are sharded, or None.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def local_window_size(self) -> int | tuple[int | None, int | None] | None: ...
+
+    @property
+    def parallel(self) -> SequenceParallel | None: ...
+
+    def at(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B S K H"],
+        value: Float[Array, "B S K Hv"],
+        *,
+        query_positions: Int[Array, "B T"] | None,
+        key_positions: Int[Array, "B S"] | None,
+    ) -> Measure:
+        """The energy of these queries and keys."""
+        ...
 
 
 class KVCache(AbstractTokens):
@@ -174,7 +205,7 @@ class KVCache(AbstractTokens):
         """
         policy, options = check_scores(options, mask, self.window)
         places = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
-        return state_of(self, query, places, policy, options, source=source, mask=mask)
+        return self._state(query, places, policy, options, source=source, mask=mask)
 
     def at(
         self,

@@ -168,7 +168,7 @@ class SavedFolder:
         for begins, tensor in self._blocks[name]:
             all_of_tensor = tuple((0, size) for size in tensor.shape)
             assert tensor.dtype is not None
-            yield begins, _safetensors.read(tensor, [all_of_tensor], tensor.dtype)[all_of_tensor]
+            yield begins, _safetensors.read(tensor, all_of_tensor, tensor.dtype)
 
     def _whole(self, name: str) -> np.ndarray:
         array = np.zeros(*self.metadata.arrays[name])

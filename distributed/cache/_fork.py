@@ -18,7 +18,7 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.scores import AbstractScore, At
 
-from ._queries import check_queries, check_scores, state_of
+from ._arguments import check_queries, check_scores
 from ._rows import repeat_rows
 from ._tokens import AbstractTokens
 
@@ -142,7 +142,7 @@ class ForkedCache(eqx.Module):
         own = self.own
         places = check_queries(query, own.key, own.dtype, own.lengths, lengths, query_positions)
         given: Any = {"policy": policy, "unrounded": True, "options": options}
-        mine = state_of(own, query, places, source=source, **given)
+        mine = own._state(query, places, source=source, **given)
         given["options"] = {**options, "sink": None}
         _check_score(options.get("score"), mine.lse.dtype)
         places = jnp.broadcast_to(jnp.asarray(places), query.shape[:2])
@@ -154,7 +154,7 @@ class ForkedCache(eqx.Module):
             whole = dataclasses.replace(prompt.parallel, queries_sharded=False)
             prompt = dataclasses.replace(prompt, parallel=whole)
         query, places = self._beside(jnp.asarray(query)), self._beside(places)
-        shared = state_of(prompt, query, places, **given)
+        shared = prompt._state(query, places, **given)
         state = merge(AttentionState(*(self._beside(x, back=True) for x in shared)), mine)
         return AttentionState(state.out.astype(own.dtype), state.lse)
 

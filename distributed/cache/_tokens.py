@@ -1,15 +1,29 @@
 """Tokens in the slots of a cache, and the operations that change which ones it holds."""
 
 import dataclasses
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8, Shaped
 
-from energy_attn.kernels.internal import AbstractFunction, dequantize, function_call, received
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import (
+    LEAF,
+    AbstractFunction,
+    CallPolicy,
+    MergedScoreOptions,
+    Scales,
+    check_call,
+    dequantize,
+    function_call,
+    received,
+)
+from energy_attn.kernels.masks import AbstractMask
 
 from ..methods._parallel import SequenceParallel
+from ..methods._plan import sharding_plan
+from ..methods._sharded_attention import attend_sharded
 from ._arguments import (
     check_counts,
     check_importance,
@@ -238,6 +252,33 @@ class AbstractTokens(eqx.Module):
             )
         given = self._sharding(), self._arrays(), other._arrays()
         return self._with(replace_rows(*given, indices))
+
+    def _run(self) -> int | None:
+        """The number of successive tokens that lie together; None: none do."""
+        if self.window is not None:  # a slot may have a token of the next lap
+            return None
+        capacity, block, devices = self.slots
+        # on one device, token n is in slot n
+        return block if devices > 1 else max(LEAF, 1 << (capacity - 1).bit_length())
+
+    def _state(
+        self,
+        query: Array,
+        positions: Array,
+        policy: CallPolicy,
+        options: MergedScoreOptions,
+        *,
+        source: Any = None,
+        mask: Array | AbstractMask | None = None,
+        unrounded: bool = False,
+    ) -> AttentionState:
+        """The state of checked queries over the tokens; `unrounded`, to be merged with others."""
+        scored: Any = {"query_positions": positions, "key_positions": self.positions, **options}
+        stored, scales = (self.key, self.value), Scales(self.key_scale, self.value_scale)
+        call = check_call(query, *stored, source, None, mask, scales, **scored)
+        plan = sharding_plan(self.parallel, *call.operands.qkv)
+        settings = call.settings.needing(unrounded=unrounded)
+        return attend_sharded(plan, policy.laid_out(self._run()), settings, call.operands)
 
     def _sharding(self) -> CacheSharding:
         return cache_sharding(self.parallel, self.key, self.slots.devices)
