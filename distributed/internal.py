@@ -35,7 +35,6 @@ if _typing.TYPE_CHECKING:
     from .cache._arguments import check_counts as check_counts
     from .cache._arguments import check_reach as check_reach
     from .cache._arguments import check_stored as check_stored
-    from .cache._queries import run_of as run_of
     from .cache._tokens import AbstractTokens as AbstractTokens
     from .cache._write import positions_from as positions_from
     from .hlo._collectives import waits as waits
@@ -57,7 +56,6 @@ else:
             "check_counts": ".cache._arguments",
             "check_reach": ".cache._arguments",
             "check_stored": ".cache._arguments",
-            "run_of": ".cache._queries",
             "AbstractTokens": ".cache._tokens",
             "positions_from": ".cache._write",
             "waits": ".hlo._collectives",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 
 from . import __version__
-from .cli._arguments import simulate_devices
+from .cli._command import simulate_devices
 
 _ABOUT = "Attention as the gradient of a free energy."
 _COMMANDS = {

@@ -133,7 +133,6 @@ from .pallas.gpu._kernel import PallasGPU as PallasGPU
 from .program._operations import reads_first as reads_first
 from .program._read import REMAT as REMAT
 from .program._read import bind as bind
-from .program._read import closed as closed
 from .program._read import equations as equations
 from .program._read import evaluate_by as evaluate_by
 from .program._read import interpret as interpret

@@ -4,41 +4,30 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from energy_attn.kernels.internal import (
+    CallPolicy,
+    MergedScoreOptions,
     as_int32,
+    call_policy,
     check_array,
     check_boolean,
     check_floating,
     check_integer,
     check_integral,
+    check_options,
     check_shape,
     check_window,
     received,
 )
+from energy_attn.kernels.masks import AbstractMask
 
-from ..methods._parallel import SequenceParallel
-from ..methods._plan import check_mesh, check_share, device_count
-from ._slots import Slots
-
-
-def layout(
-    capacity: int, block: int, parallel: SequenceParallel | None, rows: int, kv_heads: int
-) -> Slots:
-    """Room for `capacity` tokens in whole blocks. Raises as `check_mesh` and `check_share` do."""
-    devices = 1
-    if parallel is not None:
-        devices = check_mesh(parallel)
-        mesh = jax.sharding.get_abstract_mesh()
-        check_share("batch", "rows", rows, device_count(mesh, parallel.batch))
-        check_share("kv_heads", "heads", kv_heads, device_count(mesh, parallel.heads))
-    stripe = block * devices
-    return Slots(-(-capacity // stripe) * stripe, block, devices)
+from ._layout import Slots
+from ._write import positions_from
 
 
 def check_room(window: object, slots: Slots) -> int | None:
-    """Returns the window; raises `ValueError` if it leaves no room for a new token."""
     if window is None:
         return None
     window = check_integer("window", window, least=0)
@@ -51,11 +40,7 @@ def check_room(window: object, slots: Slots) -> int | None:
 
 
 def check_counts(lengths: object, rows: int, tokens: int, name: str = "lengths") -> Array:
-    """How many of `tokens` each row has; None means all.
-
-    Raises `TypeError` for no integers, `ValueError` for a wrong shape and, where values are known,
-    for numbers out of range.
-    """
+    """How many of `tokens` each row has; None means all."""
     if lengths is None:
         return jnp.full(rows, tokens, jnp.int32)
     counts = check_whole(name, lengths, rows)
@@ -67,11 +52,7 @@ def check_counts(lengths: object, rows: int, tokens: int, name: str = "lengths")
 
 
 def check_whole(name: str, x: object, rows: int) -> Array:
-    """Returns `x`, for all rows or one each, as int32.
-
-    Raises `TypeError` for no integers, `ValueError` for a wrong shape and, where values are known,
-    for negative ones.
-    """
+    """Numbers of at least 0, for all rows or one each, as int32."""
     if isinstance(x, (int, np.integer)):
         return jnp.asarray(as_int32(np.asarray(check_integer(name, x, least=0, is_wide=True))))
     numbers = check_integral(name, x)
@@ -83,10 +64,6 @@ def check_whole(name: str, x: object, rows: int) -> Array:
 
 
 def check_stored(name: str, x: object, dtype: jnp.dtype) -> Array:
-    """Returns `x`; raises `TypeError` unless it is an array of the cache's dtype.
-
-    Nothing is rounded unasked.
-    """
     array = check_floating(name, x)
     if array.dtype != dtype:
         raise TypeError(f"{name}: wanted the dtype of the cache, {dtype}, got {received(x)}")
@@ -94,10 +71,7 @@ def check_stored(name: str, x: object, dtype: jnp.dtype) -> Array:
 
 
 def check_importance(x: object, key: Array) -> Array:
-    """Numbers of each slot of `key`, as `[B, S, 1]`, or `[B, S, K]` for each head.
-
-    Raises `TypeError` if they are no floating array and `ValueError` for another shape.
-    """
+    """Numbers of each slot of `key`, as `[B, S, 1]`, or `[B, S, K]` for each head."""
     array, shapes = jnp.asarray(check_floating("importance", x)), (key.shape[:2], key.shape[:3])
     if array.shape not in shapes:
         wanted = " or ".join(map(str, shapes))
@@ -113,10 +87,7 @@ def check_new(
     values: tuple[int, ...],
     most: int,
 ) -> int:
-    """The number of new tokens, at most `most`, for a cache with keys and values of these shapes.
-
-    Raises `TypeError` for another dtype and `ValueError` for another shape or too many.
-    """
+    """The number of new tokens, at most `most`, for a cache with keys and values of these shapes."""
     for name, x, (rows, _, *heads) in (("key", key, keys), ("value", value, values)):
         check_stored(name, x, dtype)
         check_shape(name, x, (rows, "T", *heads))
@@ -130,10 +101,7 @@ def check_new(
 
 
 def check_reach(size: object, window: int | None) -> tuple[int | None, int | None] | None:
-    """The window of queries in a cache of that window.
-
-    Raises `TypeError` unless `size` is a window, and `ValueError` for one that reaches further back.
-    """
+    """The window of queries in a cache of a window, which may not be exceeded."""
     reach = check_window(size)
     if window is None:
         return reach
@@ -148,10 +116,7 @@ def check_reach(size: object, window: int | None) -> tuple[int | None, int | Non
 
 
 def check_rows(name: str, rows: object, count: int) -> Array:
-    """Whether each of `count` rows is meant, from booleans or indices; indices that are traced may be out of range.
-
-    Raises as `KVCache.reset`.
-    """
+    """Whether each of `count` rows is meant, from booleans or indices; indices that are traced may be out of range."""
     if jnp.issubdtype(check_array(name, rows).dtype, jnp.bool_):
         check_shape(name, check_boolean(name, rows), (count,))
         return jnp.asarray(rows)
@@ -160,11 +125,7 @@ def check_rows(name: str, rows: object, count: int) -> Array:
 
 
 def check_indices(name: str, rows: object, count: int, *, unique: bool = False) -> Array:
-    """Indices of rows as int32, out of range only where they are traced.
-
-    Raises `TypeError` for no integers, `ValueError` for a wrong shape and, where values are known, for
-    indices not from 0 to `count - 1` or, if they are to be `unique`, that repeat.
-    """
+    """Indices of rows as int32. Where they are traced they may be out of range, and repeat."""
     indices = check_integral(name, rows)
     check_shape(name, indices, ("n",))
     if not isinstance(rows, jax.core.Tracer):
@@ -176,9 +137,34 @@ def check_indices(name: str, rows: object, count: int, *, unique: bool = False) 
     return jnp.asarray(as_int32(indices))
 
 
-def check_same(
-    what: str, mine: object, theirs: object, error: type[Exception] = ValueError
-) -> None:
-    """Raises `error` if the other cache differs in `what`."""
-    if mine != theirs:
-        raise error(f"other: wanted the {what} of the cache, {mine}, got {theirs}")
+def check_scores(
+    options: MergedScoreOptions, mask: Array | AbstractMask | None, window: int | None
+) -> tuple[CallPolicy, MergedScoreOptions]:
+    """The policy, and the options with the causality and the window of a cache."""
+    check_options(options, MergedScoreOptions)
+    policy = call_policy(options.get("implementation"), options.get("reproducible", False))
+    reach = check_reach(options.get("local_window_size"), window)
+    causal = options.get("is_causal", mask is None)
+    return policy, {**options, "is_causal": causal, "local_window_size": reach}
+
+
+def check_queries(
+    query: object,
+    key: Array,
+    dtype: jnp.dtype,
+    cache_lengths: Int[Array, " B"],
+    lengths: Int[Array, " B"] | None,
+    positions: Int[Array, "..."] | None,
+) -> Int[Array, "..."]:
+    """The positions of checked queries to a cache with such keys; by default, of the tokens appended last."""
+    query = check_stored("query", query, dtype)
+    check_shape("query", query, (len(cache_lengths), "T", "N", key.shape[-1]))
+    if positions is None:
+        counts = check_counts(lengths, len(cache_lengths), query.shape[1])
+        return positions_from(cache_lengths - counts, counts, query.shape[1])
+    if lengths is not None:
+        raise ValueError(
+            "lengths: wanted None beside query_positions, which say what queries are absent, "
+            f"got {received(lengths)}"
+        )
+    return positions

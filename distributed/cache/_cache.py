@@ -2,13 +2,11 @@
 
 import dataclasses
 import os
-from typing import Literal, Unpack
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, Unpack, runtime_checkable
 
-import equinox as eqx
 import jax
-import jax.core
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
@@ -20,14 +18,45 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 
 from ..methods._parallel import SequenceParallel
-from ._arguments import check_room, layout
-from ._files import check_path, write
-from ._fork import ForkedCache, repeat_rows
-from ._io import reload
-from ._queries import EnergyLike, Measure, check_queries, check_scores, energy_of_cache, state_of
-from ._slots import Slots
+from ._arguments import check_queries, check_reach, check_room, check_scores
+from ._files import check_path, reload, write
+from ._fork import ForkedCache
+from ._layout import slots_for
+from ._rows import repeat_rows
 from ._tokens import AbstractTokens
 from ._write import blank
+
+Measure = TypeVar("Measure", covariant=True)
+
+
+@runtime_checkable
+class EnergyLike(Protocol[Measure]):
+    """The interface of an energy that a cache uses, such as `energy_attn.FreeEnergy`: a frozen dataclass.
+
+    Attributes:
+        local_window_size: how far from a query its keys may lie, or None.
+        parallel: how keys are sharded, or None.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def local_window_size(self) -> int | tuple[int | None, int | None] | None: ...
+
+    @property
+    def parallel(self) -> SequenceParallel | None: ...
+
+    def at(
+        self,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B S K H"],
+        value: Float[Array, "B S K Hv"],
+        *,
+        query_positions: Int[Array, "B T"] | None,
+        key_positions: Int[Array, "B S"] | None,
+    ) -> Measure:
+        """The energy of these queries and keys."""
+        ...
 
 
 class KVCache(AbstractTokens):
@@ -77,17 +106,6 @@ class KVCache(AbstractTokens):
         ((2, 1, 4, 8), [3, 3])
     """
 
-    key: Shaped[Array, "B S K H"]
-    value: Shaped[Array, "B S K Hv"]
-    key_scale: Float[Array, "B S K"] | None
-    value_scale: Float[Array, "B S K"] | None
-    starts: Int[Array, " B"]
-    lengths: Int[Array, " B"]
-    slots: Slots = eqx.field(static=True)
-    window: int | None = eqx.field(static=True)
-    dtype: jnp.dtype = eqx.field(static=True)
-    parallel: SequenceParallel | None = eqx.field(static=True)
-
     @staticmethod
     def empty(
         batch: int,
@@ -135,18 +153,14 @@ class KVCache(AbstractTokens):
         kind = check_floating_dtype("dtype", dtype)
         if quantize is not None and quantize != "int8":
             raise ValueError(f"quantize: wanted None or 'int8', got {received(quantize)}")
-        slots = layout(
+        slots = slots_for(
             sizes["capacity"], sizes["block_size"], parallel, sizes["batch"], sizes["kv_heads"]
         )
         window = check_room(window, slots)
         shape = batch, slots.capacity, kv_heads
-        stored, starts, lengths = blank(
-            (*shape, width),
-            (*shape, sizes["value_width"]),
-            kind if quantize is None else jnp.dtype(jnp.int8),
-            parallel,
-        )
-        return KVCache(*stored, starts, lengths, slots, window, kind, parallel)
+        shapes = (*shape, width), (*shape, sizes["value_width"])
+        stored = kind if quantize is None else jnp.dtype(jnp.int8)
+        return KVCache(*blank(*shapes, stored, parallel), slots, window, kind, parallel)
 
     def attend(
         self,
@@ -191,7 +205,7 @@ class KVCache(AbstractTokens):
         """
         policy, options = check_scores(options, mask, self.window)
         places = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
-        return state_of(self, query, places, policy, options, source=source, mask=mask)
+        return self._state(query, places, policy, options, source=source, mask=mask)
 
     def at(
         self,
@@ -220,9 +234,12 @@ class KVCache(AbstractTokens):
         positions = check_queries(
             query, self.key, self.dtype, self.lengths, lengths, query_positions
         )
-        cache_energy = energy_of_cache(energy, self.window, self.parallel)
+        if not isinstance(energy, EnergyLike):
+            raise TypeError(f"energy: wanted an energy_attn.FreeEnergy, got {received(energy)}")
+        reach = check_reach(energy.local_window_size, self.window)
+        energy = dataclasses.replace(energy, local_window_size=reach, parallel=self.parallel)
         rows = {"query_positions": positions, "key_positions": self.positions}
-        return cache_energy.at(query, self.keys(), self.values(), **rows)
+        return energy.at(query, self.keys(), self.values(), **rows)
 
     def fork(self, count: int, *, capacity: int, block_size: int | None = None) -> ForkedCache:
         r"""A cache in which each row becomes `count` rows that share its tokens, for many continuations.
@@ -258,15 +275,10 @@ class KVCache(AbstractTokens):
         )
         # two arrays, so that the cache can be donated
         starts, lengths = (repeat_rows(sharding, self.lengths, count) for _ in range(2))
-        stored = own._stored()
-        if sharding is not None:
-            stored = sharding.put(stored, sharding.slots)
+        arrays = own._arrays()._replace(starts=starts, lengths=lengths)
         is_ring = self.window is not None and self.window < own.capacity
-        window = self.window if is_ring else None
-        own = dataclasses.replace(
-            own, **stored._asdict(), starts=starts, lengths=lengths, window=window
-        )
-        return ForkedCache(self, own)
+        own = own._with(sharding.put(arrays, sharding.arrays))
+        return ForkedCache(self, dataclasses.replace(own, window=self.window if is_ring else None))
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the cache into a folder of safetensors files, exactly, one file per process.
@@ -285,8 +297,7 @@ class KVCache(AbstractTokens):
                 processes of a job save without [`initialize`][energy_attn.distributed.initialize];
                 raised in all of them, and the old cache stays.
         """
-        arrays = self._stored()._asdict() | {"starts": self.starts, "lengths": self.lengths}
-        arrays = {name: x for name, x in arrays.items() if x is not None}
+        arrays = {name: x for name, x in self._arrays()._asdict().items() if x is not None}
         metadata = {"slots": self.slots, "window": self.window}
         metadata |= {"dtype": self.dtype.name, "stored": self.key.dtype.name}
         write(check_path(path), arrays, metadata)
@@ -299,7 +310,7 @@ class KVCache(AbstractTokens):
         capacity: int | None = None,
         block_size: int | None = None,
     ) -> "KVCache":
-        """Reads a saved cache onto the mesh in force, which may differ from that of the save.
+        """Reads a saved cache onto the mesh in force, which may be another mesh than the save's.
 
         Each process reads the exact tokens of its own devices. If another process saves at the same time,
         each reads the tokens of one save, which need not be the same for all.
@@ -317,7 +328,5 @@ class KVCache(AbstractTokens):
                 states is allocated; a cache of float64 where JAX's 64 bits are off; a capacity below
                 what the rows hold (with a window: not above the window); no mesh in force.
         """
-        loaded = reload(check_path(path), parallel, capacity, block_size)
-        metadata, starts, lengths = loaded.metadata, loaded.starts, loaded.lengths
-        window, dtype = metadata.window, metadata.dtype
-        return KVCache(*loaded.stored, starts, lengths, metadata.slots, window, dtype, parallel)
+        arrays, slots, window, dtype = reload(check_path(path), parallel, capacity, block_size)
+        return KVCache(*arrays, slots, window, dtype, parallel)

@@ -1,11 +1,9 @@
 """A cache whose rows share the tokens of a prompt, which is stored and read once."""
 
 import dataclasses
-import functools
 from typing import Any, Unpack
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
@@ -20,10 +18,9 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.scores import AbstractScore, At
 
-from ._arguments import check_rows
-from ._queries import check_queries, check_scores, state_of
+from ._arguments import check_queries, check_scores
+from ._rows import repeat_rows
 from ._tokens import AbstractTokens
-from ._write import CacheSharding
 
 
 class ForkedCache(eqx.Module):
@@ -123,14 +120,8 @@ class ForkedCache(eqx.Module):
 
         Arguments and errors are those of [`KVCache.reset`][energy_attn.distributed.KVCache.reset].
         """
-        emptied = check_rows("rows", rows, len(self.own.lengths))
         begins = repeat_rows(self.own._sharding(), self.prompt.lengths, self.count)
-        starts, lengths = (
-            jnp.where(emptied, begins, x) for x in (self.own.starts, self.own.lengths)
-        )
-        return dataclasses.replace(
-            self, own=dataclasses.replace(self.own, starts=starts, lengths=lengths)
-        )
+        return dataclasses.replace(self, own=self.own._reset(rows, begins))
 
     def attend(
         self,
@@ -148,30 +139,37 @@ class ForkedCache(eqx.Module):
         `at.batch` raises `NotImplementedError`: rows that share a prompt are one row of it.
         """
         policy, options = check_scores(options, None, self.prompt.window)
-        own, count, sharding = self.own, self.count, self.own._sharding()
+        own = self.own
         places = check_queries(query, own.key, own.dtype, own.lengths, lengths, query_positions)
         given: Any = {"policy": policy, "unrounded": True, "options": options}
-        mine = state_of(own, query, places, source=source, **given)
+        mine = own._state(query, places, source=source, **given)
         given["options"] = {**options, "sink": None}
         _check_score(options.get("score"), mine.lse.dtype)
         places = jnp.broadcast_to(jnp.asarray(places), query.shape[:2])
-        beside = functools.partial(_beside, sharding, count)
-        below = functools.partial(_below, sharding, count)
         if source is not None:
-            given["source"] = beside(jnp.asarray(source))
-        prompt = _with_whole_queries(self.prompt)
-        shared = state_of(prompt, beside(jnp.asarray(query)), beside(places), **given)
-        state = merge(AttentionState(below(shared.out), below(shared.lse)), mine)
+            given["source"] = self._beside(jnp.asarray(source))
+        prompt = self.prompt
+        if prompt.parallel is not None and prompt.parallel.queries_sharded is None:
+            # queries are on all devices, also where there are as many as keys by chance
+            whole = dataclasses.replace(prompt.parallel, queries_sharded=False)
+            prompt = dataclasses.replace(prompt, parallel=whole)
+        query, places = self._beside(jnp.asarray(query)), self._beside(places)
+        shared = prompt._state(query, places, **given)
+        state = merge(AttentionState(*(self._beside(x, back=True) for x in shared)), mine)
         return AttentionState(state.out.astype(own.dtype), state.lse)
 
+    def _beside(self, x: Array, *, back: bool = False) -> Array:
+        """`[R * count, T, ...]` to `[R, count * T, ...]`, the tokens of rows that share a prompt side by side."""
 
-def _with_whole_queries(prompt: AbstractTokens) -> AbstractTokens:
-    """The prompt for queries that are on all devices, of which there may be as many as keys by chance."""
-    parallel = prompt.parallel
-    if parallel is None or parallel.queries_sharded is not None:
-        return prompt
-    whole = dataclasses.replace(parallel, queries_sharded=False)
-    return dataclasses.replace(prompt, parallel=whole)
+        def local(x: Array) -> Array:
+            rows, tokens, *others = x.shape
+            if back:
+                return x.reshape(rows * self.count, tokens // self.count, *others)
+            return x.reshape(rows // self.count, tokens * self.count, *others)
+
+        sharding = self.own._sharding()
+        spec = PartitionSpec(*[*sharding.new, None][: x.ndim])
+        return sharding.map(local, (spec,), spec, x)
 
 
 def _check_score(score: AbstractScore | None, dtype: jnp.dtype) -> None:
@@ -186,31 +184,3 @@ def _check_score(score: AbstractScore | None, dtype: jnp.dtype) -> None:
         raise NotImplementedError(
             f"score: wanted one that is the same in all rows, which share a prompt, got {received(score)}"
         )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def repeat_rows(sharding: CacheSharding | None, x: Array, count: int) -> Array:
-    """`[R]` to `[R * count]`: each entry `count` times."""
-    return _by_rows(sharding, lambda x: jnp.repeat(x, count, total_repeat_length=len(x) * count), x)
-
-
-def _beside(sharding: CacheSharding | None, count: int, x: Array) -> Array:
-    """`[R * count, T, ...]` to `[R, count * T, ...]`: the tokens of `count` rows side by side."""
-    return _by_rows(
-        sharding, lambda x: x.reshape(len(x) // count, count * x.shape[1], *x.shape[2:]), x
-    )
-
-
-def _below(sharding: CacheSharding | None, count: int, x: Array) -> Array:
-    """The inverse of `_beside`."""
-    return _by_rows(
-        sharding, lambda x: x.reshape(len(x) * count, x.shape[1] // count, *x.shape[2:]), x
-    )
-
-
-def _by_rows(sharding: CacheSharding | None, function: Any, x: Array) -> Array:
-    """`function` of each device's rows of `x` `[B, T, N, ...]`, which devices along the sequence share."""
-    if sharding is None:
-        return function(x)
-    spec = PartitionSpec(*[*sharding.new, None][: x.ndim])
-    return sharding.map(function, (spec,), spec, x)

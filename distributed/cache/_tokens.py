@@ -1,29 +1,41 @@
 """Tokens in the slots of a cache, and the operations that change which ones it holds."""
 
 import dataclasses
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8, Shaped
 
-from energy_attn.kernels.internal import AbstractFunction, dequantize, function_call, received
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import (
+    LEAF,
+    AbstractFunction,
+    CallPolicy,
+    MergedScoreOptions,
+    Scales,
+    check_call,
+    dequantize,
+    function_call,
+    received,
+)
+from energy_attn.kernels.masks import AbstractMask
 
 from ..methods._parallel import SequenceParallel
+from ..methods._plan import sharding_plan
+from ..methods._sharded_attention import attend_sharded
 from ._arguments import (
     check_counts,
     check_importance,
     check_indices,
     check_new,
     check_rows,
-    check_same,
     check_whole,
 )
-from ._keep import keep_important
-from ._rows import empty_rows, replace_rows
-from ._slots import Slots
-from ._write import CacheSharding, Stored, cache_sharding, fitting, positions
+from ._layout import CacheArrays, CacheSharding, Slots, cache_sharding
+from ._rows import empty_rows, keep_important, replace_rows
 from ._write import append as write_tokens
+from ._write import fitting, positions
 
 Tokens = TypeVar("Tokens", bound="AbstractTokens")
 
@@ -33,16 +45,16 @@ _LEVELS = 127  # of 8 bits
 class AbstractTokens(eqx.Module):
     """The slots of a cache and the tokens in them; a [`KVCache`][energy_attn.distributed.KVCache] reads them, too."""
 
-    key: eqx.AbstractVar[Shaped[Array, "B S K H"]]
-    value: eqx.AbstractVar[Shaped[Array, "B S K Hv"]]
-    key_scale: eqx.AbstractVar[Float[Array, "B S K"] | None]
-    value_scale: eqx.AbstractVar[Float[Array, "B S K"] | None]
-    starts: eqx.AbstractVar[Int[Array, " B"]]
-    lengths: eqx.AbstractVar[Int[Array, " B"]]
-    slots: eqx.AbstractVar[Slots]
-    window: eqx.AbstractVar[int | None]
-    dtype: eqx.AbstractVar[jnp.dtype]
-    parallel: eqx.AbstractVar[SequenceParallel | None]
+    key: Shaped[Array, "B S K H"]
+    value: Shaped[Array, "B S K Hv"]
+    key_scale: Float[Array, "B S K"] | None
+    value_scale: Float[Array, "B S K"] | None
+    starts: Int[Array, " B"]
+    lengths: Int[Array, " B"]
+    slots: Slots = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+    dtype: jnp.dtype = eqx.field(static=True)
+    parallel: SequenceParallel | None = eqx.field(static=True)
 
     @property
     def capacity(self) -> int:
@@ -106,15 +118,12 @@ class AbstractTokens(eqx.Module):
 
     def _written(self: Tokens, key: Array, value: Array, counts: Array) -> Tokens:
         """`append` without its checks."""
-        new = Stored(jnp.asarray(key), jnp.asarray(value), None, None)
+        new = jnp.asarray(key), jnp.asarray(value), None, None
         if self.key_scale is not None:
-            (key, key_scale), (value, value_scale) = quantize(new.key), quantize(new.value)
-            new = Stored(key, value, key_scale, value_scale)
-        is_ring, sharding = self.window is not None, self._sharding()
-        stored, starts, new_lengths = write_tokens(
-            sharding, self.slots, is_ring, self._stored(), new, self.starts, self.lengths, counts
-        )
-        return dataclasses.replace(self, **stored._asdict(), starts=starts, lengths=new_lengths)
+            (key, key_scale), (value, value_scale) = map(quantize, new[:2])
+            new = key, value, key_scale, value_scale
+        given = self._sharding(), self.slots, self.window is not None
+        return self._with(write_tokens(*given, self._arrays(), new, counts))
 
     def evict(
         self: Tokens,
@@ -170,16 +179,9 @@ class AbstractTokens(eqx.Module):
                 "importance: wanted None beside before and in a cache with a window, "
                 f"got {received(importance)}"
             )
-        stored = keep_important(
-            self._sharding(),
-            self.slots,
-            self._stored(),
-            self.starts,
-            self.lengths,
-            starts,
-            check_importance(importance, self.key),
-        )
-        return dataclasses.replace(self, **stored._asdict(), starts=starts)
+        numbers = check_importance(importance, self.key)
+        given = self._sharding(), self.slots, self._arrays()
+        return self._with(keep_important(*given, starts, numbers))
 
     def reset(self: Tokens, rows: Bool[Array, " B"] | Int[Array, " n"]) -> Tokens:
         """The cache with some of its rows empty, which begin at position 0 again.
@@ -202,8 +204,12 @@ class AbstractTokens(eqx.Module):
             >>> cache.reset(jnp.array([1])).lengths.tolist()
             [5, 0, 5]
         """
+        return self._reset(rows, jnp.zeros_like(self.lengths))
+
+    def _reset(self: Tokens, rows: Array, begins: Array) -> Tokens:
+        """`reset` to positions other than 0, one for each row."""
         emptied = check_rows("rows", rows, len(self.lengths))
-        starts, lengths = empty_rows(self._sharding(), emptied, self.starts, self.lengths)
+        starts, lengths = empty_rows(self._sharding(), emptied, begins, self.starts, self.lengths)
         return dataclasses.replace(self, starts=starts, lengths=lengths)
 
     def replace(self: Tokens, rows: Int[Array, " n"], other: Tokens) -> Tokens:
@@ -234,29 +240,66 @@ class AbstractTokens(eqx.Module):
         """
         if not isinstance(other, AbstractTokens):
             raise TypeError(f"other: wanted a KVCache, got {received(other)}")
-        sharding, theirs = self._sharding(), other._sharding()
-        mine, axes = (x.sequence if x else () for x in (sharding, theirs))
-        check_same("slots", self.slots, other.slots)
-        check_same("mesh axes along the sequence", mine, axes)
-        check_same("window", self.window, other.window)
-        check_same("dtype", self.dtype, other.dtype, TypeError)
-        check_same("stored dtype", self.key.dtype, other.key.dtype, TypeError)
-        check_same("heads and width of key", self.key.shape[2:], other.key.shape[2:])
-        check_same("heads and width of value", self.value.shape[2:], other.value.shape[2:])
+        theirs = other._traits()
+        for name, wanted in self._traits().items():
+            if wanted != theirs[name]:
+                error = TypeError if "dtype" in name else ValueError
+                raise error(f"other: wanted the {name} of the cache, {wanted}, got {theirs[name]}")
         indices = check_indices("rows", rows, len(self.lengths), unique=True)
         if len(indices) != len(other.lengths):
             raise ValueError(
                 f"other: wanted a cache of {len(indices)} rows, one for each of rows, got {len(other.lengths)}"
             )
-        old, new = ((x._stored(), x.starts, x.lengths) for x in (self, other))
-        stored, starts, lengths = replace_rows(sharding, old, new, indices)
-        return dataclasses.replace(self, **stored._asdict(), starts=starts, lengths=lengths)
+        given = self._sharding(), self._arrays(), other._arrays()
+        return self._with(replace_rows(*given, indices))
 
-    def _sharding(self) -> CacheSharding | None:
+    def _run(self) -> int | None:
+        """The number of successive tokens that lie together; None: none do."""
+        if self.window is not None:  # a slot may have a token of the next lap
+            return None
+        capacity, block, devices = self.slots
+        # on one device, token n is in slot n
+        return block if devices > 1 else max(LEAF, 1 << (capacity - 1).bit_length())
+
+    def _state(
+        self,
+        query: Array,
+        positions: Array,
+        policy: CallPolicy,
+        options: MergedScoreOptions,
+        *,
+        source: Any = None,
+        mask: Array | AbstractMask | None = None,
+        unrounded: bool = False,
+    ) -> AttentionState:
+        """The state of checked queries over the tokens; `unrounded`, to be merged with others."""
+        scored: Any = {"query_positions": positions, "key_positions": self.positions, **options}
+        stored, scales = (self.key, self.value), Scales(self.key_scale, self.value_scale)
+        call = check_call(query, *stored, source, None, mask, scales, **scored)
+        plan = sharding_plan(self.parallel, *call.operands.qkv)
+        settings = call.settings.needing(unrounded=unrounded)
+        return attend_sharded(plan, policy.laid_out(self._run()), settings, call.operands)
+
+    def _sharding(self) -> CacheSharding:
         return cache_sharding(self.parallel, self.key, self.slots.devices)
 
-    def _stored(self) -> Stored:
-        return Stored(self.key, self.value, self.key_scale, self.value_scale)
+    def _arrays(self) -> CacheArrays:
+        return CacheArrays(*(getattr(self, name) for name in CacheArrays._fields))
+
+    def _with(self: Tokens, arrays: CacheArrays) -> Tokens:
+        return dataclasses.replace(self, **arrays._asdict())
+
+    def _traits(self) -> dict[str, object]:
+        """What caches that exchange rows have in common."""
+        return {
+            "slots": self.slots,
+            "mesh axes along the sequence": self._sharding().sequence,
+            "window": self.window,
+            "dtype": self.dtype,
+            "stored dtype": self.key.dtype,
+            "heads and width of key": self.key.shape[2:],
+            "heads and width of value": self.value.shape[2:],
+        }
 
 
 def quantize(

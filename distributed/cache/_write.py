@@ -2,16 +2,15 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -22,10 +21,9 @@ from energy_attn.kernels.internal import (
     vary_together,
 )
 
-from ..methods._arguments import Axes
 from ..methods._parallel import SequenceParallel
-from ..methods._plan import check_mesh, is_explicit, mesh_axes_of, reshard_explicit
-from ._slots import Slots
+from ..methods._plan import reshard_explicit
+from ._layout import CacheArrays, CacheSharding, Slots, spec_of
 
 _ERRORS = (
     "lengths: wanted from 0 to as many new tokens as key has",
@@ -34,98 +32,13 @@ _ERRORS = (
 )
 
 
-class Stored(NamedTuple):
-    """The stored arrays of a cache, `[B, S, K, ...]` each; scales only with int8."""
-
-    key: Any
-    value: Any
-    key_scale: Any
-    value_scale: Any
-
-
-class CacheSharding(NamedTuple):
-    """The mesh axes over which the rows, slots and heads of a cache are sharded; static."""
-
-    mesh: Any  # jax.sharding.AbstractMesh
-    batch: Axes
-    sequence: Axes
-    heads: Axes
-
-    @property
-    def axes(self) -> set[str]:
-        return {*self.batch, *self.sequence, *self.heads}
-
-    @property
-    def slots(self) -> PartitionSpec:
-        """The spec of arrays `[B, S, K, ...]`."""
-        return PartitionSpec(self.batch or None, self.sequence or None, self.heads or None)
-
-    @property
-    def new(self) -> PartitionSpec:
-        """The spec of new tokens `[B, T, K, ...]`, equal on all devices that share a row."""
-        return PartitionSpec(self.batch or None, None, self.heads or None)
-
-    @property
-    def rows(self) -> PartitionSpec:
-        """The spec of arrays `[B]`."""
-        return PartitionSpec(self.batch or None)
-
-    def map(
-        self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any, *args: Any
-    ) -> Any:
-        """`function(*args)` on each device, for its parts of trees of arrays, by specs of these or of their leaves."""
-        mapped = jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=self.axes,
-        )
-        return mapped(*self.put(args, in_specs))
-
-    def put(self, tree: Any, specs: Any) -> Any:
-        """Trees of arrays as `map` takes them."""
-
-        def put(spec: PartitionSpec, tree: Any) -> Any:
-            return reshard_explicit(self.mesh, self.axes, tree, spec)
-
-        return jax.tree.map(put, specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
-def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | None:
-    """The spec of an array of a new cache on the mesh in force, over its rows, slots and heads.
-
-    It is written as JAX writes that of the arrays that `append` returns, so that a step compiles
-    once: with every axis named where the mesh's are explicit. None without `parallel`.
-    """
-    if parallel is None:
-        return None
-    mesh = jax.sharding.get_abstract_mesh()
-    spec = [parallel.batch or None, parallel.axes, parallel.heads or None][:rank]
-    if is_explicit(mesh, parallel.axes):
-        spec += [None] * (rank - len(spec))
-    else:
-        while spec and spec[-1] is None:
-            spec.pop()
-    return PartitionSpec(*spec)
-
-
-def sharding_of(parallel: SequenceParallel | None, rank: int) -> NamedSharding | None:
-    """`spec_of` with the devices of the mesh, outside of `jax.jit`."""
-    spec = spec_of(parallel, rank)
-    return None if spec is None else NamedSharding(jax.sharding.get_mesh(), spec)
-
-
 def blank(
     key: tuple[int, ...],
     value: tuple[int, ...],
     dtype: DTypeLike,
     parallel: SequenceParallel | None,
-) -> tuple[Stored, Array, Array]:
-    """Empty slots of these shapes and of a dtype, with scales where that is int8.
-
-    Each device makes its own.
-    """
+) -> CacheArrays:
+    """Empty slots of these shapes, each made on its device, with scales if they are of int8."""
 
     def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         spec = spec_of(parallel, len(shape))
@@ -138,8 +51,8 @@ def blank(
     def scale(shape: tuple[int, ...]) -> Array | None:
         return zeros(shape[:-1], jnp.float32) if dtype == jnp.int8 else None
 
-    stored = Stored(zeros(key, dtype), zeros(value, dtype), scale(key), scale(value))
-    return stored, zeros(key[:1], jnp.int32), zeros(key[:1], jnp.int32)
+    slots = zeros(key, dtype), zeros(value, dtype), scale(key), scale(value)
+    return CacheArrays(*slots, zeros(key[:1], jnp.int32), zeros(key[:1], jnp.int32))
 
 
 @functools.lru_cache
@@ -150,59 +63,27 @@ def _zeros(
     return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=spec)
 
 
-def cache_sharding(
-    parallel: SequenceParallel | None, key: Array, devices: int
-) -> CacheSharding | None:
-    """The sharding of a cache that was made for `devices` devices; None: on one device.
-
-    Rows and heads may be sharded, too, over the axes that `parallel` or the types name. Raises
-    `ValueError` if no mesh is in force, or one that has another number of devices along the cache's
-    axes.
-    """
-    mesh_devices = 1 if parallel is None else check_mesh(parallel)
-    key_mesh = jax.typeof(key).sharding.mesh
-    batch, sequence, heads = (mesh_axes_of(key, axis) for axis in range(3))
-    if parallel is not None:
-        batch, heads = parallel.batch or batch, parallel.heads or heads
-        sequence = parallel.axes
-    else:
-        mesh_devices = math.prod(key_mesh.shape[axis] for axis in sequence)
-    if mesh_devices != devices:
-        raise ValueError(
-            f"parallel: wanted a mesh in force with the {devices} devices along the sequence that "
-            f"the cache was made for, got one with {mesh_devices}; save and load move a cache to another"
-        )
-    if not batch + sequence + heads:
-        return None
-    mesh = jax.sharding.get_abstract_mesh()
-    return CacheSharding(key_mesh if mesh.empty else mesh, batch, sequence, heads)
-
-
 # Jitted so that a call outside of `jax.jit` runs as one program.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def append(
-    sharding: CacheSharding | None,
+    sharding: CacheSharding,
     slots: Slots,
     is_ring: bool,
-    stored: Stored,
-    new: Stored,
-    starts: Array,
-    lengths: Array,
+    arrays: CacheArrays,
+    new: tuple[Array | None, ...],
     counts: Array,
-) -> tuple[Stored, Array, Array]:
-    """Writes the first `counts` of the new tokens of each row; returns the arrays that changed.
+) -> CacheArrays:
+    """Writes the first `counts` of the new tokens of each row: keys, values and their scales.
 
     A ring buffer drops the tokens that it overwrites; otherwise `counts` come from `fitting`. A row whose count is
     -1 gets one token of NaN, in place of its newest one if it is full: whatever is asked of it from then on is NaN.
     """
-    tokens = new.key.shape[1]
+    assert new[0] is not None
+    tokens = new[0].shape[1]
 
-    def local(
-        stored: Stored, new: Stored, starts: Array, lengths: Array, counts: Array
-    ) -> tuple[Stored, Array, Array]:
-        device = (
-            lax.axis_index(sharding.sequence) if sharding and sharding.sequence else jnp.int32(0)
-        )
+    def local(arrays: CacheArrays, new: tuple[Array | None, ...], counts: Array) -> CacheArrays:
+        *stored, starts, lengths = arrays
+        device, _ = sharding.own(slots)
         broken = counts < 0
         begin = jnp.where(broken, jnp.minimum(lengths, starts + slots.capacity - 1), lengths)
         counts = jnp.where(broken, 1, counts)
@@ -226,18 +107,14 @@ def append(
         new_lengths = begin + counts
         if is_ring:
             starts = jnp.maximum(starts, new_lengths - slots.capacity)
-        return Stored(*map(put, stored, new)), starts, new_lengths
+        return CacheArrays(*map(put, stored, new), starts=starts, lengths=new_lengths)
 
-    if sharding is None:
-        return local(stored, new, starts, lengths, counts)
-    rows = sharding.rows
-    in_specs = sharding.slots, sharding.new, rows, rows, rows
-    out_specs = sharding.slots, rows, rows
-    return sharding.map(local, in_specs, out_specs, stored, new, starts, lengths, counts)
+    in_specs = sharding.arrays, sharding.new, sharding.rows
+    return sharding.map(local, in_specs, sharding.arrays, arrays, new, counts)
 
 
 def fitting(
-    sharding: CacheSharding | None,
+    sharding: CacheSharding,
     capacity: int,
     starts: Array | None,
     lengths: Array,
@@ -259,7 +136,7 @@ def fitting(
 # Equinox's jit: outside of any other, JAX's raises an error that does not begin with the message.
 @eqx.filter_jit
 def _fitting(
-    sharding: CacheSharding | None,
+    sharding: CacheSharding,
     capacity: int,
     raises: bool,
     starts: Array | None,
@@ -271,27 +148,17 @@ def _fitting(
         valid = (counts >= 0) & (counts <= tokens)
         fits = valid if starts is None else valid & (lengths + counts - starts <= capacity)
 
-        given = counts, valid, fits
+        checked = counts, valid, fits
         if raises:
-            counts = _raising(*given)
+            counts = _raising(*checked)
         else:
             raising = functools.partial(unless_exported, _raising)
-            counts = lax.platform_dependent(*given, cpu=raising, default=lambda x, *_: x)
+            counts = lax.platform_dependent(*checked, cpu=raising, default=lambda x, *_: x)
         return jnp.where(fits, counts, -1)
 
-    if sharding is None:
-        return local(starts, lengths, counts)
-    # Each device checks for itself, without communication. A callback that raises needs all axes to be manual.
-    kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
-    check = jax.shard_map(
-        local,
-        mesh=sharding.mesh,
-        in_specs=sharding.rows,
-        out_specs=sharding.rows,
-        axis_names={axis for axis, kind in kinds if kind != AxisType.Manual},
-        check_vma=False,  # the branch that raises returns counts of an invariant type
-    )
-    return check(*sharding.put((starts, lengths, counts), (sharding.rows,) * 3))
+    # Each device checks for itself, without communication.
+    given = starts, lengths, counts
+    return sharding.map(local, (sharding.rows,) * 3, sharding.rows, *given, over_all=True)
 
 
 def _raising(counts: Array, valid: Array, fits: Array) -> Array:
@@ -359,7 +226,7 @@ class _InBranch(AbstractLinearMap):
         return _scatter(*self._both(fixed, moving), fixed)
 
     def transpose(self, fixed: Array, moving: Any, cotangent: Array) -> tuple[Any, Any]:
-        """Reads the cotangent of the new entries at their slots; that of the buffer is zero there."""
+        """The cotangent of the new entries is read at their slots; the cotangent of the buffer is zero there."""
         buffer, new = moving
 
         def row(cotangent: Array, slot: Array) -> Array:
@@ -381,18 +248,12 @@ class _InBranch(AbstractLinearMap):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def positions(sharding: CacheSharding | None, slots: Slots, starts: Array, lengths: Array) -> Array:
+def positions(sharding: CacheSharding, slots: Slots, starts: Array, lengths: Array) -> Array:
     """The token in each slot, `[B, S]`; -1 in empty ones."""
 
     def local(starts: Array, lengths: Array) -> Array:
-        device = (
-            lax.axis_index(sharding.sequence) if sharding and sharding.sequence else jnp.int32(0)
-        )
-        slot = device * slots.per_device + jnp.arange(slots.per_device, dtype=jnp.int32)
-        token = slots.held(slot[None], lengths[:, None])
+        token = slots.held(sharding.own(slots)[1], lengths[:, None])
         return jnp.where(token >= starts[:, None], token, -1)
 
-    if sharding is None:
-        return local(starts, lengths)
     out_spec = PartitionSpec(sharding.batch or None, sharding.sequence or None)
     return sharding.map(local, (sharding.rows,) * 2, out_spec, starts, lengths)

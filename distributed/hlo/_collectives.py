@@ -121,10 +121,7 @@ def collectives(compiled: jax.stages.Compiled) -> tuple[Collective, ...]:
 
 
 def collectives_in(text: str) -> tuple[Collective, ...]:
-    """As `collectives`, for a program given as optimised HLO text (a dump of XLA's, say).
-
-    Raises `ValueError` for text that is no HLO or holds a collective that is not understood.
-    """
+    """The collectives of optimised HLO text, such as a dump of XLA's."""
     called = [
         _collective(module, call)
         for module in parse(text)

@@ -23,29 +23,27 @@ def groups_of(module: Module, instruction: Instruction, kind: str) -> Groups:
 
     With $P$ partitions, partition i of replica r is device $r P + i$. For a collective-permute the
     groups are the cycles and chains that its pairs form.
-
-    Raises `ValueError` for a notation that is not understood.
     """
-    between_slices = instruction.frontend_attributes.get("_xla_megascale_target")
+    attributes, frontend = instruction.attributes, instruction.frontend_attributes
     try:
-        if between_slices is not None:
-            return _rows(_slices(between_slices))
-        if kind == "collective-permute":
-            pairs = instruction.attributes.get("source_target_pairs")
+        if "_xla_megascale_target" in frontend:
+            groups = _slices(frontend["_xla_megascale_target"])
+        elif kind == "collective-permute":
+            pairs = attributes.get("source_target_pairs")
             if pairs is None:
-                pairs = instruction.frontend_attributes["_xla_send_recv_source_target_pairs"]
-            listed = _chains(_lists(pairs))
+                pairs = frontend["_xla_send_recv_source_target_pairs"]
+            groups = _devices(module, instruction, kind, _chains(_lists(pairs)))
         else:
-            text = instruction.attributes["replica_groups"]
-            if "device_ids" in instruction.attributes:
-                text += ", device_ids=" + instruction.attributes["device_ids"]
-            listed = _listed(text)
+            text = attributes["replica_groups"]
+            if "device_ids" in attributes:
+                text += ", device_ids=" + attributes["device_ids"]
+            groups = _devices(module, instruction, kind, _listed(text))
     except (KeyError, ValueError):
         raise ValueError(
             f"text: wanted groups of devices as XLA prints them in {instruction.name}, "
             f"got {instruction.rest[:100]}"
         ) from None
-    return _rows(_devices(module, instruction, kind, listed))
+    return tuple(map(tuple, groups))
 
 
 def _devices(
@@ -53,23 +51,19 @@ def _devices(
 ) -> list[list[int]]:
     # The meaning of the listed numbers, and of an empty list, depends on two attributes
     # (openxla.org/xla/operation_semantics, "Collective ops"; `GetCollectiveOpGroupMode`).
-    replicas, partitions = range(module.replicas), range(module.partitions)
+    replicas, count = range(module.replicas), module.partitions
     if not listed and kind == "collective-permute":
         return []
     if instruction.attributes.get("use_global_device_ids") == "true":
-        return listed or [list(range(module.replicas * module.partitions))]
+        return listed or [list(range(module.replicas * count))]
     if "channel_id" not in instruction.attributes:  # replicas; each partition by itself
         listed = listed or [list(replicas)]
-        return [[r * module.partitions + i for r in group] for group in listed for i in partitions]
+        return [[r * count + i for r in group] for group in listed for i in range(count)]
     if kind in _REDUCING:  # replicas, all partitions together
         listed = listed or [list(replicas)]
-        return [[r * module.partitions + i for r in group for i in partitions] for group in listed]
-    listed = listed or [list(partitions)]  # partitions, of each replica by itself
-    return [[r * module.partitions + i for i in group] for group in listed for r in replicas]
-
-
-def _rows(groups: list[list[int]]) -> Groups:
-    return tuple(map(tuple, groups))
+        return [[r * count + i for r in group for i in range(count)] for group in listed]
+    listed = listed or [list(range(count))]  # partitions, of each replica by itself
+    return [[r * count + i for i in group] for group in listed for r in replicas]
 
 
 def _integers(text: str) -> list[int]:

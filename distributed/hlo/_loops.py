@@ -27,14 +27,6 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "or": operator.or_,
     "subtract": operator.sub,
 }
-_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "EQ": operator.eq,
-    "GE": operator.ge,
-    "GT": operator.gt,
-    "LE": operator.le,
-    "LT": operator.lt,
-    "NE": operator.ne,
-}
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
@@ -104,12 +96,11 @@ class _ComputationCall:
             return _wrapped(x.shape, self.value(x.operands[0]))
         if x.opcode in ("call", "fusion"):
             (called,) = x.called("calls", "to_apply")
-            return _ComputationCall(
-                self.module, called, tuple(map(self.value, x.operands))
-            ).result()
+            arguments = tuple(map(self.value, x.operands))
+            return _ComputationCall(self.module, called, arguments).result()
         operation = _ARITHMETIC.get(x.opcode)
         if x.opcode == "compare":
-            operation = _COMPARISONS[x.attributes["direction"]]
+            operation = getattr(operator, x.attributes["direction"].lower())  # LT, GE, ...
         if operation is None:
             return None
         a, b = map(self.value, x.operands)

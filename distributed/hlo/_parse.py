@@ -74,8 +74,6 @@ def arrays(shape: str) -> list[ArrayShape]:
     Layouts and tilings are ignored, except that `E(n)` packs elements to n bits; without it an
     element takes whole bytes (XLA's own rule, by which an int4 may take a byte). A bounded dynamic
     size `<=n` counts as n.
-
-    Raises `ValueError` for text that is no shape of known size.
     """
     if shape.startswith(("(", "b(")):
         items, _ = split(shape, shape.index("(") + 1)
@@ -146,11 +144,6 @@ def _instruction(line: str) -> Instruction:
 
 
 def parse(text: str) -> list[Module]:
-    """Reads every module of `text`.
-
-    Raises `ValueError` where `text` holds no module, a module no entry, or a line of a computation
-    is no instruction.
-    """
     modules = []
     for part in re.split(r"^(?=HloModule )", text, flags=re.MULTILINE)[1:]:
         header, *lines = part.split("\n")
@@ -177,10 +170,9 @@ def parse(text: str) -> list[Module]:
             raise ValueError(f"text: wanted an ENTRY computation in {header[:60]!r}")
         attributes = _pairs(header)
         replicas, partitions = (
-            attributes.get("replica_count", "1"),
-            attributes.get("num_partitions", "1"),
+            int(attributes.get(x, "1")) for x in ("replica_count", "num_partitions")
         )
-        modules.append(Module(int(replicas), int(partitions), entry, computations, roots))
+        modules.append(Module(replicas, partitions, entry, computations, roots))
     if not modules:
         raise ValueError(f"text: wanted HLO text, 'HloModule ...', got {text[:60]!r}")
     return modules

@@ -48,25 +48,24 @@ def saving(folder: Path, ours: re.Pattern, named: Callable[[Path], set[str]]) ->
     with contextlib.ExitStack() as locks:
         with together(folder):
             if first:
-                _make_folder(folder)
+                missing = [path for path in (folder, *folder.parents) if not path.exists()]
+                folder.mkdir(parents=True, exist_ok=True)
+                for path in missing:
+                    sync(path.parent)
                 with _naming(folder / LOCK):
                     locks.enter_context(_alone(folder))
                 clean(folder, ours, named)
+        failed = identity
         try:
             yield identity
-        except BaseException:
+            failed = ""
+        finally:
             if first:
-                clean(folder, ours, named, identity)
-            raise
-        if first:
-            clean(folder, ours, named)
+                clean(folder, ours, named, failed)
 
 
 def steady(folder: Path, names: Sequence[str], read: Callable[[], T]) -> T:
-    """Returns `read()`, repeated where a save replaced one of the files `names` meanwhile.
-
-    Raises as `read`, and `ValueError` where files are replaced whenever it is tried.
-    """
+    """Returns `read()`, repeated where a save replaced one of the files `names` meanwhile."""
     for _ in range(_TRIES):
         old_state = _file_states(folder, names)
         try:
@@ -88,11 +87,11 @@ def _file_states(folder: Path, names: Sequence[str]) -> list[tuple[int, ...] | N
     states = []
     for name in names:
         try:
-            status = os.stat(folder / name)
+            x = os.stat(folder / name)
         except OSError:
             states.append(None)
         else:
-            states.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+            states.append((x.st_dev, x.st_ino, x.st_size, x.st_mtime_ns))
     return states
 
 
@@ -123,7 +122,6 @@ def write(file: Path, pieces: Iterable[Any]) -> None:
 
 
 def replace(file: Path, place: Path) -> None:
-    """Replaces a file by another of its folder, and syncs the folder."""
     sync(place.parent)
     os.replace(file, place)
     sync(place.parent)
@@ -161,22 +159,12 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def check_file(file: Path) -> None:
-    """Raises `ValueError` for a pipe, a folder or a pointer of Git LFS in place of a file.
-
-    Raises `OSError` for a missing file.
-    """
+    """Raises `ValueError` for a pipe, a folder or a pointer of Git LFS in place of a file."""
     if not stat.S_ISREG(os.stat(file).st_mode):  # opening a pipe would wait for its writer
         raise ValueError(f"{file}: wanted a file, got a folder, a pipe or a device")
     with open(file, "rb") as stream:
         if stream.read(len(_POINTER)) == _POINTER:
             raise ValueError(f"{file}: wanted the file itself, got a Git LFS pointer: git lfs pull")
-
-
-def _make_folder(folder: Path) -> None:
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync(path.parent)
 
 
 def clean(
@@ -197,21 +185,19 @@ def clean(
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder; does nothing where the system has no locks.
-
-    Raises `OSError`, with the name of the holder, if it is held.
-    """
+    """Holds the lock of a folder; does nothing where the system has no locks."""
     if os.name != "posix":
         yield
         return
-    file = folder / LOCK
-    lock = _locked(file)
+    lock = _locked(folder / LOCK)
     try:
         yield
     finally:
         try:
             with contextlib.suppress(OSError):
-                os.unlink(file)  # while locked, so that waiting processes notice that it is gone
+                remove(
+                    folder / LOCK
+                )  # while locked, so that waiting processes notice that it is gone
         finally:
             os.close(lock)
 

@@ -25,7 +25,7 @@ def initialize(
     heartbeat_timeout: int = 10,
     shutdown_timeout: int = 10,
 ) -> None:
-    """Connects the processes of a job, so that `jax.devices()` are those of all of them.
+    """Connects the processes of a job, so that `jax.devices()` has the devices of all processes.
 
     Call it once in each process, before anything that uses a device. All arguments are optional
     where the job can be recognised: under SLURM, Open MPI, on Cloud TPU,
@@ -88,15 +88,12 @@ def initialize(
             raise TypeError(f"{name}: wanted a string or None, got {received(text)}")
     count = _number("num_processes", num_processes)
     process = _number("process_id", process_id)
-    devices = _device_ids(local_device_ids)
-    address, count, process, devices = _detected(
-        addresses["coordinator_address"],
-        count,
-        process,
-        devices,
-        cluster_detection_method,
-        initialization_timeout,
-    )
+    given = addresses["coordinator_address"], count, process, _device_ids(local_device_ids)
+    if cluster_detection_method != "deactivate" and None in given:
+        given = private_names("cluster").Environment.auto_detect_unset_distributed_params(
+            *given, cluster_detection_method, initialization_timeout
+        )
+    address, count, process, devices = given
     arguments = {"coordinator_address": address, "num_processes": count, "process_id": process}
     if all(x is None for x in arguments.values()):
         return
@@ -140,7 +137,6 @@ def initialize(
 
 
 def _number(name: str, number: int | None) -> int | None:
-    """An argument, or the environment variable where it is None."""
     if number is not None:
         return check_integer(name, number, least=0)
     text = os.environ.get(f"JAX_{name.upper()}")
@@ -161,22 +157,6 @@ def _device_ids(ids: int | Sequence[int] | None) -> list[int] | None:
         return [int(part) for part in text.split(",")]
     listed = ids if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]
     return [check_integer("local_device_ids", x, least=0) for x in listed]
-
-
-def _detected(
-    address: str | None,
-    count: int | None,
-    process: int | None,
-    devices: list[int] | None,
-    method: str | None,
-    seconds: int,
-) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """The arguments, with missing ones from the cluster if JAX recognises it."""
-    if method == "deactivate" or None not in (address, count, process, devices):
-        return address, count, process, devices
-    return private_names("cluster").Environment.auto_detect_unset_distributed_params(
-        address, count, process, devices, method, seconds
-    )
 
 
 def _started() -> bool:

@@ -28,10 +28,7 @@ class Participant(NamedTuple):
 
 
 def split_address(name: str, address: str) -> tuple[str, int]:
-    """Host and port of `host:port`; an IPv6 host stands in brackets.
-
-    Raises `ValueError` where there is no port, or none between 0 and 65535.
-    """
+    """Host and port of `host:port`; an IPv6 host stands in brackets."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{name}: wanted 'host:port', got {address!r}")
@@ -42,7 +39,7 @@ def coordinate(participant: Participant, bind: str) -> None:
     """Process 0: waits at the address `bind` until all others have come, then lets all go on.
 
     Raises `RuntimeError` naming the missing processes when time is up, and at once when two processes
-    have the same number or different counts; the others then raise the same.
+    have the same number or different counts; the other processes then raise the same error.
     """
     end = time.monotonic() + participant.timeout
     with contextlib.ExitStack() as opened:
@@ -71,10 +68,7 @@ def coordinate(participant: Participant, bind: str) -> None:
 
 
 def join(participant: Participant) -> None:
-    """Any other process: reports to the coordinator and waits until all have come.
-
-    Raises `RuntimeError` when the coordinator cannot be reached in time, or reports an error.
-    """
+    """Any other process: reports to the coordinator and waits until all have come."""
     end = time.monotonic() + participant.timeout
     address = split_address("coordinator_address", participant.coordinator)
     hello = b"energy_attn %d %d\n" % (participant.process, participant.processes)
@@ -97,9 +91,8 @@ def join(participant: Participant) -> None:
         time.sleep(_PAUSE)
     raise RuntimeError(
         f"coordinator_address: process {participant.process} of {participant.processes} could not meet process 0 "
-        f"at {participant.coordinator} within {participant.timeout} s (the last attempt: {last}). Check that "
-        "process 0 is running and calls initialize() too, that this is the address of its host as "
-        "seen from here, and that no firewall closes the port"
+        f"at {participant.coordinator} within {participant.timeout} s (the last attempt: {last}). Is it running, "
+        "does it call initialize(), and is its port open?"
     )
 
 

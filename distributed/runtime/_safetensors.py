@@ -44,17 +44,12 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The metadata of a file, and its tensors."""
-
     metadata: dict[str, str]
     tensors: dict[str, Tensor]
 
 
 def header(file: Path) -> Header:
-    """The header of a file, checked against its size.
-
-    Raises `ValueError` naming the file if it is missing, truncated or no safetensors file.
-    """
+    """The header of a file, checked against its size."""
     from safetensors import SafetensorError, safe_open  # late: most programs open no file
 
     try:
@@ -71,25 +66,17 @@ def header(file: Path) -> Header:
         raise ValueError(f"{file}: wanted a safetensors file, got {error}") from error
 
 
-def read(tensor: Tensor, parts: Iterable[Part], dtype: np.dtype) -> dict[Part, np.ndarray]:
-    """Parts of a tensor in `dtype`; uses further memory of at most `_PIECE` bytes or one row."""
-    return {part: _read(tensor, part, dtype) for part in parts}
-
-
-def _read(tensor: Tensor, part: Part, dtype: np.dtype) -> np.ndarray:
-    index = tuple(slice(*bounds) for bounds in part)
-    if any(start == end for start, end in part):  # the library cuts out no empty parts
-        return np.empty([end - start for start, end in part], dtype)
+def read(tensor: Tensor, part: Part, dtype: np.dtype) -> np.ndarray:
+    """A part of a tensor in `dtype`; uses further memory of at most `_PIECE` bytes or one row."""
+    shape = [end - start for start, end in part]
+    if 0 in shape:  # the library cuts out no empty parts
+        return np.empty(shape, dtype)
     assert tensor.dtype is not None
     if dtype == tensor.dtype or not part:
-        return tensor.stored[index].astype(dtype, copy=False)
-    (first, last), *width = part
-    out = np.empty([end - start for start, end in part], dtype)
-    row = math.prod(end - start for start, end in width) * tensor.dtype.itemsize
-    step = max(1, _PIECE // row)
-    for start in range(first, last, step):
-        end = min(start + step, last)
-        out[start - first : end - first] = tensor.stored[(slice(start, end), *index[1:])]
+        return tensor.stored[tuple(slice(*x) for x in part)].astype(dtype, copy=False)
+    out, first = np.empty(shape, dtype), part[0][0]
+    for rows, *others in _pieces(part, tensor.dtype):
+        out[rows.start - first : rows.stop - first] = tensor.stored[(rows, *others)]
     return out
 
 
@@ -98,13 +85,18 @@ def equal(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or not one.shape or one.dtype is None or other.dtype is None:
         return False
     dtype = one.dtype if one.dtype == other.dtype else np.dtype(np.float64)
-    rows, *width = one.shape
-    step = max(1, _PIECE // max(1, math.prod(width) * dtype.itemsize))
-    for start in range(0, rows, step):
-        part = ((start, min(start + step, rows)), *((0, size) for size in width))
-        if not np.array_equal(_read(one, part, dtype), _read(other, part, dtype)):
-            return False
-    return True
+    whole = tuple((0, size) for size in one.shape)
+    return 0 in one.shape or all(
+        np.array_equal(*(x.stored[index].astype(dtype, copy=False) for x in (one, other)))
+        for index in _pieces(whole, dtype)
+    )
+
+
+def _pieces(part: Part, dtype: np.dtype) -> Iterator[tuple[slice, ...]]:
+    (first, last), *width = part
+    step = max(1, _PIECE // (math.prod(end - start for start, end in width) * dtype.itemsize))
+    for start in range(first, last, step):
+        yield slice(start, min(start + step, last)), *(slice(*x) for x in width)
 
 
 def write(
@@ -113,10 +105,7 @@ def write(
     shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]],
     arrays: Iterable[np.ndarray],
 ) -> None:
-    """Writes a new file of tensors of these shapes and dtypes; `arrays` yields them one at a time.
-
-    Raises `OSError` where the file cannot be written.
-    """
+    """Writes a new file of tensors of these shapes and dtypes; `arrays` yields them one at a time."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (shape, dtype) in shapes.items():

@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
 def compiled(
     chip: str, sizes: tuple[int, ...], shape: cost.Shape, method: str, gradients: bool
 ) -> Compiled:
-    """The program of one layer's attention over a torus of these sizes; raises `ValueError` where none can be had."""
+    """The program of one layer's attention over a torus of these sizes."""
     if chip not in _DIMENSIONS:
         raise ValueError(
             f"--compile: wanted a TPU as --chip, {', '.join(_DIMENSIONS)}, got {chip!r}"

@@ -8,12 +8,12 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.errors import JaxRuntimeError
-from jax.sharding import Mesh
 
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.distributed.internal import METHOD_OPTIONS
@@ -30,7 +30,7 @@ from ..models import (
 )
 from ..models.generation._prompts import tokens_of
 from ..models.text._tokenizer import special_ids
-from ._arguments import enough_devices, integer, numbers, simulate_devices
+from ._command import enough_devices, integer, numbers, refuse, simulate_devices, sizes
 
 _EXAMPLE = '--prompt "if __name__ == " --stop ":"'  # which the model in this package answers
 _SAMPLING = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"
@@ -47,56 +47,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="folder: config.json, *.safetensors, tokenizer.json; demo: the library's own, which writes Python",
     )
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument(
-        "--prompt", action="append", help="the text to continue; -: standard input; may be repeated"
-    )
-    prompt.add_argument(
-        "--prompt-file",
-        type=Path,
-        action="append",
-        help="a file with the text, in UTF-8; -: standard input; may be repeated",
-    )
-    add(
-        "--chat",
-        action="store_true",
-        help="the text is what a user says: answer, by the chat template",
-    )
+    group = parser.add_mutually_exclusive_group(required=True)
+    prompt = partial(group.add_argument, action="append")
+    flag, number = partial(add, action="store_true"), partial(add, type=float)
+    prompt("--prompt", help="the text to continue; -: standard input; may be repeated")
+    text = "a file with the text, in UTF-8; -: standard input; may be repeated"
+    prompt("--prompt-file", type=Path, help=text)
+    flag("--chat", help="the text is what a user says: answer, by the chat template")
     add("--system", help="what the model is told before the user speaks, with --chat")
-    add("--mesh", type=_mesh, default=(), help="devices to shard the context over: 8, or 2x4")
+    mesh = partial(sizes, separator="x", expected="8 or 2x4, or other sizes", counts=(1, 2))
+    add("--mesh", type=mesh, default=(), help="devices to shard the context over: 8, or 2x4")
     add("--tensor", type=integer, default=1, help="devices to split the weights over (%(default)s)")
     methods = "auto", *METHOD_OPTIONS
     add("--method", default="auto", choices=methods, help="to read the prompt by (%(default)s)")
     add("--max-new-tokens", type=integer, default=128, help="tokens to generate (%(default)s)")
-    add("--temperature", type=float, default=0.0, help="0: the likeliest token (%(default)s)")
+    number("--temperature", default=0.0, help="0: the likeliest token (%(default)s)")
     add("--top-k", type=integer, help="draw from this number of likeliest tokens")
-    add(
-        "--top-p",
-        type=float,
-        help="draw from the likeliest tokens whose probabilities add up to this",
-    )
-    add("--min-p", type=float, help="draw from tokens this times as likely as the likeliest")
-    add(
-        "--repetition-penalty",
-        type=float,
-        help="divide or multiply logits of tokens in the prompt or the text: 1.1",
-    )
-    add("--presence-penalty", type=float, help="subtract from logits of tokens in the text: 0.5")
+    number("--top-p", help="draw from the likeliest tokens whose probabilities add up to this")
+    number("--min-p", help="draw from tokens this times as likely as the likeliest")
+    text = "divide or multiply logits of tokens in the prompt or the text: 1.1"
+    number("--repetition-penalty", help=text)
+    number("--presence-penalty", help="subtract from logits of tokens in the text: 0.5")
     add("--stop", action="append", help="a string that ends the text; may be repeated")
-    add(
-        "--eos",
-        type=_tokens,
-        help="tokens that end the text, 2 or 2,7; default: those of the files",
-    )
-    add(
-        "--json",
-        action="store_true",
-        help="a line for each prompt: prompt, text, tokens, logprobs, finish_reason",
-    )
+    tokens = partial(numbers, separator=",", expected="tokens by number, 2 or 2,7")
+    text = "tokens that end the text, 2 or 2,7; default: those of the files"
+    add("--eos", type=tokens, help=text)
+    flag("--json", help="a line for each prompt: prompt, text, tokens, logprobs, finish_reason")
     add("--seed", type=integer, default=0, help="of the draws (%(default)s)")
     add("--dtype", help="of weights and cache: bfloat16, float32; default: that of the files")
     add("--chunk-size", type=integer, default=1024, help="tokens read at a time (%(default)s)")
-    add("--speculative", action="store_true", help="draft by lookup in the text")
+    flag("--speculative", help="draft by lookup in the text")
     add("--draft-model", type=Path, help="draft by the smaller model in this folder")
 
 
@@ -111,22 +91,9 @@ def run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (OSError, TypeError, ValueError, NotImplementedError, ImportError) as error:
-        print(f"energy_attn generate: {error}", file=sys.stderr)
+        return refuse("generate", error)
     except JaxRuntimeError as error:  # no memory
-        print(f"energy_attn generate: {str(error).partition(chr(10))[0]}", file=sys.stderr)
-    return 2
-
-
-def _mesh(text: str) -> tuple[int, ...]:
-    expected = "8 or 2x4, or other sizes"
-    sizes = numbers(text.lower(), "x", expected)
-    if len(sizes) > 2 or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"wanted {expected}, got {text!r}")
-    return sizes
-
-
-def _tokens(text: str) -> tuple[int, ...]:
-    return numbers(text, ",", "tokens by number, 2 or 2,7")
+        return refuse("generate", str(error).partition("\n")[0])
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -158,7 +125,9 @@ def _run(args: argparse.Namespace, count: int) -> int:
         model = load(args.model, mesh=mesh, dtype=args.dtype)
         tokenizer = Tokenizer.load(args.model)
         rows = [_tokens_of(args, prompt, tokenizer) for prompt in prompts]
-        drafter = _drafter(args, mesh)
+        drafter: AbstractDrafter | None = PromptLookup() if args.speculative else None
+        if args.draft_model is not None:
+            drafter = ModelDrafter(load(args.draft_model, mesh=mesh, dtype=args.dtype))
         watch = _Watch(shown=len(prompts) == 1 and not args.json)
         generation = generate(
             model,
@@ -217,14 +186,6 @@ def _tokens_of(args: argparse.Namespace, prompt: str, tokenizer: Tokenizer) -> l
             f"{option}: wanted text, as this tokenizer begins one with no token, got {prompt!r}"
         )
     return tokens
-
-
-def _drafter(args: argparse.Namespace, mesh: Mesh | None) -> AbstractDrafter | None:
-    if args.speculative:
-        return PromptLookup()
-    if args.draft_model is not None:
-        return ModelDrafter(load(args.draft_model, mesh=mesh, dtype=args.dtype))
-    return None
 
 
 class _Watch:

@@ -1,10 +1,10 @@
 """`python -m energy_attn info`: versions, devices, and the implementation of each kind of call."""
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import platform as python_platform
-import sys
 from typing import NamedTuple
 
 import jax
@@ -23,6 +23,8 @@ from energy_attn.kernels.internal import (
     tried,
     window_structure,
 )
+
+from ._command import refuse, sizes
 
 _PACKAGES = ("energy_attn", "jax", "jaxlib", "equinox", "optax", "jaxtyping")
 _OPTIONAL = ("flash-attn-jax", "fa4-jax", "libtpu", "matplotlib")
@@ -50,45 +52,32 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `info`."""
-    parser.add_argument(
-        "--platform", choices=PLATFORMS, default=None, help="explain for it; default: the machine's"
+    add = parser.add_argument
+    add("--platform", choices=PLATFORMS, help="explain for it; default: the machine's")
+    text = "explain for GPUs of this compute capability; default: the machine's, or 9.0"
+    add("--capability", type=_gpu, metavar="MAJOR.MINOR", help=text)
+    shape = functools.partial(
+        sizes, separator=",", expected="four sizes of at least 1", counts=(4,)
     )
-    parser.add_argument(
-        "--capability",
-        type=_gpu,
-        metavar="MAJOR.MINOR",
-        help="explain for GPUs of this compute capability; default: the machine's, or 9.0",
-    )
-    parser.add_argument(
-        "--query", type=_sizes, metavar="B,T,N,H", help="explain for a query of this shape"
-    )
-    parser.add_argument(
-        "--key", type=_sizes, metavar="B,S,K,H", help="and keys of this one; default: query's"
-    )
-    parser.add_argument(
-        "--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32", "float64")
-    )
-    parser.add_argument("--causal", action="store_true", help="hide later keys")
+    add("--query", type=shape, metavar="B,T,N,H", help="explain for a query of this shape")
+    add("--key", type=shape, metavar="B,S,K,H", help="and keys of this one; default: query's")
+    add("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32", "float64"))
+    add("--causal", action="store_true", help="hide later keys")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints everything, or explains the call in the options; returns 0, or 2 for a wrong option."""
     platform = args.platform or platform_here()
     if args.capability and platform != "cuda":
-        print(f"info: --capability is for --platform cuda, got {platform}", file=sys.stderr)
-        return 2
+        return refuse("info", f"--capability is for --platform cuda, got {platform}")
     device = args.capability or (jax.devices()[0] if platform == platform_here() else None)
     calls = EXAMPLES
     if args.query or args.key:
         query, key = args.query or args.key, args.key or args.query
         calls = (Example("this call", query, key, args.dtype, args.causal),)
         if query[0] != key[0] or query[3] != key[3] or query[2] % key[2]:
-            print(
-                f"info: --key wanted B and H of --query, and a K that divides {query[2]}, "
-                f"got {key} beside {query}",
-                file=sys.stderr,
-            )
-            return 2
+            wanted = f"B and H of --query, and a K that divides {query[2]}"
+            return refuse("info", f"--key wanted {wanted}, got {key} beside {query}")
     else:
         _describe()
     print(f"\nWhich is used on {platform} where none is named:")
@@ -105,26 +94,19 @@ def _gpu(text: str) -> AssumedGPU:
     return AssumedGPU(text)
 
 
-def _sizes(text: str) -> tuple[int, int, int, int]:
-    sizes = text.split(",")
-    if len(sizes) != 4 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(f"wanted four sizes of at least 1, got {text!r}")
-    one, two, three, four = map(int, sizes)
-    return one, two, three, four
-
-
 def _describe() -> None:
     mesh = make_mesh()
     mesh_shape = " × ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    print(f"{'Python':<17}{python_platform.python_version()} on {python_platform.platform()}")
-    for name in (*_PACKAGES, *_OPTIONAL):
-        print(f"{name:<17}{_version(name)}")
-    print(f"{'devices':<17}{_devices()}")
-    print(f"{'mesh':<17}{mesh_shape} (energy_attn.distributed.make_mesh())")
-    print(f"{'implementations':<17}{', '.join(tried())}, tried in this order")
     by_name = [name for name in implementations() if name not in tried()]
-    if by_name:
-        print(f"{'only by name':<17}{', '.join(by_name)}")
+    facts = {
+        "Python": f"{python_platform.python_version()} on {python_platform.platform()}",
+        **{name: _version(name) for name in (*_PACKAGES, *_OPTIONAL)},
+        "devices": _devices(),
+        "mesh": f"{mesh_shape} (energy_attn.distributed.make_mesh())",
+        "implementations": f"{', '.join(tried())}, tried in this order",
+        **({"only by name": ", ".join(by_name)} if by_name else {}),
+    }
+    print("\n".join(f"{name:<17}{fact}" for name, fact in facts.items()))
 
 
 def choice(call: Example, platform: str, device: Device | None = None) -> list[str]:

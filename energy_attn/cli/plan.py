@@ -1,70 +1,189 @@
-"""`python -m energy_attn plan`: whether a context fits on a mesh, by which method, and what it takes."""
+"""`python -m energy_attn plan`: whether a context fits on a mesh, by which method, in what time and memory."""
 
 import argparse
+import dataclasses
+import functools
 import json
 import math
-import sys
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from energy_attn.distributed import cost
 from energy_attn.distributed import plan as planner
 from energy_attn.distributed.internal import CHIPS, METHOD_OPTIONS
 
-from ..models import LlamaConfig
+from ..models import Llama, LlamaConfig
 from ..models.checkpoint._folder import located
+from ..models.llama._experts import Experts
 from ._ahead import Compiled, compiled
-from ._arguments import count, numbers
-from ._planned import LAYOUTS, Planned
-from ._planned import Job as Job
-from ._planned import planned as planned
+from ._command import count, refuse, sizes, table
 
 _MOST = 2**14  # devices, of which tables list all pairs
 _COLUMNS = "method", "layout", "fits", "memory", "sent", "transfers", "products", "exposed", "total"
+LAYOUTS = "contiguous", "zigzag", "striped"
+# How each method folds or rotates, where it has a choice: a tree over sharded queries has two ways to scatter states.
+MERGES = {"tree": ("allreduce", "gather"), "ring": ("keys",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A model, the tokens that it reads or is trained on, and the devices that share the tokens."""
+
+    config: LlamaConfig
+    chip: planner.Chip
+    topology: cost.Topology
+    tokens: int  # in a row
+    batch: int = 1
+    dtype: str = "bfloat16"  # of weights and activations
+    gradients: bool = True  # whether the model is trained
+    tile: int = 1  # of the kernel, as for `plan.pairs`
+
+    def shapes(self, layout: str) -> Counter[cost.Shape]:
+        """The attention of each layer, and of how many."""
+        config, found = self.config, Counter[cost.Shape]()
+        for layer in range(config.num_hidden_layers):
+            window = config.window(layer)
+            found[
+                cost.Shape(
+                    *(self.batch, self.tokens, self.tokens),
+                    *(config.num_attention_heads, config.num_key_value_heads),
+                    *(config.head_dim, config.value_dim, self.dtype),
+                    causal=True,
+                    queries_sharded=True,
+                    # a window as long as the text is none
+                    window=None if window is None or window >= self.tokens else (window - 1, 0),
+                    layout=layout,
+                )
+            ] += 1
+        return found
+
+    def first_shape(self, layout: str) -> cost.Shape:
+        """The attention of the first layer."""
+        return next(iter(self.shapes(layout)))
+
+    def weight_seconds(self) -> float:
+        """Seconds for the products with weights: two operations a weight and token, six with gradients."""
+        operations = (6 if self.gradients else 2) * weights(self.config, self.dtype).used
+        rows = self.batch * self.tokens / self.topology.devices
+        return operations * rows / (self.chip.efficiency * self.chip.flops)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of a device, by their use, besides one layer's attention.
+
+        Weights are split over all devices; trained ones have a gradient, and two moments in float32. Trained, the
+        input of each layer is kept for the backward, else the keys and values of each.
+        """
+        every = weights(self.config, self.dtype).all
+        config, devices, size = self.config, self.topology.devices, jnp.dtype(self.dtype).itemsize
+        rows = self.batch * -(-self.tokens // devices)
+        if self.gradients:
+            inputs = config.num_hidden_layers * rows * config.hidden_size * size
+            state = (2 * size + 8) * every // devices
+            return {"weights, gradients, moments": state, "inputs of layers": inputs}
+        width = config.num_key_value_heads * (config.head_dim + config.value_dim)
+        cache = config.num_hidden_layers * rows * width * size
+        return {"weights": size * every // devices, "keys and values": cache}
+
+
+class Weights(NamedTuple):
+    """Numbers of weights: all, and those that a token is multiplied by."""
+
+    all: int
+    used: int
+
+
+@functools.cache
+def weights(config: LlamaConfig, dtype: DTypeLike) -> Weights:
+    """The weights of a decoder: of experts a token uses some, and of an embedding that is not the head a row."""
+    model = jax.eval_shape(lambda key: Llama(config, dtype, key=key), jax.random.key(0))
+
+    def count(tree: object) -> int:
+        return sum(x.size for x in jax.tree.leaves(tree))
+
+    every, idle = count(model), 0.0
+    if not config.tie_word_embeddings:
+        idle += count(model.embed_tokens)
+    if (routed := config.experts) is not None:
+        nodes = jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, Experts))
+        experts = sum(count(x) for x in nodes if isinstance(x, Experts))
+        idle += experts * (1 - routed.num_experts_per_tok / routed.num_experts)
+    return Weights(every, every - round(idle))
+
+
+class Planned(NamedTuple):
+    """Bytes of a device, and seconds, for the attention of all layers by one method in one layout."""
+
+    method: str
+    merge: str | None  # how states are folded, or what rotates
+    layout: str
+    fits: bool
+    memory: dict[str, int]  # by its use
+    sent: float
+    products: float
+    transfers: float
+    exposed: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of products, and of transfers that are exposed."""
+        return self.products + self.exposed
+
+
+def planned(job: Job, method: str, layout: str) -> Planned:
+    """The plan of a method, with the faster of its merges; raises `ValueError` where it is none for the job."""
+    shapes, topology = job.shapes(layout), job.topology
+    found = []
+    for merge in MERGES.get(method, (None,)):
+        times = [
+            planner.step_time(
+                method, merge, shape, topology, job.chip, tile=job.tile, gradient=job.gradients
+            )
+            for shape in shapes
+        ]
+        products, transfers, exposed = (
+            sum(layers * x[i] for layers, x in zip(shapes.values(), times, strict=True))
+            for i in range(3)
+        )
+        sent = sum(
+            layers * cost.volume(method, merge, shape, topology, gradient=job.gradients)
+            for shape, layers in shapes.items()
+        )
+        attention = max(cost.memory(method, merge, shape, topology) for shape in shapes)
+        memory = {**job.memory(), "attention of a layer": attention}
+        fits = sum(memory.values()) <= job.chip.memory
+        found.append(
+            Planned(method, merge, layout, fits, memory, sent, products, transfers, exposed)
+        )
+    return min(found, key=lambda x: x.seconds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `plan`."""
+    """Adds the options of `plan`."""
     parser.usage = f"{parser.prog} --chip CHIP --axes SIZES --tokens TOKENS --model DIR [options]"
     add = parser.add_argument
-    add("--chip", required=True, choices=tuple(CHIPS), help="each device")
-    add(
-        "--axes",
-        type=_axes,
-        required=True,
-        metavar="SIZES",
-        help="the devices that share the context, slow axes first: 8, or 4,4,8 of a torus",
-    )
+    needed = functools.partial(add, required=True)
+    needed("--chip", choices=tuple(CHIPS), help="each device")
+    axes = functools.partial(sizes, separator=",", expected="sizes of mesh axes, as 8 or 4,4,8")
+    text = "the devices that share the context, slow axes first: 8, or 4,4,8 of a torus"
+    needed("--axes", type=axes, metavar="SIZES", help=text)
     add("--nodes", type=count, help="nodes (TPU slices) of so many devices each, on a slow axis")
-    add(
-        "--tokens",
-        type=count,
-        required=True,
-        help="of the context: 32768, 32K (of 1024) or 1M (of 1024²)",
-    )
-    add(
-        "--model",
-        required=True,
-        help="folder of a checkpoint, or a config.json; demo: the library's own",
-    )
+    needed("--tokens", type=count, help="of the context: 32768, 32K (of 1024) or 1M (of 1024²)")
+    needed("--model", help="folder of a checkpoint, or a config.json; demo: the library's own")
     add("--batch", type=count, default=1, help="contexts (%(default)s)")
     add("--method", choices=METHOD_OPTIONS, help="default: all that can be")
     add("--layout", choices=LAYOUTS, help="of the tokens over the devices; default: all")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16"), help="(%(default)s)")
-    add(
-        "--gradients",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="whether the model is trained on the context, or reads it (%(default)s)",
-    )
-    add(
-        "--tile", type=count, default=512, help="queries and keys of a kernel's block (%(default)s)"
-    )
-    add(
-        "--efficiency",
-        type=float,
-        help="the part of the peak that products reach; default: the chip's",
-    )
+    text = "whether the model is trained on the context, or reads it (%(default)s)"
+    add("--gradients", action=argparse.BooleanOptionalAction, default=True, help=text)
+    add("--tile", type=count, default=512, help="queries and keys of a block (%(default)s)")
+    text = "the part of the peak that products reach; default: the chip's"
+    add("--efficiency", type=float, help=text)
     add("--compile", action="store_true", help="compile the attention, too: for TPUs, with libtpu")
     add("--json", action="store_true", help="an object with all numbers in bytes and seconds")
 
@@ -79,17 +198,8 @@ def run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (OSError, TypeError, ValueError) as error:
-        print(f"energy_attn plan: {error}", file=sys.stderr)
-        return 2
+        return refuse("plan", error)
     return 0
-
-
-def _axes(text: str) -> tuple[int, ...]:
-    expected = "sizes of mesh axes, as 8 or 4,4,8"
-    sizes = numbers(text, ",", expected)
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"wanted {expected}, got {text!r}")
-    return sizes
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -97,7 +207,10 @@ def _run(args: argparse.Namespace) -> None:
     plans, refused = _plans(job, args)
     if args.nodes is not None and args.compile:
         raise ValueError("--compile: wanted one slice, got --nodes")
-    programs = [_program(job, args, plan) for plan in plans] if args.compile else []
+    programs = [
+        compiled(args.chip, args.axes, job.first_shape(plan.layout), plan.method, job.gradients)
+        for plan in (plans if args.compile else ())
+    ]
     if args.json:
         rows = [{**x._asdict(), "seconds": x.seconds} for x in plans]
         for row, program in zip(rows, programs, strict=False):
@@ -107,7 +220,7 @@ def _run(args: argparse.Namespace) -> None:
         return
     _print(job, args, plans, refused)
     for plan, program in zip(plans, programs, strict=False):
-        _print_program(job, plan, program)
+        print(_filled(_compared(job, plan, program)))
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -164,13 +277,7 @@ def _print(
     print(
         f"{job.batch} × {job.tokens} tokens on {devices} {args.chip}, {what}, all {layers} layers\n"
     )
-    rows = [_COLUMNS, *(_cells(job, plan) for plan in plans)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
-    print()
+    print("\n".join(table([_COLUMNS, *(_cells(job, plan) for plan in plans)])), end="\n\n")
     counted = ", ".join(f"{name} {_bytes(x)}" for name, x in plans[0].memory.items())
     missing = "the backward's buffers, " if job.gradients else ""
     lines = (
@@ -180,8 +287,10 @@ def _print(
         f"at {job.chip.efficiency:.0%} of {job.chip.flops / 1e12:g} TFLOP/s",
         *(f"no {method}: {reason}" for method, reason in refused.items()),
     )
-    for line in lines:
-        print(textwrap.fill(line, 79, subsequent_indent="  "))
+    print("\n".join(map(_filled, lines)))
+
+
+_filled = functools.partial(textwrap.fill, width=79, subsequent_indent="  ")
 
 
 def _cells(job: Job, plan: Planned) -> Sequence[str]:
@@ -193,22 +302,15 @@ def _cells(job: Job, plan: Planned) -> Sequence[str]:
     )
 
 
-def _program(job: Job, args: argparse.Namespace, plan: Planned) -> Compiled:
-    shape = next(iter(job.shapes(plan.layout)))
-    return compiled(args.chip, args.axes, shape, plan.method, job.gradients)
-
-
-def _print_program(job: Job, plan: Planned, program: Compiled) -> None:
-    shape = next(iter(job.shapes(plan.layout)))
-    sizes = plan.method, plan.merge, shape, job.topology
-    sent = cost.volume(*sizes, gradient=job.gradients)
+def _compared(job: Job, plan: Planned, program: Compiled) -> str:
+    call = plan.method, plan.merge, job.first_shape(plan.layout), job.topology
+    sent = cost.volume(*call, gradient=job.gradients)
     exposed = ", ".join(f"{count} × {kind}" for kind, count in program.exposed.items() if count)
-    line = (
+    return (
         f"compiled, a layer of {plan.method}, {plan.layout}: sends {_bytes(program.sent)} "
         f"(model: {_bytes(sent)}), holds {_bytes(program.memory)} (model: "
-        f"{_bytes(cost.memory(*sizes))}), with nothing beside: {exposed or 'none'}"
+        f"{_bytes(cost.memory(*call))}), with nothing beside: {exposed or 'none'}"
     )
-    print(textwrap.fill(line, 79, subsequent_indent="  "))
 
 
 def _seconds(x: float) -> str:

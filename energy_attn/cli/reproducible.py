@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import statistics
@@ -31,6 +32,7 @@ from energy_attn.kernels.internal import FORMAT
 from .. import __version__, attention
 from ..models import Llama, LlamaConfig
 from ._byte_llama import byte_llama, held_out_text
+from ._command import refuse, table
 
 LENGTH, STEPS, HEADS, KEY_HEADS, WIDTH = 1024, 64, 8, 2, 64
 FEW = 96  # tokens of a prompt of one leaf
@@ -64,11 +66,10 @@ class Cost(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `reproducible`."""
-    parser.add_argument(
-        "--dtype", default="float32", choices=("float16", "bfloat16", "float32", "float64")
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
-    parser.add_argument("--digest", action="store_true", help="print only that of the bits")
+    add = parser.add_argument
+    add("--dtype", default="float32", choices=("float16", "bfloat16", "float32", "float64"))
+    add("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add("--digest", action="store_true", help="print only the digest of the bits")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,11 +81,8 @@ def run(args: argparse.Namespace) -> int:
         print(_digest(call))
         return 0
     if args.json and not args.json.parent.is_dir():
-        print(
-            f"reproducible: --json wanted a path in a folder that exists, got {args.json}",
-            file=sys.stderr,
-        )
-        return 2
+        wanted = "a path in a folder that exists"
+        return refuse("reproducible", f"--json wanted {wanted}, got {args.json}")
     machine = f"{jax.default_backend()}, {os.cpu_count()} cores, {jax.device_count()} devices"
     print(
         f"energy_attn {__version__}, format {FORMAT}, jax {jax.__version__}, {args.dtype}, {machine}\n"
@@ -115,48 +113,40 @@ def _draw(dtype: str) -> Call:
     return Call._make(jnp.asarray(rng.standard_normal((1, LENGTH, n, WIDTH)), dtype) for n in heads)
 
 
-def _attend(call: Call, reproducible: bool, **options: Any) -> Array:
+def _attend(call: Call, reproducible: bool, **options: Any) -> Any:
     return attention(*call[:3], is_causal=True, reproducible=reproducible, **options)
 
 
 def _gradients(call: Call, reproducible: bool, **options: Any) -> Any:
     def loss(query: Array, key: Array, value: Array) -> Array:
-        out = _attend(Call(query, key, value, call.weight), reproducible, **options)
-        return jnp.vdot(out.astype(jnp.float32), call.weight.astype(jnp.float32))
+        found = _attend(Call(query, key, value, call.weight), reproducible, **options)
+        out, *energies = found if "return_energy" in options else (found,)
+        total = jnp.vdot(out.astype(jnp.float32), call.weight.astype(jnp.float32))
+        return total + sum(0.01 * jnp.square(energy).sum() for energy in energies)
 
     return jax.grad(loss, (0, 1, 2))(*call[:3])
 
 
 def _gradients_of_few(call: Call, reproducible: bool) -> Any:
-    call = jax.tree.map(lambda x: x[:, :FEW], call)
-
-    def loss(query: Array, key: Array, value: Array) -> Array:
-        inputs = Call(query, key, value, call.weight)
-        out, energy = _attend(inputs, reproducible, return_energy=True)
-        return jnp.vdot(out.astype(jnp.float32), call.weight.astype(jnp.float32)) + (
-            0.01 * jnp.square(energy).sum()
-        )
-
-    return jax.grad(loss, (0, 1, 2))(*call[:3])
+    few = jax.tree.map(lambda x: x[:, :FEW], call)
+    return _gradients(few, reproducible, return_energy=True)
 
 
 def _lines(call: Call) -> list[EqualBits]:
-    """Compares other computations of the prompt, or of its gradients, with one call on one device."""
+    """Compares other computations of the prompt's last rows, or of its gradients, with one call on one device."""
     ways = {**_of_rows(call), **_over_devices(call), **_of_model()}
     found: dict[str, list[float]] = {}
     for reproducible in (True, False):
         computed = {of for of, _ in ways.values()}
         whole = {f: jax.jit(partial(f, reproducible=reproducible))(call) for f in computed}
         for name, (of, way) in ways.items():
-            got, first = way(reproducible)
-            wanted = jax.tree.map(lambda x, i=first: x[:, i:], whole[of])
-            found.setdefault(name, []).append(_equal(got, wanted))
+            found.setdefault(name, []).append(_equal(way(reproducible), whole[of]))
     return [EqualBits(name, *shares) for name, shares in found.items()]
 
 
 def _equal(found: PyTree[Array], wanted: PyTree[Array]) -> float:
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    same = [(_bits(x) == _bits(y)).reshape(-1) for x, y in pairs]
+    same = [(_bits(x) == _bits(y[:, -x.shape[1] :])).reshape(-1) for x, y in pairs]
     return float(np.mean(np.concatenate(same)))
 
 
@@ -164,11 +154,12 @@ def _bits(x: Array) -> np.ndarray:
     return np.asarray(x).view(f"uint{8 * x.dtype.itemsize}")
 
 
-Way = tuple[Callable[..., Any], Callable[[bool], tuple[Any, int]]]
+# A function of a prompt, and another way to compute its last rows, with the option or without.
+Way = tuple[Callable[..., Any], Callable[[bool], Any]]
 
 
 def _of_rows(call: Call) -> dict[str, Way]:
-    """Computations by chunks, steps, batches and transformations, and the first of their rows."""
+    """Computations by chunks, steps, batches and transformations."""
     rng = np.random.default_rng(1)
     others = jax.tree.map(lambda x: jnp.concatenate([x[:, ::-1], x, -x]), call)
     order = rng.permutation(LENGTH)
@@ -178,34 +169,32 @@ def _of_rows(call: Call) -> dict[str, Way]:
     }
     shuffled = call._replace(key=call.key[:, order], value=call.value[:, order])
 
-    def chunks(reproducible: bool) -> tuple[Any, int]:
-        ends = np.cumsum([0, 7, 93, 500, LENGTH - 600])
-        pairs = zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
-        return jnp.concatenate([_chunk(call, *x, reproducible) for x in pairs], 1), 0
+    def chunks(reproducible: bool) -> Any:
+        ends = np.cumsum([0, 7, 93, 500, LENGTH - 600]).tolist()
+        return jnp.concatenate(
+            [_chunk(call, *x, reproducible) for x in itertools.pairwise(ends)], 1
+        )
 
-    def batch(reproducible: bool, f: Callable = _attend) -> tuple[Any, int]:
+    def batch(reproducible: bool, f: Callable = _attend) -> Any:
         found = jax.jit(partial(f, reproducible=reproducible))(others)
-        return jax.tree.map(lambda x: x[1:2], found), 0
+        return jax.tree.map(lambda x: x[1:2], found)
 
-    def mapped(reproducible: bool) -> tuple[Any, int]:
+    def mapped(reproducible: bool) -> Any:
         run = jax.vmap(partial(_attend, reproducible=reproducible))
-        return jax.jit(run)(jax.tree.map(lambda x: x[:, None], others))[1], 0
+        return jax.jit(run)(jax.tree.map(lambda x: x[:, None], others))[1]
 
-    def other_order(reproducible: bool) -> tuple[Any, int]:
-        return jax.jit(partial(_attend, reproducible=reproducible, **places))(shuffled), 0
+    def other_order(reproducible: bool) -> Any:
+        return jax.jit(partial(_attend, reproducible=reproducible, **places))(shuffled)
 
-    def remat(reproducible: bool) -> tuple[Any, int]:
-        return jax.jit(jax.checkpoint(partial(_gradients, reproducible=reproducible)))(call), 0
+    def remat(reproducible: bool) -> Any:
+        return jax.jit(jax.checkpoint(partial(_gradients, reproducible=reproducible)))(call)
 
     return {
         "in chunks": (_attend, chunks),
-        "step by step, in a scan over a cache": (
-            _attend,
-            lambda x: (_steps(call, x), LENGTH - STEPS),
-        ),
+        "step by step, in a scan over a cache": (_attend, partial(_steps, call)),
         "in a batch": (_attend, batch),
         "by vmap": (_attend, mapped),
-        "without jit": (_attend, lambda x: (_attend(call, x), 0)),
+        "without jit": (_attend, partial(_attend, call)),
         "keys in another order": (_attend, other_order),
         "gradients in a batch": (_gradients, partial(batch, f=_gradients)),
         "gradients by jax.checkpoint": (_gradients, remat),
@@ -246,12 +235,12 @@ def _over_devices(call: Call) -> dict[str, Way]:
     if devices == 1:
         return {}
 
-    def over(f: Callable, method: str, layout: str, reproducible: bool) -> tuple[Any, int]:
+    def over(f: Callable, method: str, layout: str, reproducible: bool) -> Any:
         parallel = SequenceParallel("device", method, layout=layout)  # pyright: ignore[reportArgumentType]
         with jax.set_mesh(make_mesh((devices,), ("device",))):
             mine = jax.tree.map(lambda x: shard_sequence(x, parallel), call)
             found = jax.jit(partial(f, reproducible=reproducible, parallel=parallel))(mine)
-            return jax.tree.map(lambda x: unshard_sequence(x, parallel), found), 0
+            return jax.tree.map(lambda x: unshard_sequence(x, parallel), found)
 
     kinds = [("tree", "contiguous"), ("ring", "zigzag"), ("gather", "striped")]
     kinds += [("ulysses", "contiguous")] if HEADS % devices == 0 else []
@@ -287,9 +276,9 @@ def _of_model() -> dict[str, Way]:
 
         return lax.scan(step, cache, text[0, first:])[1][None]
 
-    def batch(reproducible: bool) -> tuple[Any, int]:
+    def batch(reproducible: bool) -> Array:
         others = jnp.concatenate([text[:, ::-1], text])
-        return jax.jit(partial(model, reproducible=reproducible))(others).logits[1:], 0
+        return jax.jit(partial(model, reproducible=reproducible))(others).logits[1:]
 
     # no width is a multiple of a vector's
     config = LlamaConfig(1001, 100, 300, 1, 2, 1, head_dim=50)
@@ -299,11 +288,11 @@ def _of_model() -> dict[str, Way]:
         del call
         return odd(text[:, :32], reproducible=reproducible).logits
 
-    def among_others(reproducible: bool) -> tuple[Any, int]:
-        return jax.jit(partial(odd, reproducible=reproducible))(text).logits[:, :32], 0
+    def among_others(reproducible: bool) -> Array:
+        return jax.jit(partial(odd, reproducible=reproducible))(text).logits[:, :32]
 
     return {
-        "a decoder's logits, step by step": (read, lambda x: (steps(x), first)),
+        "a decoder's logits, step by step": (read, steps),
         "a decoder's logits in a batch": (read, batch),
         "few tokens of a decoder of odd widths": (few, among_others),
     }
@@ -334,12 +323,11 @@ def _digest(call: Call) -> str:
 
 
 def _table(lines: list[EqualBits]) -> str:
-    width = max(len(line.way) for line in lines)
-    rows = [f"{'':<{width}}  reproducible=True  without"]
+    rows = [("", "reproducible=True", "without")]
     for line in lines:
         found = "✓ all bits" if line.reproducible == 1 else f"✗ {line.reproducible:.1%}"
-        rows.append(f"{line.way:<{width}}  {found:<17}  {line.plain:.1%}")
-    return "\n".join(rows)
+        rows.append((line.way, found, f"{line.plain:.1%}"))
+    return "\n".join(table(rows))
 
 
 def _costs(call: Call) -> list[Cost]:

@@ -8,7 +8,7 @@ import numpy as np
 from energy_attn.kernels.internal import received
 
 from ..report._landscape import Landscape
-from ._figure import new_figure
+from ._images import colour_bar, new_figure
 
 
 def landscape(plane: Landscape, axes: Iterable[Any] | None = None) -> Any:
@@ -52,30 +52,18 @@ def landscape(plane: Landscape, axes: Iterable[Any] | None = None) -> Any:
 
 def _draw_free_energy(axes: Any, plane: Landscape) -> None:
     x, y, energies = (np.asarray(a) for a in (*plane.source, plane.free_energy))
-    _contours(
-        axes, x, y, energies, np.linspace(energies.min(), energies.max(), 15), "viridis", "neither"
-    )
+    levels = np.linspace(energies.min(), energies.max(), 15)
+    _contours(axes, x, y, energies, levels, cmap="viridis")
     # half as long as the panel, in any units
     slope = np.asarray(plane.slope)
     room = np.asarray([x[-1], y[-1]])
     longest = np.max(np.abs(slope) / room)
     if longest > 0:
-        axes.annotate(
-            "",
-            tuple(slope * 0.5 / longest),
-            (0.0, 0.0),
-            arrowprops={
-                "arrowstyle": "-|>",
-                "color": "white",
-                "lw": 1.6,
-                "shrinkA": 0,
-                "shrinkB": 0,
-            },
-        )
+        arrow = {"arrowstyle": "-|>", "color": "white", "lw": 1.6, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate("", tuple(slope * 0.5 / longest), (0.0, 0.0), arrowprops=arrow)
     axes.plot(0, 0, "o", color="white", markersize=5)
-    axes.set_title("free energy F(ζ); its slope at 0 is attention")
-    axes.set_xlabel("source along $u_1$")
-    axes.set_ylabel("source along $u_2$")
+    axes.set(title="free energy F(ζ); its slope at 0 is attention")
+    axes.set(xlabel="source along $u_1$", ylabel="source along $u_2$")
 
 
 def _draw_rate(axes: Any, plane: Landscape) -> None:
@@ -85,36 +73,27 @@ def _draw_rate(axes: Any, plane: Landscape) -> None:
     most = np.percentile(rates[inside], 97) if inside.any() else 0.0
     shown = np.ma.masked_where(~inside, rates)
     # equal steps of √I are about equal steps of distance
-    _contours(axes, x, y, shown, (most or 1.0) * np.linspace(0, 1, 13) ** 2, "magma_r", "max")
+    levels = (most or 1.0) * np.linspace(0, 1, 13) ** 2
+    _contours(axes, x, y, shown, levels, cmap="magma_r", extend="max")
     if plane.values is not None:
         values = np.asarray(plane.values)
         values = values[np.isfinite(values).all(1)]
         axes.plot(*values.T, ".", color="tab:blue", markersize=6, label="values")
         axes.fill(*_hull(values).T, fill=False, edgecolor="tab:blue", linewidth=0.8)
         axes.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
-    axes.plot(
-        0, 0, "*", color="tab:green", markeredgecolor="white", markersize=13, label="attention"
-    )
-    axes.set_title("rate function I(z); empty outside the hull")
-    axes.set_xlabel("$z$ along $u_1$, from attention")
-    axes.set_ylabel("$z$ along $u_2$, from attention")
+    star = {"color": "tab:green", "markeredgecolor": "white", "markersize": 13}
+    axes.plot(0, 0, "*", label="attention", **star)
+    axes.set(title="rate function I(z); empty outside the hull")
+    axes.set(xlabel="$z$ along $u_1$, from attention", ylabel="$z$ along $u_2$, from attention")
     axes.legend(loc="upper right", fontsize=8, framealpha=0.8)
 
 
 def _contours(
-    axes: Any,
-    x: np.ndarray,
-    y: np.ndarray,
-    z: np.ndarray,
-    levels: np.ndarray,
-    colours: str,
-    extend: str,
+    axes: Any, x: np.ndarray, y: np.ndarray, z: np.ndarray, levels: np.ndarray, **options: Any
 ) -> None:
-    filled = axes.contourf(x, y, z.T, levels=levels, cmap=colours, extend=extend)
+    filled = axes.contourf(x, y, z.T, levels=levels, **options)
     axes.contour(x, y, z.T, levels=levels, colors="0.2", linewidths=0.4, alpha=0.6)
-    bar = axes.figure.colorbar(filled, ax=axes, pad=0.02, format="%.2g")
-    bar.set_label("nats")
-    bar.outline.set_visible(False)
+    colour_bar(axes.figure, axes, filled, "nats", format="%.2g")
 
 
 def _hull(values: np.ndarray) -> np.ndarray:

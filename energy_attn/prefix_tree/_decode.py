@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
@@ -224,19 +223,9 @@ def gather_path(cache: KVCache, path: Array, key: Array, value: Array) -> tuple[
     def taken(key: Array, value: Array, path: Array) -> tuple[Array, Array]:
         return gather_slots(key, path), gather_slots(value, path)
 
-    key, value, path = map(jnp.asarray, (key, value, path))
-    sharding = cache._sharding()
-    if sharding is None:
-        return taken(key, value, path)
-    sharded = jax.shard_map(
-        taken,
-        mesh=sharding.mesh,
-        in_specs=(sharding.new, sharding.new, sharding.rows),
-        out_specs=sharding.new,
-        axis_names=sharding.axes,
-    )
-    key, value = reshard_explicit(sharding.mesh, sharding.axes, (key, value), sharding.new)
-    return sharded(key, value, reshard_explicit(sharding.mesh, sharding.axes, path, sharding.rows))
+    given, sharding = map(jnp.asarray, (key, value, path)), cache._sharding()
+    in_specs = sharding.new, sharding.new, sharding.rows
+    return sharding.map(taken, in_specs, sharding.new, *given)
 
 
 def _check_cache(cache: object) -> None:

@@ -1,4 +1,4 @@
-"""A program with tags, run so that what the tags carry comes out beside its results.
+"""Runs a program with tags, and returns the values of the tags beside its results.
 
 Tags stand inside `jit`, loops and their like, whose programs return only what their author returned.
 Here each of them runs with more results.
@@ -11,30 +11,33 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels.internal import REMAT, bind, closed, equations, interpret, programs
+from energy_attn.kernels.internal import REMAT, bind, equations, interpret, programs
 
 from ..functional._tag import tag_p
 
 
 class Seen(eqx.Module):
-    """The values of one tag. `axes`: where each axis before those of the values is from, in order:
-    `"scan"`, `"vmap"` or `"device"`.
-    """
+    """The values of one tag."""
 
     values: PyTree[Array]
     name: str = eqx.field(static=True)
+    # where the leading axes of the values are from: "scan", "vmap" or "device"
     axes: tuple[str, ...] = eqx.field(static=True)
+
+    def behind(self, axis: str) -> "Seen":
+        return Seen(self.values, self.name, (axis, *self.axes))
 
 
 Results = tuple[list[Any], list[Seen]]
+Run = Callable[..., Results]
 
 
 class Asked(NamedTuple):
-    """Which tags are asked for, and whether those of other levels stay in the program."""
+    """The level of the tags that are asked for, and whether tags of other levels stay in the program."""
 
     level: int
     others_stay: bool = True
@@ -80,32 +83,33 @@ def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
         return [query], [Seen(params["tree"].unflatten(values), params["name"], params["axes"])]
     if primitive is tag_p and not asked.others_stay:
         return args[:1], []
+    inner = programs(equation)
     inside = [
         x.params["name"]
-        for program in programs(equation)
+        for program in inner
         for x in equations(program)
         if x.primitive is tag_p and x.params["level"] == asked.level
     ]
     if not inside or (primitive.name in REMAT and params["differentiated"]):
         # Nothing to see; or the backward pass computes again what the forward pass has shown.
         return bind(equation, args), []
-    mask = _RULES.get(primitive.name)
-    if mask is None:
+    rule = _RULES.get(primitive.name)
+    if rule is None:
         raise NotImplementedError(
             f"record: wanted energies inside what runs a known number of times, as jit, vmap, scan and "
             f"checkpoint do, got {inside[0]!r} inside {primitive.name!r}"
         )
-    return mask(equation, args, asked)
+    if rule is _custom:  # what the function itself sees has no tags of other levels
+        asked = asked._replace(others_stay=False)
+    return rule(equation, args, *(_runner(program, asked) for program in inner))
 
 
-def _runner(program: ClosedJaxpr | Jaxpr, asked: Asked) -> Callable[..., Results]:
-    """The program as a function of its arguments."""
-    return lambda *args: lift(closed(program), args, asked)
+def _runner(program: ClosedJaxpr, asked: Asked) -> Run:
+    return lambda *args: lift(program, args, asked)
 
 
-def _jit(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
+def _jit(equation: JaxprEqn, args: list[Any], run: Any) -> Results:
     params = equation.params
-    run = _runner(params["jaxpr"], asked)
     run.__name__ = params["name"]
     into, out = (
         tuple(x if isinstance(x, Sharding) else None for x in params[f"{side}_shardings"])
@@ -117,27 +121,23 @@ def _jit(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
     return jax.jit(run, **options)(*args)
 
 
-def _call(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
-    return _runner(equation.params["call_jaxpr"], asked)(*args)
+def _call(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
+    return run(*args)
 
 
-def _custom(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
+def _custom(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
     # The results keep their rule. What is seen has the derivative of the function itself, which the
     # compiler finds to be the same computation.
-    _, seen = _call(equation, args, asked._replace(others_stay=False))
-    return bind(equation, args), seen
+    return bind(equation, args), run(*args)[1]
 
 
-def _remat(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
-    params = equation.params
-    run = _runner(params["jaxpr"], asked)
-    options = {name: params[name] for name in ("prevent_cse", "policy")}
+def _remat(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
+    options = {name: equation.params[name] for name in ("prevent_cse", "policy")}
     return jax.checkpoint(run, **options)(*args)
 
 
-def _scan(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
+def _scan(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
     params = equation.params
-    run = _runner(params["jaxpr"], asked)
     # Constants come first, then what is carried, then what has an axis of steps. JAX's versions differ in
     # how they count them; the types of the body say it in all.
     inner = params["jaxpr"].jaxpr
@@ -151,18 +151,17 @@ def _scan(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, (found, seen) = jax.lax.scan(step, init, xs, **options)
-    return [*carry, *found], [_behind("scan", x) for x in seen]
+    return [*carry, *found], [x.behind("scan") for x in seen]
 
 
 def _with_steps(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many variables of a loop have another axis than those of its body."""
+    """The number of variables of a loop that have an axis of steps."""
     pairs = zip(outside, inside, strict=True)
     return sum(x.aval.ndim != y.aval.ndim for x, y in pairs)
 
 
-def _cond(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
+def _cond(equation: JaxprEqn, args: list[Any], *branches: Run) -> Results:
     index, *operands = args
-    branches = [_runner(x, asked) for x in equation.params["branches"]]
     each = [jax.eval_shape(run, *operands)[1] for run in branches]
 
     def chosen(number: int, *operands: Any) -> Results:
@@ -175,7 +174,7 @@ def _cond(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
 
 
 def _missing(x: jax.ShapeDtypeStruct) -> Array:
-    """In place of what a branch that was not taken would have carried."""
+    """NaN in place of the values of a branch that was not taken."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise NotImplementedError(
             f"record: wanted floating values of what runs in a branch of lax.cond, "
@@ -184,10 +183,8 @@ def _missing(x: jax.ShapeDtypeStruct) -> Array:
     return jnp.full(x.shape, jnp.nan, x.dtype)
 
 
-def _shard_map(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
-    params = equation.params
-    run = _runner(params["jaxpr"], asked)
-    mesh = params["mesh"]
+def _shard_map(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
+    params, mesh = equation.params, equation.params["mesh"]
     # JAX before 0.9 has another name for them
     manual = params.get("newly_manual_axes", params.get("manual_axes"))
     names = tuple(x for x in mesh.axis_names if x in manual)
@@ -204,15 +201,11 @@ def _shard_map(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
         axis_names=set(names),
         check_vma=params["check_vma"],
     )(*args)
-    return found, [_behind("device", x) for x in seen]
-
-
-def _behind(axis: str, seen: Seen) -> Seen:
-    return Seen(seen.values, seen.name, (axis, *seen.axes))
+    return found, [x.behind("device") for x in seen]
 
 
 # By the names of JAX's primitives, some of which differ between its versions.
-_RULES: dict[str, Callable[[JaxprEqn, list[Any], Asked], Results]] = {
+_RULES: dict[str, Callable[..., Results]] = {
     "jit": _jit,
     "pjit": _jit,
     "core_call": _call,

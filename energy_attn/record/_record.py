@@ -1,26 +1,34 @@
-"""The energies of a model that runs, named by where they are in it."""
+"""Records the energies of a model that runs, named by their places in it."""
 
 import collections
+import difflib
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels.internal import received
+from energy_attn.kernels.internal import Operands, holds_keys, received
 
 from ..core._gibbs import Gibbs
+from ..core._keys import PreparedKeys
 from ..core._module import FreeEnergy, with_name
 from ..flax._nnx import holds_nnx, is_pure, run_pure
-from ..functional._tag import recorders
-from ._figures import Recorder, recorder
+from ..functional._free_energy import Source, StaticCall
+from ..functional._tag import AbstractRecorder, recorders
+from ..observables._entropy import row_observables
 from ._lift import Asked, Seen, lift, traced
 
 # How Equinox's methods and transformed modules hold the module, in paths.
 _WRAPPER = re.compile(r"^(\.__self__|\._fun)*\.?")
+
+# The fields of an energy report.
+FIGURES = "energy", "entropy", "heat_capacity", "variance", "effective_keys"
 
 Recording = collections.OrderedDict[str, dict[str, PyTree[Array]]]
 
@@ -107,6 +115,24 @@ def record(
     return Partial(_recorded, (recorder(quantities, functions), function))
 
 
+class _Fields(NamedTuple):
+    names: tuple[str, ...]
+    functions: tuple[tuple[str, Callable[[Gibbs], Any]], ...]
+
+
+class Recorder(_Fields, AbstractRecorder):
+    """The figures and methods of given names, and functions of the measure."""
+
+    def observe(self, call: StaticCall, operands: Operands, source: Source) -> dict[str, Any]:
+        """The values by name."""
+        measure = Gibbs((PreparedKeys(call, operands),))
+        if source is not None:
+            measure = measure.tilt(jnp.asarray(source))
+        figures = _figures_of(measure, tuple(x for x in self.names if x in FIGURES))
+        found = {x: figures[x] if x in figures else getattr(measure, x)() for x in self.names}
+        return found | {name: function(measure) for name, function in self.functions}
+
+
 class Partial(eqx.Module):
     """`run` with its first arguments; unlike `equinox.Partial`, hashable if they are."""
 
@@ -119,13 +145,11 @@ class Partial(eqx.Module):
 
 
 def check_callable(function: object) -> None:
-    """Raises `TypeError` for what cannot be recorded."""
     if not callable(function):
         raise TypeError(f"function: wanted a function or a module, got {received(function)}")
 
 
 def check_calls(function: object, calls: bool) -> None:
-    """Raises `ValueError` for a function that calls no free energy."""
     if not calls:
         got = "one with modules of NNX" if is_pure(function) else received(function)
         raise ValueError(
@@ -146,7 +170,7 @@ def _recorded(
 def run_recorded(
     asked: Recorder, function: Any, /, *args: Any, **kwargs: Any
 ) -> tuple[Any, list[Seen]]:
-    """The result of a function, and what was seen. Raises as `record` and its result do."""
+    """The result of a function, and the values that were recorded."""
     run = functools.partial(_run, asked)
     if holds_nnx((function, args, kwargs)):
         return run_pure(run, function, args, kwargs)
@@ -164,7 +188,7 @@ def _run(asked: Recorder, function: Any, /, *args: Any, **kwargs: Any) -> tuple[
 
 
 def names_of(seen: Sequence[Seen]) -> list[str]:
-    """A name for each call: that of its energy, with a number from the second call on."""
+    """A name for each call: the name of its energy, with a number from the second call on."""
     count: collections.Counter[str] = collections.Counter()
     names = []
     for x in seen:
@@ -185,3 +209,58 @@ def _named(function: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         one, function, is_leaf=lambda x: isinstance(x, FreeEnergy)
     )
+
+
+def recorder(names: tuple[str, ...], functions: dict[str, Callable[[Gibbs], Any]]) -> Recorder:
+    """The recorder of quantities, which are checked; of the figures if there are none."""
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"quantities: wanted names; functions of a Gibbs are keywords; got {received(name)}"
+            )
+        if name not in FIGURES:
+            _check_method(name)
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{name}: wanted a function of a Gibbs, got {received(function)}")
+    if twice := [x for i, x in enumerate(names) if x in names[:i] or x in functions]:
+        raise ValueError(f"quantities: wanted each once, got {twice[0]!r} twice")
+    if not names and not functions:
+        names = FIGURES
+    return Recorder(names, tuple(functions.items()))
+
+
+def _check_method(name: str) -> None:
+    methods = {x: f for x, f in inspect.getmembers(Gibbs, inspect.isfunction) if x[0] != "_"}
+    method = methods.get(name)
+    if method is None:
+        close = difflib.get_close_matches(name.lower(), (*FIGURES, *methods), 1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ", as 'score_max'"
+        raise ValueError(
+            f"quantities: wanted {', '.join(FIGURES)} or a method of Gibbs{meant}, got {name!r}"
+        )
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    starred = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    if any(x.default is x.empty and x.kind not in starred for x in parameters):
+        raise ValueError(
+            f"quantities: wanted a method that needs no arguments, got {name!r}; "
+            f"a function gives them: {name}=lambda F: F.{name}(...)"
+        )
+
+
+def _figures_of(measure: Gibbs, names: tuple[str, ...]) -> dict[str, Array]:
+    """Figures of each row by their names, by as few passes as they need."""
+    found: dict[str, Array] = {}
+    if {"heat_capacity", "variance"} & set(names):
+        found = row_observables(*measure._prepared())._asdict()
+    elif names:
+        found = {"energy": measure()}
+        if set(names) - {"energy"}:
+            found["entropy"] = measure.entropy()
+    if "effective_keys" in names:
+        found["effective_keys"] = effective_keys(found["energy"], found["entropy"])
+    return {name: found[name] for name in names}
+
+
+def effective_keys(energy: Array, entropy: Array) -> Array:
+    return jnp.where(holds_keys(energy), jnp.exp(entropy), 0.0)

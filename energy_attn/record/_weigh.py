@@ -1,6 +1,7 @@
 """Weights of the documents of a context, whose derivative is what each did for an answer."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -78,11 +79,7 @@ def weigh(function: Callable[..., Any]) -> Callable[..., Any]:
         ((2,), ())
     """
     check_callable(function)
-    return Partial(weighed, (_value, function))
-
-
-def _value(value: Callable[[Array], Any], weights: Array) -> PyTree:
-    return value(weights)
+    return Partial(weighed, (operator.call, function))
 
 
 def weighed(

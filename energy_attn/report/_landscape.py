@@ -116,7 +116,17 @@ def landscape(
         >>> [int(i) for i in lowest]  # attention, in the middle
         [2, 2]
     """
-    _check(query, key, value, directions, bias, mask)
+    check_shape("query", check_floating("query", query), ("H",))
+    check_shape("key", check_floating("key", key), ("S", query.shape[0]))
+    check_shape("value", check_floating("value", value), (key.shape[0], "Hv"))
+    if directions is not None:
+        check_shape("directions", check_floating("directions", directions), (2, value.shape[1]))
+    elif value.shape[1] < 2:
+        raise ValueError(f"value: wanted a width of at least 2, got {received(value)}")
+    if bias is not None:
+        check_shape("bias", check_floating("bias", bias), (key.shape[0],))
+    if mask is not None:
+        check_shape("mask", check_boolean("mask", mask), (key.shape[0],))
     points = check_integer("points", points, least=2)
     energy = FreeEnergy() if energy is None else energy
     if not isinstance(energy, FreeEnergy):
@@ -160,27 +170,6 @@ def landscape(
         jnp.where(is_valid, rates.value, jnp.nan).reshape(points, points),
         None if value.shape[1] != 2 else _coordinates(measure, query, value, attention, directions),
     )
-
-
-def _check(
-    query: Array,
-    key: Array,
-    value: Array,
-    directions: Array | None,
-    bias: Array | None,
-    mask: Array | None,
-) -> None:
-    check_shape("query", check_floating("query", query), ("H",))
-    check_shape("key", check_floating("key", key), ("S", query.shape[0]))
-    check_shape("value", check_floating("value", value), (key.shape[0], "Hv"))
-    if directions is not None:
-        check_shape("directions", check_floating("directions", directions), (2, value.shape[1]))
-    elif value.shape[1] < 2:
-        raise ValueError(f"value: wanted a width of at least 2, got {received(value)}")
-    if bias is not None:
-        check_shape("bias", check_floating("bias", bias), (key.shape[0],))
-    if mask is not None:
-        check_shape("mask", check_boolean("mask", mask), (key.shape[0],))
 
 
 def _principal(covariance: Array) -> Array:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -27,10 +27,9 @@ from ..core._gibbs import Gibbs
 from ..core._module import measure_at, measure_of
 from ..functional._options import EnergyOptions
 from ..nn._multihead import MultiheadAttention
-from ..observables._entropy import row_observables
-from ..record._figures import recorder
+from ..observables._entropy import RowObservables, row_observables
 from ..record._lift import Seen
-from ..record._record import names_of, run_recorded
+from ..record._record import effective_keys, names_of, recorder, run_recorded
 
 if TYPE_CHECKING:  # `import energy_attn` loads no models
     from ..models import AbstractDecoder, DecoderCache
@@ -38,20 +37,9 @@ if TYPE_CHECKING:  # `import energy_attn` loads no models
 ProcessHeads = Callable[..., Sequence[Array]]
 
 
-class _RowFigures(NamedTuple):
-    """The figures of each row from which the others in a report follow, `[layers, ..., N]`."""
-
-    energy: Array
-    entropy: Array
-    heat_capacity: Array
-    variance: Array
-
-
-class _Layers(NamedTuple):
-    """The figures of one call in a function: of one layer, or of one for each step of the loops around it."""
-
-    rows: _RowFigures
-    names: tuple[str, ...]
+# The figures of rows from which the others in a report follow, `[layers, ..., N]` each.
+Rows = tuple[Array, ...]
+_FIGURES = RowObservables._fields[:-1]
 
 
 class EnergyReport(eqx.Module):
@@ -189,26 +177,23 @@ def energy_report(
 
     check_flag("per_query", per_query)
     kinds = {AbstractDecoder: _of_decoder, MultiheadAttention: _of_layer, Gibbs: _of_measure}
-    run: Callable[..., _RowFigures] | None = next(
+    run: Callable[..., Rows] | None = next(
         (f for x, f in kinds.items() if isinstance(model, x)), None
     )
     if run is not None:
         _check_inputs(run, model, *inputs, **options)
-        rows = run(model, *inputs, **options)
-    elif callable(model):
-        layers = _layers_of(model, *inputs, **options)
-        return _joined([_summary(x.rows, per_query, x.names) for x in layers])
-    else:
+        return _summary(run(model, *inputs, **options), per_query)
+    if not callable(model):
         raise TypeError(
             f"model: wanted a Gibbs, a MultiheadAttention, a decoder or a function, "
             f"got {received(model)}"
         )
-    return _summary(rows, per_query)
+    _, seen = run_recorded(recorder(_FIGURES, {}), model, *inputs, **options)
+    layers = zip(names_of(seen), seen, strict=True)
+    return _joined([_of_call(name, x, per_query) for name, x in layers])
 
 
-def _check_inputs(
-    run: Callable[..., _RowFigures], model: Any, *inputs: Any, **options: Any
-) -> None:
+def _check_inputs(run: Callable[..., Rows], model: Any, *inputs: Any, **options: Any) -> None:
     """Raises `TypeError` for inputs that a kind of model does not take, by the names that it takes."""
     signature = inspect.signature(run)
     try:
@@ -219,37 +204,28 @@ def _check_inputs(
         raise TypeError(f"inputs: wanted {names} for a {type(model).__name__}; {error}") from None
 
 
-def _layers_of(function: Callable[..., Any], *inputs: Any, **options: Any) -> list[_Layers]:
-    """The layers of a function, in the order of its calls. Raises as `record` and its result do."""
-    _, seen = run_recorded(recorder(_RowFigures._fields, {}), function, *inputs, **options)
-    return [_layers_of_call(name, x) for name, x in zip(names_of(seen), seen, strict=True)]
-
-
-def _layers_of_call(name: str, seen: Seen) -> _Layers:
+def _of_call(name: str, seen: Seen, per_query: bool) -> EnergyReport:
+    """The report of one call in a function: of one layer, or of one for each step of the loops around it."""
     steps = [i for i, axis in enumerate(seen.axes) if axis == "scan"]
-    figures = [jnp.moveaxis(x, steps, range(len(steps))) for x in _RowFigures(**seen.values)]
+    figures = [jnp.moveaxis(seen.values[x], steps, range(len(steps))) for x in _FIGURES]
     shape = figures[0].shape[: len(steps)]
-    rows = (x.reshape(-1, *x.shape[len(steps) :]) for x in figures)
-    return _Layers(
-        _RowFigures(*rows), tuple(f"{name}{list(i) if i else ''}" for i in np.ndindex(*shape))
-    )
+    rows = tuple(x.reshape(-1, *x.shape[len(steps) :]) for x in figures)
+    names = tuple(f"{name}{list(i) if i else ''}" for i in np.ndindex(*shape))
+    return _summary(rows, per_query, names)
 
 
-def _summary(
-    rows: _RowFigures, per_query: bool, names: tuple[str, ...] | None = None
-) -> EnergyReport:
-    """The report of the rows of layers."""
-    seen = holds_keys(rows.energy)
-    effective = jnp.where(seen, jnp.exp(rows.entropy), 0.0)
+def _summary(rows: Rows, per_query: bool, names: tuple[str, ...] | None = None) -> EnergyReport:
+    energy, entropy, *_ = rows
+    figures, seen = [*rows, effective_keys(energy, entropy)], holds_keys(energy)
     if per_query:
-        return EnergyReport(*rows, effective, names=names)
+        return EnergyReport(*figures, names=names)
     axes = tuple(range(1, seen.ndim - 1))
-    count = seen.sum(axes, dtype=rows.energy.dtype)
+    count = seen.sum(axes, dtype=energy.dtype)
 
     def mean(x: Array) -> Array:
         return jnp.where(seen, x, 0.0).sum(axes) / jnp.maximum(count, 1.0)
 
-    energy, *rest = map(mean, (*rows, effective))
+    energy, *rest = map(mean, figures)
     return EnergyReport(jnp.where(count > 0, energy, -jnp.inf), *rest, names=names)
 
 
@@ -275,15 +251,9 @@ def _joined(reports: list[EnergyReport]) -> EnergyReport:
     return jax.tree.map(join, *arrays)
 
 
-def _observed(measure: Gibbs) -> tuple[Array, _RowFigures]:
-    """Attention, promoted, and the figures of its rows."""
-    observables = row_observables(*measure._prepared())
-    return observables.out, _RowFigures(*observables[:-1])
-
-
-def _of_measure(measure: Gibbs) -> _RowFigures:
-    """The rows of one layer, in the shape of a model's."""
-    return jax.tree.map(lambda x: x[None], _observed(measure)[1])
+def _of_measure(measure: Gibbs) -> Rows:
+    *rows, _ = row_observables(*measure._prepared())
+    return tuple(x[None] for x in rows)
 
 
 def _of_layer(
@@ -295,7 +265,7 @@ def _of_layer(
     *,
     process_heads: ProcessHeads | None = None,
     **rows: Unpack[RowOptions],
-) -> _RowFigures:
+) -> Rows:
     project = functools.partial(layer.project, mask=mask, process_heads=process_heads)
     batched = check_floating("query", query).ndim == 3
     for name, x in (("key_", key_), ("value", value)) if batched else ():
@@ -315,13 +285,14 @@ def _of_decoder(
     *,
     parallel: SequenceParallel | None = None,
     **options: Any,
-) -> _RowFigures:
+) -> Rows:
     def attend(
         query: Array, key: Array, value: Array, *, return_energy: bool, **call: Any
-    ) -> tuple[Array, _RowFigures]:
+    ) -> tuple[Array, Rows]:
         del return_energy  # as a report
-        out, rows = _observed(measure_of(query, key, value, **call, **options))
-        return out.astype(query.dtype), rows
+        measure = measure_of(query, key, value, **call, **options)
+        *rows, out = row_observables(*measure._prepared())
+        return out.astype(query.dtype), tuple(rows)
 
     output = model(tokens, positions, cache, parallel=parallel, return_energies=True, attend=attend)
     rows: Any = output.energies

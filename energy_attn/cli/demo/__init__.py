@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,29 +18,54 @@ from energy_attn.distributed import SequenceParallel, make_mesh
 
 from ... import attention
 from ...models import Llama, LlamaConfig, shard
-from .._arguments import enough_devices, integer
 from .._byte_llama import byte_llama, held_out_text
+from .._command import enough_devices, integer, refuse
+from .._command import table as aligned
 from ._checks import WINDOW, errors, expected, parameters, score
-from ._decode import Decoded, Sent, compile_loop, decode, gathered, one_device, sent
-from ._report import TableRow, draw, readable, table
-from ._times import Parts, TimedLoop, medians, parts
+from ._decode import (
+    Decoded,
+    Parts,
+    Sent,
+    TimedLoop,
+    compile_loop,
+    decode,
+    gathered,
+    medians,
+    one_device,
+    parts,
+    sent,
+)
 
 _MESH = (2, 4)
 DEVICES = 8
 
 
+class TableRow(NamedTuple):
+    """A line of the table."""
+
+    what: str  # the quantity
+    measured: str  # its value
+    beside: str = ""  # the value wanted, or one to compare with
+    holds: bool | None = None  # whether the value is right; None where no value is wanted
+    kernel: str = ""  # the kernels that ran; empty where the value is the same with any
+
+
+def table(lines: list[TableRow]) -> str:
+    """The lines of the table, below its head."""
+    lines = [TableRow("", "measured", "wanted, or to compare", kernel="kernel"), *lines]
+    signs = {True: "✓", False: "✗", None: " "}
+    cells = [(x.what, x.measured, signs[x.holds], x.kernel, x.beside) for x in lines]
+    head, *rows = aligned(cells, right=[1])
+    return "\n".join([head, "─" * max(map(len, (head, *rows))), *rows])
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `demo`."""
-    parser.add_argument(
-        "--context", type=integer, default=8192, help="bytes of prompt (%(default)s)"
-    )
-    parser.add_argument("--tokens", type=integer, default=96, help="bytes to decode (%(default)s)")
-    parser.add_argument(
-        "--parts", action="store_true", help="time merges, attention, the rest and calls, too"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo.png"), help="the picture (%(default)s)"
-    )
+    add = parser.add_argument
+    add("--context", type=integer, default=8192, help="bytes of prompt (%(default)s)")
+    add("--tokens", type=integer, default=96, help="bytes to decode (%(default)s)")
+    add("--parts", action="store_true", help="time merges, attention, the rest and calls, too")
+    add("--out", type=Path, default=Path("demo.png"), help="the picture (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
         devices = enough_devices(DEVICES)
         model = byte_llama()
     except (OSError, ValueError, RuntimeError) as error:
-        print(f"energy_attn demo: {error}", file=sys.stderr)
-        return 2
+        return refuse("demo", error)
     # By default accelerators round the factors of float32 products.
     with jax.default_device(devices[0]), jax.default_matmul_precision("highest"):
         return _run(args, text, devices, model)
@@ -131,26 +155,18 @@ def _passage(prompt: np.ndarray, decoded: np.ndarray) -> str:
 
 
 def _equalities(tree: Decoded, alone: Decoded, dense: Decoded, context: int) -> list[TableRow]:
+    lines, count = [], len(tree.tokens)
+    for name, other in (("dense decoding", dense), ("one device's", alone)):
+        same = int((tree.tokens == other.tokens).sum())
+        found = f"{same} of {count}", "all", same == count
+        lines.append(TableRow(f"bytes equal to {name}", *found, tree.kernels))
     wrong = errors(tree.traces, tree.cache_content, context)
-    count = len(tree.tokens)
-    same = [int((tree.tokens == other.tokens).sum()) for other in (dense, alone)]
-    lines = [
-        TableRow("bytes equal to dense decoding", f"{same[0]} of {count}", "all", same[0] == count),
-        TableRow("bytes equal to one device's", f"{same[1]} of {count}", "all", same[1] == count),
-        TableRow(
-            "energies, largest error against float64",
-            f"{wrong.energy:.1e} nats",
-            f"at most {wrong.energy_allowed:.1e}",
-            bool(wrong.energy <= wrong.energy_allowed),
-        ),
-        TableRow(
-            "outputs, largest error against float64",
-            f"{wrong.out:.1e}",
-            f"at most {wrong.out_allowed:.1e}",
-            bool(wrong.out <= wrong.out_allowed),
-        ),
-    ]
-    return [line._replace(kernel=tree.kernels) for line in lines]
+    for (name, unit), (error, allowed) in zip(
+        (("energies", " nats"), ("outputs", "")), wrong, strict=True
+    ):
+        found = f"{error:.1e}{unit}", f"at most {allowed:.1e}", bool(error <= allowed)
+        lines.append(TableRow(f"{name}, largest error against float64", *found, tree.kernels))
+    return lines
 
 
 def _traffic(
@@ -228,3 +244,62 @@ def _differences(took: Parts) -> list[TableRow]:
             "a call for each byte adds", ms(took.calling), f"{ms(took.calling_one)} on one device"
         ),
     ]
+
+
+def readable(text: np.ndarray | bytes) -> str:
+    """Bytes as text; invalid UTF-8 as `\\xNN`."""
+    return bytes(text).decode("utf-8", "backslashreplace")
+
+
+_SHOWN = {"\n": "↵", "\t": "⇥", " ": "·"}
+# A grey that reads on white and on black, and no background: pages are either.
+_INK = "#7f7e7d"
+_SETTINGS: dict[Any, Any] = {
+    "axes.labelcolor": _INK,
+    "savefig.transparent": True,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+}
+
+
+def _character(byte: int) -> str:
+    text = chr(byte) if byte < 127 else "�"
+    return _SHOWN.get(text, text if text.isprintable() else "�")
+
+
+def draw(path: Path, energies: np.ndarray, text: np.ndarray, context: int) -> str | None:
+    """Draws the energies below the decoded text."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import Normalize
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture: matplotlib is not installed (pip install matplotlib)"
+
+    with rc_context(_SETTINGS):
+        layers, count, heads = energies.shape
+        width, height = 1.6 + 0.135 * count, 1.2 + layers * (0.12 + 0.24 * heads)
+        figure = Figure(figsize=(max(8.0, width), height), layout="constrained")
+        panels = figure.subplots(layers, 1, sharex=True, squeeze=False)
+        low, high = np.percentile(energies, [0.5, 99.5])
+        colours = ScalarMappable(Normalize(low, high), "magma")
+        for layer, panel in enumerate(panels[:, 0]):
+            panel.imshow(colours.to_rgba(energies[layer].T), aspect="auto", interpolation="nearest")
+            panel.set_yticks(range(heads), [f"{head}" for head in range(heads)], fontsize=8)
+            panel.set_ylabel(f"layer {layer}\nhead", fontsize=9)
+            panel.tick_params(length=0)
+            panel.spines[:].set_visible(False)
+        bottom = panels[-1, 0]
+        bottom.set_xticks(range(count), [_character(byte) for byte in bytes(text)])
+        for label in bottom.get_xticklabels():
+            label.set(family="monospace", fontsize=9)
+        bottom.set_xlabel(f"decoded bytes, after {context:,} bytes of context", fontsize=9)
+        figure.suptitle("Free energy of each head as it reads the text that it wrote", fontsize=12)
+        bar = figure.colorbar(colours, ax=panels[:, 0], pad=0.01, aspect=40)
+        bar.set_label("F = log Σ exp(scores), nats", fontsize=9)
+        bar.ax.tick_params(labelsize=8)
+        bar.outline.set_visible(False)
+        figure.savefig(path, dpi=150)
+    return None

@@ -16,13 +16,6 @@ from ._decode import CacheContent, kernels
 _EPS = float(np.finfo(np.float32).eps)
 
 
-class Errors(NamedTuple):
-    energy: float
-    energy_allowed: float
-    out: float
-    out_allowed: float
-
-
 def float64_attention(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, seen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -49,7 +42,8 @@ def float64_attention(
     return out.transpose(1, 0, 2), (highest + np.log(total))[..., 0].T, scores
 
 
-def errors(trace: Trace, cache_content: CacheContent, first: int) -> Errors:
+def errors(trace: Trace, cache_content: CacheContent, first: int) -> list[tuple[float, float]]:
+    """The largest error of an energy and of an output, each with the error that rounding allows."""
     query, outs, energies = (np.asarray(x)[:, 0] for x in trace)
     steps = first + np.arange(query.shape[1])
     seen = (cache_content.positions >= 0) & (cache_content.positions <= steps[:, None])
@@ -62,7 +56,7 @@ def errors(trace: Trace, cache_content: CacheContent, first: int) -> Errors:
     # A score is a sum of H products, rounded relative to their size. An error of the scores changes F
     # by as much, and the weights, hence the output relative to the values, by twice as much.
     allowed = 16 * _EPS * max(1.0, score)
-    return Errors(energy, allowed, out, 2 * allowed * max(1.0, size))
+    return [(energy, allowed), (out, 2 * allowed * max(1.0, size))]
 
 
 def expected(config: LlamaConfig, batch: int = 1, time: int = 1) -> tuple[int, int]:

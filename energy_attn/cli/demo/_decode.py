@@ -1,19 +1,23 @@
-"""Decoding in one program, a loop over bytes, compiled ahead of time so that its communication can be counted."""
+"""Decoding in one program, a loop over bytes, compiled ahead of time so that its communication can be counted.
 
+Parts of the time of a byte are differences of programs with and without a part, timed in turn.
+"""
+
+import contextlib
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from energy_attn.distributed import SequenceParallel, collectives
-from energy_attn.kernels.internal import Attention, explain, platform_here, programs
+from energy_attn.kernels.internal import Attention, equations, explain, platform_here
 
 from ... import attention
 from ...models import DecoderCache, Llama
@@ -27,23 +31,16 @@ def kernels(traced: jax.stages.Traced) -> str:
 
     Neither `reference`, which leaves only its operations in a program, nor any under `jax.vmap`.
     """
-    return ", ".join(dict.fromkeys(_names(traced.jaxpr)))
-
-
-def _names(program: ClosedJaxpr) -> Iterator[str]:
-    for equation in program.eqns:
+    found = []
+    for equation in equations(traced.jaxpr):
         call: Any = equation.params.get("call")
         if isinstance(getattr(call, "owner", None), Attention):
-            yield _name(call, [x.aval for x in equation.invars])
-        else:
-            for inner in programs(equation):
-                yield from _names(inner)
-
-
-def _name(call: Any, avals: list[Any]) -> str:
-    names = [kernel.name for kernel in call.owner.kernels]
-    (operands,) = call.split(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
-    return explain(names, call.owner.settings, operands, platform_here(), jax.devices()[0]).name
+            avals: Any = (x.aval for x in equation.invars)
+            (operands,) = call.split(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
+            names, settings = [kernel.name for kernel in call.owner.kernels], call.owner.settings
+            chosen = explain(names, settings, operands, platform_here(), jax.devices()[0])
+            found.append(chosen.name)
+    return ", ".join(dict.fromkeys(found))
 
 
 _CHUNK = 512  # bytes of the prompt read at a time
@@ -51,16 +48,12 @@ _TEMPERATURE, _SEED = 0.5, 0  # of the draws: greedy text soon repeats itself
 
 
 class CacheContent(NamedTuple):
-    """The content of a cache: keys and values `[layers, S, K, H]`, and positions `[S]`, -1 if empty."""
-
-    key: np.ndarray
+    key: np.ndarray  # `[layers, S, K, H]`
     value: np.ndarray
-    positions: np.ndarray
+    positions: np.ndarray  # `[S]`, -1 if empty
 
 
 class Decoded(NamedTuple):
-    """The results of decoding."""
-
     tokens: np.ndarray  # int `[count]`, the decoded bytes
     prefill_seconds: float  # the time for the prompt, without compilation
     prefill_kernels: str  # the kernels that read the prompt; empty without any of this library's
@@ -94,7 +87,7 @@ def one_device(
     key_positions: Array,
     **_: object,
 ) -> tuple[Array, Array]:
-    """Attention by `jax.nn.dot_product_attention`, with the signature of ours; its energies are NaN."""
+    """Attention by `jax.nn.dot_product_attention`; its energies are NaN."""
     seen = key_positions[:, None, :] <= query_positions[:, :, None]
     seen &= (key_positions >= 0)[:, None, :]
     out = jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
@@ -130,21 +123,6 @@ def absent(query: Array, key: Array, value: Array, **_: object) -> tuple[Array, 
     return query, query[..., 0]
 
 
-def _loop(attend: Callable[..., Any], count: int) -> Callable[..., Any]:
-    def loop(model: Llama, first: Array, cache: DecoderCache) -> tuple[Array, Trace, DecoderCache]:
-        one = jnp.ones(1, jnp.int32)
-
-        def step(carry: tuple[Array, DecoderCache], _: None) -> tuple[Any, tuple[Array, Trace]]:
-            token, cache = carry
-            x, new_cache, trace = read_on(model, token, cache, one, How(attend))
-            return (_drawn(model.logits(x), new_cache), new_cache), (token[0, 0], trace)
-
-        (_, cache), (tokens, traces) = lax.scan(step, (first, cache), None, length=count)
-        return tokens, traces, cache
-
-    return loop
-
-
 def _drawn(logits: Array, cache: DecoderCache) -> Array:
     key = jax.random.fold_in(jax.random.key(_SEED), cache.lengths[0])
     return jax.random.categorical(key, logits / _TEMPERATURE).astype(jnp.int32)
@@ -158,19 +136,24 @@ def trace_loop(
     attend: Callable[..., Any],
 ) -> jax.stages.Traced:
     """The loop of `count` bytes for a cache of `slots`, which is donated."""
+
+    def loop(model: Llama, first: Array, cache: DecoderCache) -> tuple[Array, Trace, DecoderCache]:
+        one = jnp.ones(1, jnp.int32)
+
+        def step(carry: tuple[Array, DecoderCache], _: None) -> tuple[Any, tuple[Array, Trace]]:
+            token, cache = carry
+            x, new_cache, trace = read_on(model, token, cache, one, How(attend))
+            return (_drawn(model.logits(x), new_cache), new_cache), (token[0, 0], trace)
+
+        (_, cache), (tokens, traces) = lax.scan(step, (first, cache), None, length=count)
+        return tokens, traces, cache
+
     cache = model.empty_cache(1, slots, parallel=parallel)
-    loop = jax.jit(_loop(attend, count), donate_argnums=2)
-    return loop.trace(model, jnp.zeros((1, 1), jnp.int32), cache)
+    return jax.jit(loop, donate_argnums=2).trace(model, jnp.zeros((1, 1), jnp.int32), cache)
 
 
-def compile_loop(
-    model: Llama,
-    slots: int,
-    count: int,
-    parallel: SequenceParallel | None,
-    attend: Callable[..., Any],
-) -> jax.stages.Compiled:
-    return trace_loop(model, slots, count, parallel, attend).lower().compile()
+def compile_loop(*args: Any) -> jax.stages.Compiled:
+    return trace_loop(*args).lower().compile()
 
 
 def decode(
@@ -226,3 +209,70 @@ def sent(loop: jax.stages.Compiled, count: int) -> Sent:
         sum(c.bytes * (c.count or 0) for c in operations) // count,
         peak,
     )
+
+
+_ROUNDS = 5
+
+
+class TimedLoop(NamedTuple):
+    """A compiled loop over bytes, its start, and the number of calls in a row."""
+
+    decoded: Decoded
+    loop: jax.stages.Compiled
+    calls: int = 1
+
+
+class Parts(NamedTuple):
+    """The parts of the time of a byte over a mesh, in seconds."""
+
+    # how much longer a step takes than one in which each device attends to its own keys, and nothing is merged
+    merging: float
+    attending: float  # the time of attention without merges, less that of attention on one device
+    # the time of a step without attention, which every device computes, less that on one device. The three sum up to
+    # the difference from one device.
+    repeating: float
+    calling: float  # how much longer a byte takes where each is a call of a program
+    calling_one: float  # as `calling`, on one device
+
+
+def parts(tree: Decoded, alone: Decoded, mesh: jax.sharding.Mesh, over: SequenceParallel) -> Parts:
+    count = len(tree.tokens)
+
+    def made(decoded: Decoded, attend: Callable[..., Any], calls: int = 1) -> TimedLoop:
+        parallel, sizes = over if decoded is tree else None, (decoded.slots, count // calls)
+        with jax.set_mesh(mesh) if decoded is tree else contextlib.nullcontext():
+            loop = compile_loop(decoded.start[0], *sizes, parallel, attend)
+        return TimedLoop(decoded, loop, calls)
+
+    runs = {"tree": TimedLoop(tree, tree.loop), "alone": TimedLoop(alone, alone.loop)}
+    for decoded, suffix in ((tree, ""), (alone, " alone")):
+        runs[f"bare{suffix}"] = made(decoded, absent)
+        runs[f"calls{suffix}"] = made(decoded, attention, count)
+    runs["unmerged"] = made(tree, unmerged)
+    took = medians(runs)
+    alone_attending = took["alone"] - took["bare alone"]
+    return Parts(
+        took["tree"] - took["unmerged"],
+        took["unmerged"] - took["bare"] - alone_attending,
+        took["bare"] - took["bare alone"],
+        took["calls"] - took["tree"],
+        took["calls alone"] - took["alone"],
+    )
+
+
+def medians(runs: dict[str, TimedLoop]) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(_ROUNDS):
+        first = turn % len(runs)  # none is always the first
+        for name in (*runs, *runs)[first : first + len(runs)]:
+            seconds[name].append(_seconds(runs[name]))
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def _seconds(run: TimedLoop) -> float:
+    model, first, cache = run.decoded.start
+    cache = jax.block_until_ready(copied(cache))
+    began = time.perf_counter()
+    for _ in range(run.calls):
+        *_, cache = jax.block_until_ready(run.loop(model, first, cache))
+    return (time.perf_counter() - began) / len(run.decoded.tokens)

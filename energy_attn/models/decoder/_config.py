@@ -60,7 +60,7 @@ class StoredWeight:
         if self.swapped:
             bounds[-2:] = bounds[:-3:-1]
         box = tuple(bounds)
-        data = safetensors.read(tensors[self.names[0]], [box], dtype)[box]
+        data = safetensors.read(tensors[self.names[0]], box, dtype)
         data = data.swapaxes(-1, -2) if self.swapped else data
         every = [slice(None)] * data.ndim
         if self.axis is not None:

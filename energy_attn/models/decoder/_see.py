@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from energy_attn import attention
 from energy_attn.distributed import SequenceParallel
-from energy_attn.distributed.internal import AbstractTokens, run_of
+from energy_attn.distributed.internal import AbstractTokens
 from energy_attn.kernels.internal import reproducible_kernels
 
 from ._by_rows import by_rows, together
@@ -32,7 +32,7 @@ class How:
         """The function of attention to the keys and values of a cache."""
         if not self.reproducible:
             return self.function
-        return functools.partial(self.function, implementation=reproducible_kernels(run_of(cache)))
+        return functools.partial(self.function, implementation=reproducible_kernels(cache._run()))
 
     @property
     def rows(self) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ INDEX = "kv_cache.index.json"
 
 
 def bits(cache):
-    arrays = {**cache._stored()._asdict(), "starts": cache.starts, "lengths": cache.lengths}
+    arrays = cache._arrays()._asdict()
     return {name: np.asarray(x).tobytes() for name, x in arrays.items() if x is not None}
 
 
@@ -106,7 +106,7 @@ def test_a_save_that_ends_anywhere(count, error, tmp_path, monkeypatch, unchecke
 
     def save(cache, folder):
         about = {"slots": cache.slots, "window": None, "dtype": "float64", "stored": "float64"}
-        arrays = {**cache._stored()._asdict(), "starts": cache.starts, "lengths": cache.lengths}
+        arrays = cache._arrays()._asdict()
 
         def one(index):
             mine = {n: part(x, index, count) for n, x in arrays.items() if x is not None}

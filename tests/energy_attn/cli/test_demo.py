@@ -15,8 +15,8 @@ import pytest
 import energy_attn as ea
 import energy_attn.cli.demo as demo
 from energy_attn import __main__ as command
-from energy_attn.cli import _arguments, _byte_llama
-from energy_attn.cli.demo import _checks, _decode, _report, _times
+from energy_attn.cli import _byte_llama, _command
+from energy_attn.cli.demo import _checks, _decode
 from energy_attn.cli.info import EXAMPLES, choice
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import Llama, LlamaConfig
@@ -91,7 +91,7 @@ def pieces():
 def run(pieces, monkeypatch, tmp_path, capsys):
     for name, function in pieces.items():
         monkeypatch.setattr(demo, name, function)
-    monkeypatch.setattr(_times, "_ROUNDS", 1)
+    monkeypatch.setattr(_decode, "_ROUNDS", 1)
 
     def run(**changes):
         args = argparse.Namespace(**{**SETTINGS, "out": tmp_path / "a.png", **changes})
@@ -176,7 +176,7 @@ def test_parts(run, monkeypatch):
         )
         return seconds
 
-    monkeypatch.setattr(_times, "medians", medians)
+    monkeypatch.setattr(_decode, "medians", medians)
     found, made = [], demo.parts
     monkeypatch.setattr(demo, "parts", lambda *args: found.append(made(*args)) or found[0])
     assert run(parts=True)[0] == 0
@@ -317,10 +317,10 @@ def test_held_out_text(tmp_path, monkeypatch):
 
 def test_table():
     lines = [
-        _report.TableRow("one", "1", "of 1", True, "blockwise"),
-        _report.TableRow("a longer one", "22", "x", False),
+        demo.TableRow("one", "1", "of 1", True, "blockwise"),
+        demo.TableRow("a longer one", "22", "x", False),
     ]
-    assert _report.table(lines).splitlines()[2:] == [
+    assert demo.table(lines).splitlines()[2:] == [
         "one                  1  ✓  blockwise  of 1",
         "a longer one        22  ✗             x",
     ]
@@ -358,8 +358,8 @@ def test_kernels():
 
 
 def test_unreadable_bytes_are_shown():
-    assert _report.readable(np.array([65, 255, 10], np.uint8)) == "A\\xff\n"
-    assert [_report.character(byte) for byte in b"a \n\x00\xff"] == ["a", "·", "↵", "�", "�"]
+    assert demo.readable(np.array([65, 255, 10], np.uint8)) == "A\\xff\n"
+    assert [demo._character(byte) for byte in b"a \n\x00\xff"] == ["a", "·", "↵", "�", "�"]
 
 
 @pytest.mark.full
@@ -417,6 +417,6 @@ def test_flags(before, after, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     if before:
         monkeypatch.setenv("XLA_FLAGS", before)
-    _arguments.simulate_devices()
+    _command.simulate_devices()
     assert os.environ["XLA_FLAGS"] == after
     monkeypatch.undo()

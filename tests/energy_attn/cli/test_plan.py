@@ -7,7 +7,7 @@ import pytest
 
 from energy_attn.__main__ import main
 from energy_attn.cli._byte_llama import FOLDER
-from energy_attn.cli._planned import Job, weights
+from energy_attn.cli.plan import Job, weights
 from energy_attn.distributed import cost
 from energy_attn.distributed import plan as planner
 from energy_attn.models import ExpertsConfig, LlamaConfig

@@ -1,13 +1,16 @@
-"""Arguments of commands, and the devices that they run on, real or simulated."""
+"""Arguments, devices, tables and errors of commands."""
 
 import argparse
 import os
 import re
+import sys
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 
 MOST = 2**31 - 1  # of 32 bits, as JAX counts
+_MOST_DEVICES = 4096  # simulated ones: each takes memory and threads
 
 
 def integer(text: str) -> int:
@@ -15,7 +18,7 @@ def integer(text: str) -> int:
 
 
 def numbers(text: str, separator: str | None, expected: str) -> tuple[int, ...]:
-    """Integers of 32 bits between separators; raises `ArgumentTypeError`, which says `expected`."""
+    """Integers of 32 bits between separators; an error says what was `expected`."""
     parts = [text] if separator is None else text.split(separator)
     try:
         found = tuple(map(int, parts))
@@ -28,12 +31,22 @@ def numbers(text: str, separator: str | None, expected: str) -> tuple[int, ...]:
     return found
 
 
+def sizes(
+    text: str, *, separator: str, expected: str, counts: Collection[int] = range(1, MOST)
+) -> tuple[int, ...]:
+    """Integers of at least 1, as many as one of `counts`."""
+    found = numbers(text.lower(), separator, expected)
+    if len(found) not in counts or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"wanted {expected}, got {text!r}")
+    return found
+
+
 def shown(text: str) -> str:
     return repr(text if len(text) < 60 else text[:57] + "...")
 
 
 def count(text: str) -> int:
-    """A number above 0, in units, of 1024 for K, or of 1024² for M; raises `ArgumentTypeError`."""
+    """A number above 0, in units, of 1024 for K, or of 1024² for M."""
     found = re.fullmatch(r"([1-9]\d*)([KM]?)", text.upper())
     if found is None:
         raise argparse.ArgumentTypeError(
@@ -47,19 +60,14 @@ def count(text: str) -> int:
     return number
 
 
-_MOST = 4096  # simulated devices: each takes memory and threads
-
-
 def simulate_devices(count: int = 8) -> None:
     """Asks for `count` CPU devices, unless the user has asked for a number, or there are too many.
 
     JAX reads the flag when it starts its CPU backend. Accelerators stay the default devices.
     """
-    if count > _MOST:
-        return
     flag = "--xla_force_host_platform_device_count"
     flags = os.environ.get("XLA_FLAGS", "")
-    if flag not in flags:
+    if count <= _MOST_DEVICES and flag not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}={count}".strip()
 
 
@@ -69,3 +77,20 @@ def enough_devices(count: int) -> list[Any]:
         if len(devices) >= count:
             return devices[:count]
     raise ValueError(f"wanted {count} devices, real or simulated, got {len(jax.devices())}")
+
+
+def refuse(command: str, error: object) -> int:
+    """Says on standard error why a command cannot run, and returns its exit status."""
+    print(f"energy_attn {command}: {error}", file=sys.stderr)
+    return 2
+
+
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """The lines of a table: cells are aligned to the left, in the columns `right` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = enumerate(zip(row, widths, strict=True))
+        return "  ".join(x.rjust(n) if i in right else x.ljust(n) for i, (x, n) in cells).rstrip()
+
+    return [line(row) for row in rows]

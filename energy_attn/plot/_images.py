@@ -1,4 +1,4 @@
-"""Pictures by position: which weights the rows give to the keys, and which keys a mask shows."""
+"""Images: a report by layer and head, the weights that rows give to keys, and the keys that a mask shows."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,136 @@ from jaxtyping import Array, Bool
 from energy_attn.kernels.internal import check_array, check_floating, check_integer, received
 from energy_attn.kernels.masks import AbstractMask
 
-from ._figure import colour_bar, new_figure, saved, ticks
+from ..report._report import EnergyReport
 
+# Field, title, unit and colours; quantities of one kind share theirs.
+_PANELS = (
+    ("energy", "free energy  F", "nats", "cividis"),
+    ("entropy", "entropy  H", "nats", "viridis"),
+    ("effective_keys", "effective keys  exp H", "keys", "viridis"),
+    ("heat_capacity", "heat capacity  Var(s)", "nats²", "magma"),
+    ("variance", "variance of the values  tr Σ", "value²", "magma"),
+)
+# With more cells than this, numbers in them would be too small to read.
+_READABLE = 96
 # How many characters of labels a panel is wide.
 _CHARACTERS = 27
+
+
+def new_figure(name: str, width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"plot.{name}: wanted matplotlib, which is not installed (pip install matplotlib)"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def ticks(count: int, most: int = 16) -> range:
+    """The rows or columns that have a tick: at most `most` out of `count`."""
+    step = 1
+    while count > most * step:
+        step *= 2
+    return range(0, count, step)
+
+
+def colour_bar(figure: Any, panel: Any, drawn: Any, label: str, **options: Any) -> None:
+    bar = figure.colorbar(drawn, ax=panel, pad=0.02, **options)
+    bar.set_label(label)
+    bar.outline.set_visible(False)
+
+
+def saved(figure: Any, path: str | PathLike[str] | None) -> Any:
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _image(panel: Any, values: np.ndarray, *args: Any, **options: Any) -> Any:
+    panel.tick_params(length=0)
+    panel.spines[:].set_visible(False)
+    return panel.imshow(values, *args, aspect="auto", interpolation="nearest", **options)
+
+
+def energy_report(report: EnergyReport, path: str | PathLike[str] | None = None) -> Any:
+    """Draws a report: a heat map of layers and heads for each quantity, and a scatter plot of all heads.
+
+    If there are few cells, each shows its number. The last panel has a point for each head, by its
+    energy and entropy: heads that attend to one key lie at the bottom, those that average over all
+    keys at the top. Layers that have names are labelled with them.
+
+    Args:
+        report: means, as `energy_report(...)` returns them without `per_query`.
+        path: the file to write; its suffix (`.png`, `.svg`, `.pdf`) is the format. None writes no
+            file.
+
+    Returns:
+        The `matplotlib.figure.Figure`.
+
+    Raises:
+        TypeError: `report` is not an `EnergyReport`.
+        ValueError: the report is of single queries.
+        ImportError: matplotlib is not installed; the extra `plot` installs it.
+
+    Examples:
+        >>> import jax
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> figure = ea.plot.energy_report(ea.energy_report(ea.FreeEnergy().at(q, k, v)))
+        >>> [panel.get_title() for panel in figure.axes[:2]]
+        ['free energy  F', 'entropy  H']
+    """
+    if not isinstance(report, EnergyReport):
+        raise TypeError(f"report: wanted an EnergyReport, got {received(report)}")
+    shape = report.energy.shape
+    if len(shape) != 2:
+        raise ValueError(
+            f"report: wanted means of shape (layers, heads), got {received(report.energy)}; "
+            "leave per_query out"
+        )
+    layers, heads = shape
+    across = min(max(1.6 + 0.42 * heads, 2.7), 5.5)
+    down = min(max(1.2 + 0.34 * layers, 1.9), 5.5)
+    figure = new_figure("energy_report", 3 * across, 2 * down)
+    panels = figure.subplots(2, 3).ravel()
+    labels = [report.names[i] for i in ticks(layers)] if report.names else None
+    for panel, (field, title, unit, colours) in zip(panels, _PANELS, strict=False):
+        values = np.asarray(getattr(report, field), np.float64)
+        shown = np.ma.masked_invalid(values)
+        image = _image(panel, shown, cmap=colours)
+        panel.set(title=title, xlabel="head", ylabel="layer")
+        panel.set_xticks(ticks(heads))
+        panel.set_yticks(ticks(layers))
+        if labels and panel in panels[::3]:
+            panel.set_yticks(ticks(layers), labels, fontsize=7)
+        colour_bar(figure, panel, image, unit)
+        if layers * heads <= _READABLE:
+            _annotate(panel, image, values)
+    _compare(figure, panels[-1], report)
+    return saved(figure, path)
+
+
+def _compare(figure: Any, panel: Any, report: EnergyReport) -> None:
+    energy, entropy = (np.asarray(x, np.float64) for x in (report.energy, report.entropy))
+    layers, heads = energy.shape
+    layer = np.repeat(np.arange(layers), heads)
+    drawn = panel.scatter(
+        energy.ravel(), entropy.ravel(), 24, layer, cmap="plasma", edgecolors="0.6", linewidths=0.7
+    )
+    panel.set(title="every head", xlabel="free energy F, nats", ylabel="entropy H, nats")
+    panel.spines[["top", "right"]].set_visible(False)
+    colour_bar(figure, panel, drawn, "layer", ticks=ticks(layers))
+
+
+def _annotate(panel: Any, image: Any, values: np.ndarray) -> None:
+    for (layer, head), value in np.ndenumerate(values):
+        if not np.isfinite(value):
+            continue
+        red, green, blue, _ = image.cmap(image.norm(value))
+        light = 0.299 * red + 0.587 * green + 0.114 * blue > 0.5
+        style = {"ha": "center", "va": "center", "color": "black" if light else "white"}
+        panel.text(head, layer, f"{value:.3g}", fontsize=7, **style)
 
 
 def weights(
@@ -64,18 +190,18 @@ def weights(
     across = math.ceil(math.sqrt(heads))
     down = math.ceil(heads / across)
     figure = new_figure("weights", 0.8 + 2.2 * across, 0.4 + 2.2 * down)
+    from matplotlib import colormaps
+    from matplotlib.colors import PowerNorm
+
+    black_if_masked = colormaps["viridis"].with_extremes(bad="black")
     panels = figure.subplots(down, across, squeeze=False).ravel()
     drawn = None
     for head, panel in enumerate(panels):
         if head >= heads:
             panel.set_axis_off()
             continue
-        drawn = panel.imshow(
-            np.ma.masked_equal(shown[:, head], 0),
-            **_colours(),
-            aspect="auto",
-            interpolation="nearest",
-        )
+        norm, visible = PowerNorm(0.5, 0, 1), np.ma.masked_equal(shown[:, head], 0)
+        drawn = _image(panel, visible, cmap=black_if_masked, norm=norm)
         panel.set_title(f"head {head}", fontsize=9)
         _label(panel, *labels)
     colour_bar(figure, list(panels), drawn, "weight")
@@ -115,7 +241,7 @@ def mask(
     count, key_count = seen.shape
     figure = new_figure("mask", 3.6, 3.6)
     panel = figure.subplots()
-    panel.imshow(seen, "Blues", vmin=0, vmax=1.4, aspect="auto", interpolation="nearest")
+    _image(panel, seen, "Blues", vmin=0, vmax=1.4)
     panel.set_title(f"{seen.sum()} of {seen.size} pairs", fontsize=9)
     _label(panel, range(count), range(key_count))
     return saved(figure, path)
@@ -140,14 +266,6 @@ def _visible(mask: Any, query_len: int | None, key_len: int | None) -> np.ndarra
     return np.asarray(jnp.broadcast_to(seen, (rows, columns)))
 
 
-def _colours() -> dict[str, Any]:
-    from matplotlib import colormaps
-    from matplotlib.colors import PowerNorm
-
-    black_if_masked = colormaps["viridis"].with_extremes(bad="black")
-    return {"cmap": black_if_masked, "norm": PowerNorm(0.5, 0, 1)}
-
-
 def _labels(name: str, labels: Sequence[object] | None, count: int) -> Sequence[object]:
     if labels is None:
         return range(count)
@@ -164,5 +282,3 @@ def _label(panel: Any, rows: Sequence[object], keys: Sequence[object]) -> None:
         turned = 90 if axis is panel.xaxis and not across else 0
         axis.set_ticks(at, [str(labels[i]) for i in at], fontsize=7, rotation=turned)
         axis.set_label_text(name, fontsize=8)
-    panel.tick_params(length=0)
-    panel.spines[:].set_visible(False)
