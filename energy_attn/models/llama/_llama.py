@@ -25,7 +25,7 @@ from ...functional._citation import cite
 from ..checkpoint._load import load
 from ..checkpoint._save import save
 from ..decoder._decoder import AbstractDecoder, Family
-from ..decoder._see import See
+from ..decoder._read import See
 from ._attention import LatentAttention, LlamaAttention, attention_scale
 from ._config import LlamaConfig
 from ._experts import RoutedMLP
