@@ -12,7 +12,7 @@ from energy_attn.distributed import plan as planner
 from energy_attn.distributed.internal import CHIPS, METHOD_OPTIONS
 
 from ..models import LlamaConfig
-from ..models.checkpoint._folder import located
+from ..models.checkpoint._config import located
 from ._ahead import Compiled, compiled
 from ._arguments import count, numbers
 from ._planned import LAYOUTS, Planned

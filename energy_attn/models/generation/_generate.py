@@ -26,8 +26,8 @@ from energy_attn.kernels.internal import (
 from ...functional._citation import cite
 from ...functional._progress import Progress
 from ..decoder._decoder import AbstractDecoder
-from ..text._text_stream import TextStream, stop_strings
 from ..text._tokenizer import Tokenizer, special_ids
+from ..text._vocabulary import TextStream, stop_strings
 from ._drafters import AbstractDrafter
 from ._loop import Decoding, begin, run, serve
 from ._prompts import Prompts, check_padding, encoded, prompts
@@ -196,11 +196,11 @@ def generate(
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_integer("chunk_size", chunk_size, 1)
     mesh: Any = jax.sharding.get_abstract_mesh()
-    is_sharded = isinstance(parallel, SequenceParallel) and not mesh.empty
+    split = set(parallel.batch) if isinstance(parallel, SequenceParallel) else set()
     # the loop's own arrays do not agree with the types of rows over explicit axes
-    if is_sharded and is_explicit(mesh, set(parallel.batch) & set(mesh.axis_names)):
+    if not mesh.empty and is_explicit(mesh, split & set(mesh.axis_names)):
         raise ValueError(
-            f"parallel: wanted batch= over automatic axes of the mesh, got the explicit {parallel.batch}"
+            f"parallel: wanted batch= over automatic axes of the mesh, got the explicit {tuple(split)}"
         )
     check_flag("reproducible", reproducible)
     stops = _check_text(tokenizer, stop)
