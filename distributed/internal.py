@@ -36,6 +36,7 @@ if _typing.TYPE_CHECKING:
     from .cache._arguments import check_reach as check_reach
     from .cache._arguments import check_stored as check_stored
     from .cache._tokens import AbstractTokens as AbstractTokens
+    from .cache._tokens import run_of as run_of
     from .cache._write import positions_from as positions_from
     from .hlo._collectives import waits as waits
     from .plan._chips import CHIPS as CHIPS
@@ -57,6 +58,7 @@ else:
             "check_reach": ".cache._arguments",
             "check_stored": ".cache._arguments",
             "AbstractTokens": ".cache._tokens",
+            "run_of": ".cache._tokens",
             "positions_from": ".cache._write",
             "waits": ".hlo._collectives",
             "CHIPS": ".plan._chips",

@@ -135,6 +135,7 @@ from .program._read import REMAT as REMAT
 from .program._read import bind as bind
 from .program._read import equations as equations
 from .program._read import evaluate_by as evaluate_by
+from .program._read import function_of as function_of
 from .program._read import interpret as interpret
 from .program._read import programs as programs
 from .program._read import without_mesh as without_mesh

@@ -253,14 +253,6 @@ class AbstractTokens(eqx.Module):
         given = self._sharding(), self._arrays(), other._arrays()
         return self._with(replace_rows(*given, indices))
 
-    def _run(self) -> int | None:
-        """The number of successive tokens that lie together; None: none do."""
-        if self.window is not None:  # a slot may have a token of the next lap
-            return None
-        capacity, block, devices = self.slots
-        # on one device, token n is in slot n
-        return block if devices > 1 else max(LEAF, 1 << (capacity - 1).bit_length())
-
     def _state(
         self,
         query: Array,
@@ -278,7 +270,7 @@ class AbstractTokens(eqx.Module):
         call = check_call(query, *stored, source, None, mask, scales, **scored)
         plan = sharding_plan(self.parallel, *call.operands.qkv)
         settings = call.settings.needing(unrounded=unrounded)
-        return attend_sharded(plan, policy.laid_out(self._run()), settings, call.operands)
+        return attend_sharded(plan, policy.laid_out(run_of(self)), settings, call.operands)
 
     def _sharding(self) -> CacheSharding:
         return cache_sharding(self.parallel, self.key, self.slots.devices)
@@ -329,3 +321,12 @@ class _Quantize(AbstractFunction):
             "quantize: wanted a cache that stores floating numbers where it is differentiated, got "
             "'int8', whose rounding has no derivative; stop the gradient or use quantize=None"
         )
+
+
+def run_of(cache: AbstractTokens) -> int | None:
+    """The number of successive tokens that lie together in a cache; None: none do."""
+    if cache.window is not None:  # a slot may have a token of the next lap
+        return None
+    capacity, block, devices = cache.slots
+    # on one device, token n is in slot n
+    return block if devices > 1 else max(LEAF, 1 << (capacity - 1).bit_length())

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from ..models import Llama
-from ..models.checkpoint._folder import DEMO
+from ..models.checkpoint._config import DEMO
 
 FOLDER = DEMO
 # Modules that examples/byte_llama leaves out of the training: long, and part of every Python from 3.11 on.

@@ -19,7 +19,7 @@ from energy_attn.distributed import plan as planner
 from energy_attn.distributed.internal import CHIPS, METHOD_OPTIONS
 
 from ..models import Llama, LlamaConfig
-from ..models.checkpoint._folder import located
+from ..models.checkpoint._config import located
 from ..models.llama._experts import Experts
 from ._ahead import Compiled, compiled
 from ._command import count, refuse, sizes, table

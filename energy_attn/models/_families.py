@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from .checkpoint._load import load as load_family
 from .decoder._decoder import Family
 from .encoder._encoder import BERT
-from .families._mixtures import VARIANTS
+from .families._variants import VARIANTS
 from .llama._llama import LLAMA
 
 # By the `model_type` of their checkpoints.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.core
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
@@ -17,11 +17,9 @@ from .._varying import axes_of, vary_together
 from ..call._target import lowered_for
 from ..pallas.gpu._chip import named_gpu
 from ..pallas.tile_program import _evaluated as chips
-from ..program._read import evaluate_by, without_mesh
+from ..program._read import evaluate_by, function_of, without_mesh
 from ..xla import _tile_program as cpu
 from ._lowering import PLATFORMS, device_of
-
-Function = Callable[..., list[Array]]
 
 
 def computed(function: Callable[..., Any], *args: Any) -> Any:
@@ -35,16 +33,6 @@ def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list
     Raises `NotImplementedError`, when it is lowered for a TPU or a GPU, for operations whose order is XLA's there.
     """
     return _tile_program_p.bind(*consts, *given, jaxpr=jaxpr)
-
-
-def _by_jax(jaxpr: Jaxpr) -> Function:
-    """The function of a jaxpr, as XLA computes it."""
-
-    def run(*flat: Array) -> list[Array]:
-        count = len(jaxpr.constvars)
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, flat[:count]))(*flat[count:])
-
-    return run
 
 
 _tile_program_p = Primitive("tile_program")
@@ -69,7 +57,7 @@ def _types(*flat: jax.core.ShapedArray, jaxpr: Jaxpr) -> list[Any]:
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, jaxpr: Jaxpr) -> tuple[Any, Any]:
     tangents = list(map(ad.instantiate_zeros, tangents))
-    moved = jax.jvp(_by_jax(jaxpr), tuple(primals), tuple(tangents))[1]
+    moved = jax.jvp(function_of(jaxpr), tuple(primals), tuple(tangents))[1]
     return _tile_program_p.bind(*primals, jaxpr=jaxpr), moved
 
 
@@ -77,7 +65,7 @@ def _batch(
     axis: Any, flat: Sequence[Array], axes: Sequence[int | None], *, jaxpr: Jaxpr
 ) -> tuple[Any, Any]:
     named = {"axis_name": axis.name, "axis_size": axis.size}
-    program = jax.make_jaxpr(jax.vmap(_by_jax(jaxpr), in_axes=tuple(axes), **named))(*flat)
+    program = jax.make_jaxpr(jax.vmap(function_of(jaxpr), in_axes=tuple(axes), **named))(*flat)
     found = evaluated(program.jaxpr, program.consts, flat)
     return found, [0] * len(found)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 # The outputs of an equation from its inputs: arrays, or whatever stands for them.
 Rule = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
@@ -67,6 +67,12 @@ def interpret(
 
 def closed(program: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
     return program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, ())
+
+
+def function_of(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
+    """The function of a jaxpr's constants and inputs, as JAX evaluates it."""
+    count = len(jaxpr.constvars)
+    return lambda *flat: jaxpr_as_fun(ClosedJaxpr(jaxpr, flat[:count]))(*flat[count:])
 
 
 def bind(

@@ -23,7 +23,6 @@ from ... import attention
 from ...models import DecoderCache, Llama
 from ...models.decoder._cache import Trace
 from ...models.decoder._read import read_on
-from ...models.decoder._see import How
 
 
 def kernels(traced: jax.stages.Traced) -> str:
@@ -142,7 +141,7 @@ def trace_loop(
 
         def step(carry: tuple[Array, DecoderCache], _: None) -> tuple[Any, tuple[Array, Trace]]:
             token, cache = carry
-            x, new_cache, trace = read_on(model, token, cache, one, How(attend))
+            x, new_cache, trace = read_on(model, token, cache, one, attend=attend)
             return (_drawn(model.logits(x), new_cache), new_cache), (token[0, 0], trace)
 
         (_, cache), (tokens, traces) = lax.scan(step, (first, cache), None, length=count)

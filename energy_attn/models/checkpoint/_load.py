@@ -26,9 +26,17 @@ from ..decoder._config import (
     StoredWeight,
 )
 from ..decoder._decoder import Family
-from . import _folder
-from ._config import with_end_tokens
-from ._folder import CONFIG, INDEX, WHOLE
+from ._config import (
+    CONFIG,
+    INDEX,
+    WHOLE,
+    identity_of,
+    inside,
+    located,
+    read_config,
+    read_index,
+    with_end_tokens,
+)
 from ._mxfp4 import unpacked
 from ._shard import along, shardings
 
@@ -48,7 +56,7 @@ def load(
     progress: bool | Progress | None,
 ) -> Any:
     """The decoder in a folder, of one of `families`. Raises as `models.load`, before it reads a weight."""
-    folder = _folder.located(directory)
+    folder = located(directory)
     if not folder.is_dir():
         raise ValueError(
             f"directory: wanted a folder on this machine, got {folder}, which is none: nothing is "
@@ -59,7 +67,7 @@ def load(
 
     def read() -> tuple[AbstractModelConfig, Family, dict[str, Tensor]]:
         tensors, save = _stored(folder)
-        config, family = _folder.config(folder, families, save)
+        config, family = read_config(folder, families, save)
         return with_end_tokens(config, folder), family, unpacked(tensors)
 
     config, family, stored_tensors = files.steady(folder, (WHOLE, INDEX, CONFIG), read)
@@ -118,23 +126,22 @@ def named(model: AbstractModel) -> tuple[list[str], list[Any]]:
 
 
 def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
-    if os.path.lexists(single := _folder.inside(folder, WHOLE)):
+    if os.path.lexists(single := inside(folder, WHOLE)):
         header = safetensors.header(single)
-        return header.tensors, _folder.identity_of(header.metadata)
-    if not _folder.inside(folder, INDEX).exists():
+        return header.tensors, identity_of(header.metadata)
+    if not inside(folder, INDEX).exists():
         if pickles := [file.name for kind in _PICKLES for file in folder.glob(kind)]:
             raise ValueError(
                 f"directory: wanted {WHOLE} or {INDEX}, got {pickles[0]}: only safetensors is "
                 "read, as nothing is unpickled; write it anew with save_pretrained of transformers"
             )
         raise ValueError(f"directory: wanted {WHOLE} or {INDEX} in it, got {folder}")
-    file_of, save = _folder.index(folder)
+    file_of, save = read_index(folder)
     headers = {
-        name: safetensors.header(_folder.inside(folder, name))
-        for name in sorted(set(file_of.values()))
+        name: safetensors.header(inside(folder, name)) for name in sorted(set(file_of.values()))
     }
     for name, header in headers.items():
-        other = _folder.identity_of(header.metadata)
+        other = identity_of(header.metadata)
         if save not in (None, other):
             raise ValueError(
                 f"{folder / name}: wanted a file of the save {save}, as {INDEX} says, got {other}"

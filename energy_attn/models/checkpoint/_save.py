@@ -19,9 +19,7 @@ from energy_attn.distributed.internal import files, safetensors
 from energy_attn.kernels.internal import check_integer, received
 
 from ..decoder._config import AbstractModel, StoredWeight
-from . import _folder
-from ._config import SAVE
-from ._folder import CONFIG, INDEX, WHOLE, unfinished
+from ._config import CONFIG, INDEX, SAVE, WHOLE, checked, in_use, unfinished
 from ._load import named
 
 # Files that a save writes under its own names, and unfinished files of older saves.
@@ -36,7 +34,7 @@ _THEIRS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
     """Writes a model into a folder, in files of at most `max_shard_size` bytes; raises as `Llama.save`."""
-    folder = _folder.checked(directory)
+    folder = checked(directory)
     check_integer("max_shard_size", max_shard_size, 1, is_wide=True)
     names, leaves = named(model)
     for name, leaf in zip(names, leaves, strict=True):
@@ -45,7 +43,7 @@ def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
     tensors = _tensors(model, names, leaves)
     groups = _groups(tensors, max_shard_size)
     first = jax.process_index() == 0
-    with files.saving(folder, _OURS, _folder.in_use) as identity:
+    with files.saving(folder, _OURS, in_use) as identity:
         metadata = {"format": "pt", SAVE: identity}
         parts = {WHOLE: groups[0]} if len(groups) == 1 else _numbered(groups, identity)
         arrays = map(_whole, tensors.values())
@@ -65,7 +63,7 @@ def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
         with files.together(folder):
             if first:
                 _replace_weights(folder, WHOLE if len(groups) == 1 else INDEX, identity)
-                files.clean(folder, _THEIRS, _folder.in_use)
+                files.clean(folder, _THEIRS, in_use)
 
 
 class _Written(NamedTuple):

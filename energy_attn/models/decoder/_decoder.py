@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, Int
 from energy_attn import attention
 from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.distributed.internal import check_mesh
-from energy_attn.kernels.internal import LEAF, check_flag, check_integer, received
+from energy_attn.kernels.internal import call_policy, check_integer, received
 
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
+from ._by_rows import rows_of
 from ._cache import DecoderCache, DecoderOutput, TreeOutput, check_cache, log_probabilities
 from ._config import AbstractModel, AbstractModelConfig
 from ._read import (
@@ -25,7 +26,6 @@ from ._read import (
     read_on,
     read_tree,
 )
-from ._see import How
 
 # Whole leaves on a device: each sends a root in each step, so that what is sent does not grow with the cache.
 _MOST_BLOCKS = 8
@@ -113,11 +113,11 @@ class AbstractDecoder(AbstractLayers):
                 few slots left. On GPUs and TPUs, and with `EQX_ON_ERROR=off`, the logits of such rows are
                 NaN, then and later.
         """
-        how = How(attend, check_flag("reproducible", reproducible))
+        policy = call_policy(None, reproducible)
         if cache is None:
             if lengths is not None:
                 raise ValueError(f"lengths: wanted None without a cache, got {received(lengths)}")
-            x, trace = read_alone(self, tokens, positions, parallel, how)
+            x, trace = read_alone(self, tokens, positions, parallel, policy, attend)
         else:
             if positions is not None:
                 raise ValueError(
@@ -125,9 +125,9 @@ class AbstractDecoder(AbstractLayers):
                 )
             check_tokens("tokens", tokens)
             counts, wrong = fitting(self, tokens, cache, lengths, parallel=parallel)
-            x, cache, trace = read_on(self, tokens, cache, counts, how)
+            x, cache, trace = read_on(self, tokens, cache, counts, policy, attend)
             x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
-        logits = how.rows(self.logits, x)
+        logits = rows_of(policy)(self.logits, x)
         return DecoderOutput(logits, cache, trace.energy if return_energies else None)
 
     def log_probs(
@@ -163,7 +163,7 @@ class AbstractDecoder(AbstractLayers):
         """
         how = {"parallel": parallel, "reproducible": reproducible, "attend": attend}
         logits = self(tokens, positions, **how).logits
-        rows = How(attend, reproducible).rows
+        rows = rows_of(call_policy(None, reproducible))
         return rows(log_probabilities, logits[:, :-1], tokens[:, 1:])
 
     def prefill(
@@ -194,13 +194,13 @@ class AbstractDecoder(AbstractLayers):
         """
         time = check_tokens("tokens", tokens).shape[1]
         check_integer("chunk_size", chunk_size, 1)
-        how = How(attend, check_flag("reproducible", reproducible))
+        policy = call_policy(None, reproducible)
         if time < 1:
             raise ValueError(f"tokens: wanted at least one token, got {received(tokens)}")
         counts, wrong = fitting(self, tokens, cache, lengths, chunk_size=chunk_size)
-        x, cache = read_chunks(self, tokens, cache, counts, chunk_size, how)
+        x, cache = read_chunks(self, tokens, cache, counts, chunk_size, policy, attend)
         x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
-        return DecoderOutput(how.rows(self.logits, x), cache, None)
+        return DecoderOutput(rows_of(policy)(self.logits, x), cache, None)
 
     def read_tree(
         self, tree: PrefixTree, cache: DecoderCache, *, reproducible: bool = False
@@ -237,9 +237,7 @@ class AbstractDecoder(AbstractLayers):
         """
         check_tree("tree", tree)
         check_cache(cache, self.config, len(tree.tokens))
-        return read_tree(
-            self, tree, cache, How(reproducible=check_flag("reproducible", reproducible))
-        )
+        return read_tree(self, tree, cache, call_policy(None, reproducible))
 
     def empty_cache(
         self,
@@ -270,13 +268,13 @@ class AbstractDecoder(AbstractLayers):
             TypeError: an argument of another type.
             ValueError: sizes below one, or as `KVCache.empty` does.
         """
-        check_flag("reproducible", reproducible)
+        leaf = call_policy(None, reproducible).leaf
         if block_size is None:
             devices = 1 if parallel is None else check_mesh(parallel)
             share = -(-check_integer("slots", slots, 1) // devices)
             block_size = min(128, share)
-            if reproducible and devices > 1:
-                block_size = LEAF << ((share - 1) // (_MOST_BLOCKS * LEAF)).bit_length()
+            if leaf is not None and devices > 1:
+                block_size = leaf << ((share - 1) // (_MOST_BLOCKS * leaf)).bit_length()
         config, dtype = self.config, self.embed_tokens.weight.dtype
         sizes = config.num_key_value_heads, config.head_dim, config.value_dim
         options: Any = {"quantize": quantize, "window": window, "parallel": parallel}

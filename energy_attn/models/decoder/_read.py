@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -18,10 +18,13 @@ from energy_attn.distributed.internal import (
     check_mesh,
     check_reach,
     positions_from,
+    run_of,
     split_along,
 )
 from energy_attn.kernels.internal import (
+    CallPolicy,
     as_int32,
+    call_policy,
     check_broadcastable,
     check_int32,
     check_shape,
@@ -30,10 +33,26 @@ from energy_attn.kernels.internal import (
 
 from ...functional._tag import placed, recorders
 from ...prefix_tree import PrefixTree, tree_decode
+from ...prefix_tree._tree import gather_slots
+from ._by_rows import rows_of
 from ._cache import DecoderCache, Trace, TreeOutput, check_cache, growing, joined
 from ._config import AbstractModel
-from ._paths import attend_paths
-from ._see import PLAIN, How
+
+PLAIN = call_policy(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class See:
+    """The attention of a layer, called with its queries, keys, values and options."""
+
+    attend: Callable[..., tuple[Array, Any]]  # returns the output of attention and an extra result
+    parallel: (
+        SequenceParallel | None
+    )  # the mesh axes that the layer's tokens are sharded over, or None
+    rows: Callable[..., Any]  # computes the rest of the layer, as `rows_of` says
+
+    def __call__(self, query: Array, key: Array, value: Array, **options: Any) -> tuple[Array, Any]:
+        return self.attend(query, key, value, **options)
 
 
 class AbstractLayers(AbstractModel):
@@ -52,12 +71,31 @@ class AbstractLayers(AbstractModel):
         """The output projection of normed hidden states, in float32 or wider."""
 
 
+def _through(
+    model: AbstractLayers,
+    x: Array,
+    rope: Any,
+    attends: Iterable[Callable[..., tuple[Array, Any]]],
+    policy: CallPolicy,
+    parallel: SequenceParallel | None = None,
+) -> tuple[Array, list[Any]]:
+    """Final hidden states, by the attention of each layer, and the layers' extra results."""
+    rows, extras = rows_of(policy), []
+    sharded = None if policy.row_tiles else parallel  # tiles never are
+    for i, (layer, attend) in enumerate(zip(model.layers, attends, strict=True)):
+        with placed(f"layers[{i}]"):
+            x, extra = layer(x, rope, See(attend, sharded, rows))
+        extras.append(extra)
+    return rows(model.norm, x), extras
+
+
 def read_alone(
     model: AbstractLayers,
     tokens: Array,
     positions: Array | None,
     parallel: SequenceParallel | None,
-    how: How,
+    policy: CallPolicy,
+    attend: Callable[..., Any],
 ) -> tuple[Array, Trace]:
     """Final hidden states of tokens that see each other causally, and a trace of attention."""
     batch, time = check_tokens("tokens", tokens).shape
@@ -65,28 +103,18 @@ def read_alone(
     if positions is not None:
         token_positions = positions = as_int32(check_tokens("positions", positions))
         check_broadcastable("positions", token_positions, (batch, time))
-    rope = how.rows(lambda x: model.rope(x, time), token_positions)
+    options: Any = {"query_positions": positions, "key_positions": positions, "parallel": parallel}
 
-    def see(query: Array, key: Array, value: Array, **options: Any) -> tuple[Array, Trace]:
-        out, energy = how.attend(
-            query,
-            key,
-            value,
-            **options,
-            is_causal=True,
-            query_positions=positions,
-            key_positions=positions,
-            parallel=parallel,
-            return_energy=True,
-        )
+    def see(query: Array, key: Array, value: Array, **own: Any) -> tuple[Array, Trace]:
+        call = policy.bind(attend)
+        out, energy = call(query, key, value, **own, is_causal=True, **options, return_energy=True)
         return out, Trace(query, out, energy)
 
-    x, traces = how.rows(model.embed_tokens, tokens), []
-    for i, layer in enumerate(model.layers):
-        with placed(f"layers[{i}]"):
-            x, trace = layer(x, rope, how.see(see, parallel))
-        traces.append(trace)
-    return how.rows(model.norm, x), joined(traces)
+    rows = rows_of(policy)
+    rope = rows(lambda x: model.rope(x, time), token_positions)
+    x = rows(model.embed_tokens, tokens)
+    x, traces = _through(model, x, rope, [see] * len(model.layers), policy, parallel)
+    return x, joined(traces)
 
 
 def read_on(
@@ -94,57 +122,58 @@ def read_on(
     tokens: Array,
     cache: DecoderCache,
     counts: Array,
-    how: How = PLAIN,
+    policy: CallPolicy = PLAIN,
+    attend: Callable[..., Any] = attention,
     *,
     split: bool = False,
 ) -> tuple[Array, DecoderCache, Trace]:
-    """Final hidden states of tokens that follow those of the cache, the new cache, and a trace.
+    """Final hidden states of tokens behind a cache, the cache with them, and a trace of attention.
 
     The cache has room for `counts` tokens of each row. With `split`, each of the cache's devices
     reads its share of the tokens, whose number they divide; otherwise every device reads them all.
     """
-    parallel = cache.parallel
+    parallel, rows = cache.parallel, rows_of(policy)
     positions = positions_from(cache.lengths, counts, tokens.shape[1])
-    x = how.rows(model.embed_tokens, tokens)
+    x = rows(model.embed_tokens, tokens)
     if split and parallel is not None:
         parallel = dataclasses.replace(parallel, queries_sharded=True)
         x, positions = (split_along(array, 1, parallel) for array in (x, positions))
-    rope = how.rows(lambda x: model.rope(x, cache.length), positions)
-    layers, traces = [], []
-    for i, (layer, stored) in enumerate(zip(model.layers, cache.layers, strict=True)):
+    rope = rows(lambda x: model.rope(x, cache.length), positions)
 
-        def see(
-            query: Array,
-            key: Array,
-            value: Array,
-            stored: KVCache | ForkedCache = stored,
-            **options: Any,
-        ) -> tuple:
-            stored = stored._written(key, value, counts)
-            if isinstance(stored, ForkedCache):
-                options |= _options_of(how.attend)
-                out, energy = stored.attend(query, query_positions=positions, **options)
-                return out, (stored, Trace(query, out, energy))
-            reach = check_reach(options.pop("local_window_size", None), stored.window)
-            out, energy = how.attend_to(stored)(
-                query,
-                stored.keys(),
-                stored.values(),
-                **options,
-                is_causal=True,
-                local_window_size=reach,
-                query_positions=positions,
-                key_positions=stored.positions,
-                parallel=parallel,
-                return_energy=True,
-            )
+    def see(
+        stored: KVCache | ForkedCache, query: Array, key: Array, value: Array, **options: Any
+    ) -> tuple[Array, tuple[KVCache | ForkedCache, Trace]]:
+        stored = stored._written(key, value, counts)
+        if isinstance(stored, ForkedCache):
+            options |= _options_of(policy.bind(attend))
+            out, energy = stored.attend(query, query_positions=positions, **options)
             return out, (stored, Trace(query, out, energy))
+        bound = policy.bind(attend, run_of(stored))
+        options |= {"query_positions": positions, "parallel": parallel, "return_energy": True}
+        out, energy = _attend_causally(bound, stored.window, query, _stored(stored), **options)
+        return out, (stored, Trace(query, out, energy))
 
-        with placed(f"layers[{i}]"):
-            x, (stored, trace) = layer(x, rope, how.see(see, parallel if split else None))
-        layers.append(stored)
-        traces.append(trace)
-    return how.rows(model.norm, x), cache.with_layers(layers), joined(traces)
+    attends = (functools.partial(see, stored) for stored in cache.layers)
+    x, found = _through(model, x, rope, attends, policy, parallel if split else None)
+    layers, traces = zip(*found, strict=True)
+    return x, cache.with_layers(layers), joined(traces)
+
+
+Stored = tuple[Array, Array, Array]  # keys, values, and positions of keys
+
+
+def _stored(cache: KVCache) -> Stored:
+    return cache.keys(), cache.values(), cache.positions
+
+
+def _attend_causally(
+    attend: Callable[..., Any], window: int | None, query: Array, stored: Stored, **options: Any
+) -> Any:
+    """Attention to the tokens in a cache with this window."""
+    key, value, positions = stored
+    reach = check_reach(options.pop("local_window_size", None), window)
+    options |= {"is_causal": True, "local_window_size": reach, "key_positions": positions}
+    return attend(query, key, value, **options)
 
 
 def _options_of(attend: Callable[..., Any]) -> dict[str, Any]:
@@ -172,7 +201,8 @@ def read_chunks(
     cache: DecoderCache,
     counts: Array,
     chunk_size: int,
-    how: How = PLAIN,
+    policy: CallPolicy = PLAIN,
+    attend: Callable[..., Any] = attention,
     tell: Callable[[Array | int], None] = lambda number: None,
     is_ragged: bool = False,
 ) -> tuple[Array, DecoderCache]:
@@ -196,7 +226,7 @@ def read_chunks(
         count = jnp.clip(remaining, -1, length)
         positions = positions_from(cache.lengths, count, chunk.shape[1])
         last_position = jnp.maximum(cache.lengths + count - 1, 0)[:, None]
-        x, cache, _ = read_on(model, chunk, cache, count, how, split=split)
+        x, cache, _ = read_on(model, chunk, cache, count, policy, attend, split=split)
         if split and parallel is not None:
             positions = split_along(positions, 1, parallel)
         # a sum over devices, as indexing would gather all tokens
@@ -223,30 +253,82 @@ def read_chunks(
 
 
 def read_tree(
-    model: AbstractLayers, tree: PrefixTree, cache: DecoderCache, how: How = PLAIN
+    model: AbstractLayers, tree: PrefixTree, cache: DecoderCache, policy: CallPolicy = PLAIN
 ) -> TreeOutput:
     """Logits after each node of a tree that follows the cache, and the keys and values of the nodes."""
-    x = how.rows(model.embed_tokens, tree.tokens)
+    rows = rows_of(policy)
+    x = rows(model.embed_tokens, tree.tokens)
     positions = cache.lengths[:, None] + tree.depth
-    rope = how.rows(lambda x: model.rope(x, cache.length), positions)
-    keys, values = [], []
-    for layer, stored in zip(model.layers, cache.unforked("read_tree"), strict=True):
+    rope = rows(lambda x: model.rope(x, cache.length), positions)
 
-        def see(
-            query: Array, key: Array, value: Array, stored: KVCache = stored, **options: Any
-        ) -> tuple:
-            nodes = query, key, value
-            if how.reproducible:
-                out = attend_paths(how, tree, stored, nodes, **options)
-            else:
-                out = tree_decode(*nodes, tree=tree, cache=stored, **options).out
-            return out, (key, value)
+    def see(
+        stored: KVCache, query: Array, key: Array, value: Array, **options: Any
+    ) -> tuple[Array, tuple[Array, Array]]:
+        if policy.reads_trees:
+            out = tree_decode(query, key, value, tree=tree, cache=stored, **options).out
+        else:
+            out = _attend_paths(policy, tree, stored, (query, key, value), **options)
+        return out, (key, value)
 
-        x, (key, value) = layer(x, rope, how.see(see))
-        keys.append(key)
-        values.append(value)
-    logits = how.rows(model.logits, how.rows(model.norm, x))
-    return TreeOutput(logits, tuple(keys), tuple(values))
+    attends = (functools.partial(see, stored) for stored in cache.unforked("read_tree"))
+    x, found = _through(model, x, rope, attends, policy)
+    keys, values = zip(*found, strict=True)
+    return TreeOutput(rows(model.logits, x), keys, values)
+
+
+def _attend_paths(
+    policy: CallPolicy,
+    tree: PrefixTree,
+    stored: KVCache,
+    nodes: tuple[Array, Array, Array],
+    **options: Any,
+) -> Array:
+    """Attention of the nodes over a cache and their ancestors, each path as the text that it is.
+
+    `nodes` are their queries, keys and values. Siblings have one position, so that no call has the keys of two. Zero in
+    slots that are on no path. Over a mesh a path is written to the cache, so that its keys are in leaves on one device,
+    and so it is to one of eight bits, whose keys are rounded: nodes that there is no room for are NaN. Raises
+    `ValueError` for paths that would be written over the window of a cache.
+    """
+    levels = tree.unpacker.shape[2]
+    level = jnp.arange(levels, dtype=jnp.int32)[None]
+    is_written = stored.parallel is not None or stored.key_scale is not None
+    if is_written and stored.window is not None:
+        room = stored.capacity - stored.window
+        if levels > room:
+            raise ValueError(f"cache: wanted room for paths of {levels} nodes, got {room}")
+
+    def one(slots: Array) -> Array:
+        query, key, value = (gather_slots(x, slots) for x in nodes)
+        positions = jnp.where(slots >= 0, stored.lengths[:, None] + level, -1)
+        if not is_written:
+            both = zip(_stored(stored), (key, value, positions), strict=True)
+            tokens: Any = tuple(jnp.concatenate(x, 1) for x in both)
+            return _attend_causally(
+                policy.bind(attention),
+                stored.window,
+                query,
+                tokens,
+                **options,
+                query_positions=positions,
+            )
+        counts = (slots >= 0).sum(1, dtype=jnp.int32)
+        if stored.window is None:
+            room = stored.capacity - (stored.lengths - stored.starts)
+            positions = jnp.where(level < room[:, None], positions, -1)
+            counts = jnp.minimum(counts, room)
+        longer = stored._written(key, value, counts)
+        own = {**options, "query_positions": positions, "parallel": stored.parallel}
+        bound = policy.bind(attention, run_of(longer))
+        out = _attend_causally(bound, stored.window, query, _stored(longer), **own)
+        missing = (slots >= 0) & (positions < 0)
+        return jnp.where(missing[:, :, None, None], jnp.nan, out)
+
+    slots = tree.unpacker.swapaxes(0, 1)
+    found = lax.map(one, slots)
+    none = jnp.zeros((*nodes[0].shape[:3], found.shape[-1]), found.dtype)
+    rows = jnp.arange(len(none), dtype=jnp.int32)[None, :, None]
+    return none.at[rows, jnp.where(slots < 0, none.shape[1], slots)].set(found, mode="drop")
 
 
 def fitting(

@@ -1,6 +1,7 @@
 """Generates text by a decoder in one compiled loop, with or without a drafter."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
 
@@ -24,16 +25,14 @@ from energy_attn.kernels.internal import (
 
 from ...functional._citation import cite
 from ...functional._progress import Progress
-from ..decoder._config import AbstractDecoderConfig
 from ..decoder._decoder import AbstractDecoder
-from ..decoder._see import How
-from ..text._text_stream import TextStream, stop_strings
 from ..text._tokenizer import Tokenizer, special_ids
+from ..text._vocabulary import TextStream, stop_strings
 from ._drafters import AbstractDrafter
-from ._loop import Decoding, begin, check_rows, run, serve
+from ._loop import Decoding, begin, run, serve
 from ._prompts import Prompts, check_padding, encoded, prompts
-from ._sampling import SamplingOptions, sampling_of, warn
-from ._stream import Receivers, check_untraced, listening
+from ._sampling import SamplingOptions, sampling_of
+from ._stream import check_untraced, listening
 
 _MOST = 2**31 - 1  # positions and tokens, of 32 bits
 
@@ -196,8 +195,14 @@ def generate(
         raise TypeError(f"stream: wanted None or a function of tokens, got {received(stream)}")
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_integer("chunk_size", chunk_size, 1)
-    _check_rows_of(parallel)
-    how = How(reproducible=check_flag("reproducible", reproducible))
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    split = set(parallel.batch) if isinstance(parallel, SequenceParallel) else set()
+    # the loop's own arrays do not agree with the types of rows over explicit axes
+    if not mesh.empty and is_explicit(mesh, split & set(mesh.axis_names)):
+        raise ValueError(
+            f"parallel: wanted batch= over automatic axes of the mesh, got the explicit {tuple(split)}"
+        )
+    check_flag("reproducible", reproducible)
     stops = _check_text(tokenizer, stop)
     check_padding(tokens, lengths, tokenizer)
     given_lengths = lengths
@@ -208,7 +213,14 @@ def generate(
             f"max_new_tokens: wanted at most {most} behind the prompts, got {max_new_tokens}"
         )
     longest = tokens.shape[1] if given_lengths is None else given_lengths
-    _warn_beyond(model.config, longest, max_new_tokens)
+    context = model.config.context_length
+    if is_concrete(longest) and (last := int(np.asarray(longest).max()) + max_new_tokens) > context:
+        warnings.warn(
+            f"tokens: wanted prompts that end with max_new_tokens within the {context} positions of "
+            f"the model (max_position_embeddings), got up to {last}; what is written beyond may be "
+            "worthless",
+            stacklevel=2,
+        )
     chosen = sampling_of(
         model.config.vocab_size, sampling, check_flag("return_logprobs", return_logprobs)
     )
@@ -218,22 +230,22 @@ def generate(
     rows = len(tokens) if batch_size is None else check_integer("batch_size", batch_size, 1)
     is_queue = rows < len(tokens)
     if is_queue:
-        check_rows(rows, (model, drafter, chosen, ends, lengths.sum()), parallel)
+        _check_queue(rows, (model, drafter, chosen, ends, lengths.sum()), parallel)
     texts = None
     if tokenizer is not None and (stops or stream is not None):
         texts = _text_streams(tokenizer, tokens, lengths, stops)
     total = int(lengths.sum()) if is_queue else tokens.shape[1]
-    with listening(Receivers(stream, progress, texts), total, len(tokens)) as watch:
-        by = Decoding(model, drafter, chosen, ends, watch, how)
+    with listening(stream, progress, texts, total, len(tokens)) as watch:
+        by = Decoding(model, drafter, chosen, ends, watch, reproducible)
         if is_queue:
-            found = serve(by, tokens, lengths, rows, parallel, max_new_tokens, chunk_size)
+            loop = serve(by, tokens, lengths, rows, parallel, max_new_tokens, chunk_size)
         else:
             slots = tokens.shape[1] + max_new_tokens
             cache = model.empty_cache(
                 len(tokens), slots, parallel=parallel, reproducible=reproducible
             )
             loop = run(by, begin(by, tokens, lengths, cache, max_new_tokens, chunk_size))
-            found = loop.text, loop.start, loop.lengths, loop.counts, loop.logprobs
+    found = loop.text, loop.start, loop.lengths, loop.counts, loop.logprobs
     generation = _generation(*found, max_new_tokens)
     if tokenizer is None:
         return generation
@@ -244,14 +256,16 @@ def generate(
     return generation._replace(texts=tuple(text.text for text in written))
 
 
-def _check_rows_of(parallel: SequenceParallel | None) -> None:
-    """Raises `ValueError` for rows over explicit axes, with whose types the loop's own arrays do not agree."""
-    mesh: Any = jax.sharding.get_abstract_mesh()
-    if parallel is None or not isinstance(parallel, SequenceParallel) or mesh.empty:
-        return
-    if is_explicit(mesh, set(parallel.batch) & set(mesh.axis_names)):
+def _check_queue(rows: int, given: Any, parallel: SequenceParallel | None) -> None:
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
         raise ValueError(
-            f"parallel: wanted batch= over automatic axes of the mesh, got the explicit {parallel.batch}"
+            "batch_size: wanted None or the number of prompts inside jax.jit, as the host refills "
+            f"rows, got {rows}"
+        )
+    if parallel is not None and parallel.batch:
+        raise ValueError(
+            "batch_size: wanted None or the number of prompts where parallel.batch splits the rows "
+            f"over {parallel.batch}, got {rows}"
         )
 
 
@@ -272,16 +286,6 @@ def _text_streams(
 ) -> list[TextStream]:
     rows = zip(*fetch((tokens, lengths)), strict=True)
     return [tokenizer.stream(row[:length].tolist(), stop=stops) for row, length in rows]
-
-
-def _warn_beyond(config: AbstractDecoderConfig, lengths: int | Array, more: int) -> None:
-    context = config.context_length
-    if is_concrete(lengths) and (last := int(np.asarray(lengths).max()) + more) > context:
-        warn(
-            f"tokens: wanted prompts that end with max_new_tokens within the {context} positions of "
-            f"the model (max_position_embeddings), got up to {last}; what is written beyond may be "
-            "worthless"
-        )
 
 
 def _stop_tokens(tokens: object) -> Array:

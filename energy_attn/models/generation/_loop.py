@@ -2,6 +2,7 @@
 
 import functools
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,14 +15,14 @@ from jaxtyping import Array
 
 from energy_attn.distributed import SequenceParallel, fetch
 from energy_attn.distributed.internal import positions_from
-from energy_attn.kernels.internal import as_int32, check_shape
+from energy_attn.kernels.internal import CallPolicy, as_int32, call_policy, check_shape
 
 from ...prefix_tree._accept import longest_chosen_path
 from ...prefix_tree._tree import check_tree, gather_slots
+from ..decoder._by_rows import rows_of
 from ..decoder._cache import DecoderCache, log_probabilities
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks, read_on
-from ..decoder._see import PLAIN, How
 from ._drafters import AbstractDrafter, last_of
 from ._sampling import Sampling, SeenTokens, choose, seen_in, with_new
 from ._stream import raise_error, tell_read, tell_wrote
@@ -36,7 +37,15 @@ class Decoding(eqx.Module):
     sampling: Sampling
     stop: Array  # `[number]`, the tokens that end a row
     watch: Array | None  # the number of a listener, or None
-    how: How = eqx.field(static=True, default=PLAIN)
+    reproducible: bool = eqx.field(static=True, default=False)
+
+    @property
+    def policy(self) -> CallPolicy:
+        return call_policy(None, self.reproducible)
+
+    @property
+    def rows(self) -> Callable[..., Any]:
+        return rows_of(self.policy)
 
 
 class Loop(NamedTuple):
@@ -77,11 +86,11 @@ def begin(
     tell = functools.partial(tell_read, by.watch)
     is_ragged = numbers is not None
     x, cache = read_chunks(
-        by.model, tokens, cache, lengths, chunk_size, by.how, tell=tell, is_ragged=is_ragged
+        by.model, tokens, cache, lengths, chunk_size, by.policy, tell=tell, is_ragged=is_ragged
     )
     seen = seen_in(by.sampling, tokens, exists & ~out_of_vocabulary, by.model.config.vocab_size)
-    logits = by.how.rows(by.model.logits, x)
-    first = choose(by.sampling, by.how.rows, logits, seen, numbers, lengths - 1, None)
+    logits = by.rows(by.model.logits, x)
+    first = choose(by.sampling, by.rows, logits, seen, numbers, lengths - 1, None)
     text = jnp.pad(tokens, ((0, 0), (0, most)))
     drafter, slots = by.drafter, time + most
     state = None if drafter is None else drafter.start(tokens, lengths, slots, cache.parallel)
@@ -102,27 +111,25 @@ def run(by: Decoding, loop: Loop, is_waiting: Array | bool | None = None) -> Loo
             return incomplete.any()
         return jnp.where(is_waiting, incomplete.all(), incomplete.any())
 
-    return lax.while_loop(goes_on, functools.partial(_read_or_verify, by), loop)
-
-
-def _read_or_verify(by: Decoding, loop: Loop) -> Loop:
-    """One pass of the model, which changes nothing of the rows that are complete."""
-    return _read(by, loop) if by.drafter is None else _verify(by, by.drafter, loop)
+    one_pass = _read if by.drafter is None else _verify
+    return lax.while_loop(goes_on, functools.partial(one_pass, by), loop)
 
 
 def _read(by: Decoding, loop: Loop) -> Loop:
+    """Adds the next token of the rows that are not complete."""
     number = jnp.minimum(loop.left, 1)
-    x, cache, _ = read_on(by.model, last_of(loop.text, loop.lengths), loop.cache, number, by.how)
-    logits = by.how.rows(by.model.logits, x)
-    new = choose(by.sampling, by.how.rows, logits, loop.seen, loop.numbers, loop.lengths - 1, None)
+    x, cache, _ = read_on(by.model, last_of(loop.text, loop.lengths), loop.cache, number, by.policy)
+    logits = by.rows(by.model.logits, x)
+    new = choose(by.sampling, by.rows, logits, loop.seen, loop.numbers, loop.lengths - 1, None)
     zeros = jnp.zeros_like(number)
     loop = loop._replace(cache=cache, counts=loop.counts + jnp.stack([number, zeros, zeros]))
     return _extended(by, loop, new, logits, *_ended(by, loop, new, number))
 
 
-def _verify(by: Decoding, drafter: AbstractDrafter, loop: Loop) -> Loop:
+def _verify(by: Decoding, loop: Loop) -> Loop:
     """Adds the nodes of a drafted tree that the model accepts, and the token that it chooses next."""
-    tree, state = drafter.draft(loop.text, loop.lengths, loop.state)
+    assert by.drafter is not None
+    tree, state = by.drafter.draft(loop.text, loop.lengths, loop.state)
     check_shape(
         "drafter: its tree's tokens", check_tree("drafter", tree).tokens, (len(loop.lengths), "L")
     )
@@ -133,9 +140,9 @@ def _verify(by: Decoding, drafter: AbstractDrafter, loop: Loop) -> Loop:
     levels = tree.unpacker.shape[2]
     # Tokens outside the vocabulary are never accepted, but their NaN would spread to all nodes.
     clipped = tree._replace(tokens=jnp.clip(tokens, 0, by.model.config.vocab_size - 1))
-    read = by.model.read_tree(clipped, loop.cache, reproducible=by.how.reproducible)
+    read = by.model.read_tree(clipped, loop.cache, reproducible=by.reproducible)
     first = loop.lengths - 1
-    choice = choose(by.sampling, by.how.rows, read.logits, loop.seen, loop.numbers, first, clipped)
+    choice = choose(by.sampling, by.rows, read.logits, loop.seen, loop.numbers, first, clipped)
     accepted = longest_chosen_path(tree, choice, root)
     level = jnp.arange(levels, dtype=jnp.int32)[None]
     behind_root = jnp.roll(gather_slots(tree.tokens, accepted.path), -1, 1)
@@ -179,7 +186,7 @@ def _extended(
     text = loop.text.at[place].set(new, mode="drop")
     logprobs = loop.logprobs
     if logprobs is not None and logits is not None:
-        found = by.how.rows(log_probabilities, logits, new)
+        found = by.rows(log_probabilities, logits, new)
         logprobs = logprobs.at[place].set(found.astype(logprobs.dtype), mode="drop")
     return loop._replace(
         text=text,
@@ -190,20 +197,6 @@ def _extended(
     )
 
 
-def check_rows(rows: int, given: Any, parallel: SequenceParallel | None) -> None:
-    """Raises `ValueError` where `rows` cannot serve a queue: inside `jax.jit`, or split over devices."""
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
-        raise ValueError(
-            "batch_size: wanted None or the number of prompts inside jax.jit, as the host refills "
-            f"rows, got {rows}"
-        )
-    if parallel is not None and parallel.batch:
-        raise ValueError(
-            "batch_size: wanted None or the number of prompts where parallel.batch splits the rows "
-            f"over {parallel.batch}, got {rows}"
-        )
-
-
 def serve(
     by: Decoding,
     tokens: Array,
@@ -212,8 +205,8 @@ def serve(
     parallel: SequenceParallel | None,
     most: int,
     chunk_size: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """`text`, `start`, `lengths`, `counts` and `logprobs` of a `Loop` of all prompts, `rows` at a time."""
+) -> Loop:
+    """The loop of all prompts, `rows` at a time, without its caches, on the host."""
     prompts, starts = fetch((tokens, lengths))
     text = np.pad(prompts, ((0, 0), (0, most)))
     ends, counts = np.zeros_like(starts), np.zeros((3, len(prompts)), np.int32)
@@ -238,7 +231,9 @@ def serve(
         loop = _put(_complete(one, rows) if loop is None else loop, one, np.int32(free.popleft()))
     assert loop is not None
     store(run(by, loop, False))
-    return text, starts, ends, counts, logprobs
+    return loop._replace(
+        text=text, start=starts, lengths=ends, counts=counts, logprobs=logprobs, cache=(), state=()
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
@@ -252,7 +247,7 @@ def _begin(
     chunk_size: int,
 ) -> Loop:
     """A loop of one row, which has read this prompt and chosen its first token."""
-    slots, exact = len(tokens) + most, by.how.reproducible
+    slots, exact = len(tokens) + most, by.reproducible
     cache = by.model.empty_cache(1, slots, parallel=parallel, reproducible=exact)
     return begin(by, tokens[None], length[None], cache, most, chunk_size, number[None])
 

@@ -95,21 +95,6 @@ def sampling_of(vocab: int, options: SamplingOptions, is_scored: bool) -> Sampli
     min_p = None if min_p is None else check_positive("min_p", min_p, 1)
     if key is not None:
         check_key("key", key)
-    penalties = _penalties(vocab, options)
-    if greedy:
-        drawn = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        if unused := [name for name, x in drawn.items() if x is not None]:
-            warn(f"{unused[0]}: wanted a temperature above 0 beside it, got 0; nothing is drawn")
-        return Sampling(**penalties, is_scored=is_scored)
-    if key is None:
-        shown = temperature if isinstance(temperature, float) else received(temperature)
-        raise ValueError(f"key: wanted a jax.random.key at temperature {shown}, got None")
-    most = None if top_k is None else min(top_k, vocab)
-    temperature = jnp.asarray(temperature, jnp.float32)
-    return Sampling(key, temperature, top_p, min_p, most, **penalties, is_scored=is_scored)
-
-
-def _penalties(vocab: int, options: SamplingOptions) -> dict[str, Any]:
     repetition, presence = options.get("repetition_penalty"), options.get("presence_penalty")
     if repetition is not None:
         repetition = check_positive("repetition_penalty", repetition)
@@ -117,14 +102,27 @@ def _penalties(vocab: int, options: SamplingOptions) -> dict[str, Any]:
         check_shape("presence_penalty", check_floating("presence_penalty", presence), ())
     elif presence is not None:
         presence = check_finite_number("presence_penalty", presence)
-    return {
-        "repetition_penalty": None if _is(repetition, 1) else repetition,
-        "presence_penalty": None if _is(presence, 0) else presence,
+    shared: Any = {
+        "repetition_penalty": None if _is_number(repetition, 1) else repetition,
+        "presence_penalty": None if _is_number(presence, 0) else presence,
         "logit_bias": _bias(vocab, options.get("logit_bias")),
+        "is_scored": is_scored,
     }
+    if greedy:
+        drawn = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        if unused := [name for name, x in drawn.items() if x is not None]:
+            said = f"{unused[0]}: wanted a temperature above 0 beside it, got 0; nothing is drawn"
+            warnings.warn(said, stacklevel=3)
+        return Sampling(**shared)
+    if key is None:
+        shown = temperature if isinstance(temperature, float) else received(temperature)
+        raise ValueError(f"key: wanted a jax.random.key at temperature {shown}, got None")
+    most = None if top_k is None else min(top_k, vocab)
+    temperature = jnp.asarray(temperature, jnp.float32)
+    return Sampling(key, temperature, top_p, min_p, most, **shared)
 
 
-def _is(x: object, number: float) -> bool:
+def _is_number(x: object, number: float) -> bool:
     return isinstance(x, float) and x == number
 
 
@@ -147,11 +145,6 @@ def _bias(vocab: int, bias: Any) -> Array | None:
         excluded = isinstance(number, (float, np.floating)) and number == -np.inf
         array[token] = number if excluded else check_finite_number(f"{name}[{token}]", number)
     return jnp.asarray(array)
-
-
-def warn(message: str) -> None:
-    """A `UserWarning` at the caller of `generate`, where a function that it calls says so."""
-    warnings.warn(message, UserWarning, stacklevel=4)
 
 
 class SeenTokens(NamedTuple):

@@ -2,22 +2,28 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.internal import as_int32, check_flag, check_integer, check_shape, received
+from energy_attn.kernels.internal import (
+    CallPolicy,
+    as_int32,
+    call_policy,
+    check_integer,
+    check_shape,
+    received,
+)
 
 from ...prefix_tree import pack, unpack
 from ...prefix_tree._pack import check_beam
 from ...prefix_tree._tree import gather_slots
+from ..decoder._by_rows import rows_of
 from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
-from ..decoder._read import read_chunks
-from ..decoder._see import How
+from ..decoder._read import read_chunks, read_tree
 from ._prompts import check_vocabulary, prompts
 
 
@@ -81,11 +87,12 @@ def score_continuations(
     beam, counts = check_beam(continuations, lengths, "continuations")
     check_shape("continuations", beam, (len(tokens), "M", "C"))
     check_vocabulary("continuations", continuations, counts, vocab)
-    how = How(reproducible=check_flag("reproducible", reproducible))
-    # reproducible paths over a mesh are written behind the prompt, for a moment
-    slots = tokens.shape[1] + (beam.shape[2] if reproducible and parallel is not None else 0)
+    policy = call_policy(None, reproducible)
+    # paths over a mesh are written behind the prompt, for a moment
+    is_written = parallel is not None and not policy.reads_trees
+    slots = tokens.shape[1] + (beam.shape[2] if is_written else 0)
     cache = model.empty_cache(len(tokens), slots, parallel=parallel, reproducible=reproducible)
-    return _score(model, tokens, context_lengths, as_int32(beam), counts, cache, chunk_size, how)
+    return _score(model, tokens, context_lengths, as_int32(beam), counts, cache, chunk_size, policy)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7))
@@ -97,18 +104,18 @@ def _score(
     counts: Array,
     cache: DecoderCache,
     chunk_size: int,
-    how: How,
+    policy: CallPolicy,
 ) -> Array:
     # the last token of the prompt is the root: its logits are for the first tokens
-    _, cache = read_chunks(model, tokens, cache, context_lengths - 1, chunk_size, how)
+    _, cache = read_chunks(model, tokens, cache, context_lengths - 1, chunk_size, policy)
     root = jnp.take_along_axis(tokens, context_lengths[:, None] - 1, axis=1)[:, :, None]
     root = jnp.broadcast_to(root, (*beam.shape[:2], 1))
     tree = pack(jnp.concatenate([root, beam], 2), lengths=counts + 1)
     # a token outside the vocabulary is read as NaN, which other branches would see
     clipped = jnp.clip(tree.tokens, 0, model.config.vocab_size - 1)
     tree_of_vocabulary = tree._replace(tokens=clipped)
-    read: Any = model.read_tree(tree_of_vocabulary, cache, reproducible=how.reproducible)
-    log_p = gather_slots(how.rows(jax.nn.log_softmax, read.logits), tree.parent)
+    read = read_tree(model, tree_of_vocabulary, cache, policy)
+    log_p = gather_slots(rows_of(policy)(jax.nn.log_softmax, read.logits), tree.parent)
     token_log_p = jnp.take_along_axis(log_p, clipped[:, :, None], axis=2)[:, :, 0]
     invalid = (tree.mask & (clipped != tree.tokens)[:, None]).any(-1)
     invalid |= ((context_lengths < 1) | (context_lengths > tokens.shape[1]))[:, None]

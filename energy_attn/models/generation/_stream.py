@@ -1,9 +1,10 @@
 """Messages from a running compiled loop to the host: the progress of the prefill, and new tokens."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, SupportsInt
+from typing import Any, SupportsInt
 
 import jax
 import jax.core
@@ -15,7 +16,7 @@ from jaxtyping import Array
 from energy_attn.kernels.internal import received
 
 from ...functional._progress import Progress, progress_of
-from ..text._text_stream import TextStream
+from ..text._vocabulary import TextStream
 
 # Compiled programs call the functions below with the number of a listener, so that another listener
 # does not compile the program again. Listeners are registered here while they listen.
@@ -23,30 +24,24 @@ _LISTENERS: dict[int, "_Listener"] = {}
 _NUMBERS = itertools.count()
 
 
-class Receivers(NamedTuple):
-    """The receivers of messages from a running loop."""
-
-    # gets the next tokens, or the text that they add where there are `texts`; or None
-    stream: Callable[[Any], Any] | None
-    progress: bool | Progress | None  # of the prompts
-    # of each prompt; one that is stopped ends its row. None: tokens are no text.
-    texts: Sequence[TextStream] | None
-
-
+@dataclasses.dataclass
 class _Listener:
     """Passes messages on; keeps an error that this raises, which ends the loop."""
 
-    error: BaseException | None
-
-    def __init__(self, to: Receivers, show: Progress, total: int, prompts: int):
-        self.error = None
-        self._to, self._show, self._total, self._prompts = to, show, total, prompts
-        self._read = 0
+    # gets the next tokens, or the text that they add where there are `texts`; or None
+    stream: Callable[[Any], Any] | None
+    # of each prompt; one that is stopped ends its row. None: tokens are no text.
+    texts: Sequence[TextStream] | None
+    show: Progress  # of the prompts
+    total: int  # tokens of the prompts
+    prompts: int
+    tokens_read: int = 0
+    error: BaseException | None = None
 
     def read(self, number: int) -> None:
-        self._read += number
-        note = f"{self._read:,} of {self._total:,} tokens"
-        self._tell(self._show, self._read / self._total, note)
+        self.tokens_read += number
+        note = f"{self.tokens_read:,} of {self.total:,} tokens"
+        self._tell(self.show, self.tokens_read / self.total, note)
 
     def wrote(
         self, tokens: np.ndarray, ends: np.ndarray, numbers: np.ndarray
@@ -55,13 +50,13 @@ class _Listener:
 
         Returns the number of tokens that each row keeps, and the rows that end here.
         """
-        kept, texts = (tokens >= 0).sum(1, dtype=np.int32), self._to.texts
+        kept, texts = (tokens >= 0).sum(1, dtype=np.int32), self.texts
         if texts is not None:
             self._tell(self._write, texts, kept, tokens, ends, numbers)
-        elif self._to.stream is not None:
-            rows = np.full((self._prompts, tokens.shape[1]), -1, tokens.dtype)
+        elif self.stream is not None:
+            rows = np.full((self.prompts, tokens.shape[1]), -1, tokens.dtype)
             rows[numbers] = tokens
-            self._tell(self._to.stream, rows)
+            self._tell(self.stream, rows)
         stopped = [texts is not None and texts[number].stopped for number in numbers]
         return kept, np.array(stopped) | (self.error is not None)
 
@@ -74,7 +69,7 @@ class _Listener:
         numbers: np.ndarray,
     ) -> None:
         """Tells the text that the tokens add; writes into `kept` how many of them were taken."""
-        said = [""] * self._prompts
+        said = [""] * self.prompts
         for index in np.flatnonzero(kept):
             number, row = numbers[index], tokens[index, tokens[index] >= 0]
             text, taken = texts[number], texts[number].count
@@ -82,8 +77,8 @@ class _Listener:
             kept[index] = text.count - taken
             if ends[index]:
                 said[number] += text.end()
-        if self._to.stream is not None:
-            self._to.stream(said)
+        if self.stream is not None:
+            self.stream(said)
 
     def _tell(self, receiver: Callable[..., Any], *told: object) -> None:
         if self.error is None:
@@ -99,16 +94,21 @@ def check_untraced(name: str, argument: object) -> None:
 
 
 @contextlib.contextmanager
-def listening(to: Receivers, total: int, prompts: int) -> Iterator[Array | None]:
+def listening(
+    stream: Callable[[Any], Any] | None,
+    progress: bool | Progress | None,
+    texts: Sequence[TextStream] | None,
+    total: int,
+    prompts: int,
+) -> Iterator[Array | None]:
     """The number of a listener, for `tell_read` and `tell_wrote`; None without a listener."""
-    if to.stream is None and to.progress is False and to.texts is None:
+    if stream is None and progress is False and texts is None:
         yield None
         return
-    name = "progress" if to.stream is None else "stream"
-    check_untraced(name, getattr(to, name))
+    check_untraced(*(("progress", progress) if stream is None else ("stream", stream)))
     number = next(_NUMBERS)
-    with progress_of("reading", to.progress) as show:
-        listener = _LISTENERS[number] = _Listener(to, show, total, prompts)
+    with progress_of("reading", progress) as show:
+        listener = _LISTENERS[number] = _Listener(stream, texts, show, total, prompts)
         try:
             yield jnp.zeros((), jnp.int32) + number
         finally:
@@ -147,5 +147,4 @@ def _read(watch: SupportsInt, number: SupportsInt) -> None:
 
 
 def _wrote(watch: SupportsInt, *told: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    tokens, ends, numbers = map(np.asarray, told)
-    return _LISTENERS[int(watch)].wrote(tokens, ends, numbers)
+    return _LISTENERS[int(watch)].wrote(*map(np.asarray, told))

@@ -10,12 +10,17 @@ from energy_attn.kernels.internal import check_choice, check_integer, received
 
 from ..checkpoint._config import naming, read_json
 from ..decoder._config import AbstractDecoderConfig, StoredWeight, check_numbers
-from ..families._mixtures import VARIANTS
-from ..families._parts import ExpertsConfig, LatentConfig, check_latent, check_layers
-from ..families._variant import FULL, SLIDING
+from ..families._variant import (
+    FULL,
+    SLIDING,
+    ExpertsConfig,
+    LatentConfig,
+    check_latent,
+    check_layers,
+)
+from ..families._variants import VARIANTS
 from ._json import read_fields, write_fields
-from ._rope import AbstractRope
-from ._scaling import DynamicRope, LinearRope
+from ._rope import AbstractRope, DynamicRope, LinearRope
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")

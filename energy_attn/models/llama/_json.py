@@ -7,10 +7,9 @@ from typing import Any
 from energy_attn.kernels.internal import check_integer, received
 
 from ..checkpoint._config import check_activation, check_fields, end_tokens, family_of, renaming
-from ..families._mixtures import VARIANTS
 from ..families._variant import FULL, SLIDING, Variant, as_tuple
-from ._rope import AbstractRope
-from ._scaling import DynamicRope, LinearRope, Llama3Rope, LongRope, YarnRope
+from ..families._variants import VARIANTS
+from ._rope import AbstractRope, DynamicRope, LinearRope, Llama3Rope, LongRope, YarnRope
 
 # Attributes that every family has in its file, and fields that are read in addition.
 _SHARED = (

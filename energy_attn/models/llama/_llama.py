@@ -25,12 +25,21 @@ from ...functional._citation import cite
 from ..checkpoint._load import load
 from ..checkpoint._save import save
 from ..decoder._decoder import AbstractDecoder, Family
-from ..decoder._see import See
-from ._attention import LatentAttention, LlamaAttention, attention_scale
+from ..decoder._read import See
 from ._config import LlamaConfig
 from ._experts import RoutedMLP
 from ._json import read_fields
-from ._layers import Embedding, Linear, LlamaMLP, RMSNorm, dot, norm_of
+from ._layers import (
+    Embedding,
+    LatentAttention,
+    Linear,
+    LlamaAttention,
+    LlamaMLP,
+    RMSNorm,
+    attention_scale,
+    dot,
+    norm_of,
+)
 from ._rope import frequencies, rotary
 
 

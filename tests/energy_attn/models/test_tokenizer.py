@@ -382,10 +382,10 @@ def test_a_library_that_is_missing(name, tmp_path, monkeypatch):
     """An ImportError that does not say what to install."""
     write(tmp_path, byte_level())
     tokenizer = Tokenizer.load(tmp_path, chat_template="a") if name == "jinja2" else None
-    from energy_attn.models.text import _template
+    from energy_attn.models.text import _tokenizer
 
-    _template._environment.cache_clear()
-    _template._program.cache_clear()
+    _tokenizer._environment.cache_clear()
+    _tokenizer._program.cache_clear()
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=f"{name} is not installed.* extra `models` brings it"):
         Tokenizer.load(tmp_path) if tokenizer is None else tokenizer.apply_chat_template(CHAT)
