@@ -25,7 +25,6 @@ from .methods._prepare import place_by as place_by
 from .methods._prepare import plan_call as plan_call
 from .methods._sharded_attention import attend_sharded as attend_sharded
 from .methods._sharded_reduction import Reduction as Reduction
-from .methods._sharded_reduction import fold_covariances as fold_covariances
 from .methods._sharded_reduction import fold_maxima as fold_maxima
 from .methods._sharded_reduction import fold_states as fold_states
 from .methods._sharded_reduction import fold_sums as fold_sums

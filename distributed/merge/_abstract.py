@@ -1,12 +1,12 @@
 """The abstract class of a merge strategy."""
 
 import abc
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jax import lax
 
 from energy_attn.kernels import AttentionState, merge_all
+from energy_attn.kernels.internal import State
 
 from ..cost._shape import Shape
 from ..cost._topology import Topology
@@ -50,20 +50,11 @@ class AbstractMerge(abc.ABC):
 
 
 class AbstractMessageMerge(AbstractMerge):
-    """A strategy that only sends states and merges them locally, and so works for states of any kind."""
+    """A strategy that only sends states and merges them locally, and so folds covariances, too."""
 
     @abc.abstractmethod
-    def fold_messages(
-        self,
-        message: AttentionState,
-        axes: Axes,
-        unpack: Callable[[AttentionState], Any],
-        pack: Callable[[Any], AttentionState],
-    ) -> Any:
-        """The fold of states that are sent as messages; `unpack` converts these to states, `pack` back.
-
-        The result varies over `axes` by its type, and is equal on all devices.
-        """
+    def fold(self, state: State, axes: Axes) -> State:
+        """The fold of each device's state, of either kind, equal on all devices of `axes`."""
 
 
 def exchange(states: AttentionState, axes: Axes) -> AttentionState:

@@ -9,13 +9,22 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, merge_all
-from energy_attn.kernels.internal import fold, vary_together
+from energy_attn.kernels.internal import State, fold, vary_together
 
 from ..cost._shape import Shape
 from ..cost._topology import Topology
 from ..cost._transfer import Transfer, Transfers
 from ._abstract import AbstractMerge, AbstractMessageMerge, Axes
-from ._packing import as_invariant, gathered, permuted, promoted, transfer
+from ._packing import (
+    as_invariant,
+    gathered,
+    narrowed,
+    packed,
+    permuted,
+    promoted,
+    transfer,
+    unpacked,
+)
 
 # With at least this many chips in a slice, XLA:TPU turns a small gather into an all-reduce of arrays padded with
 # zeros (`tests/tpu/test_programs.py`).
@@ -66,17 +75,9 @@ class GatherMerge(AbstractMessageMerge):
     least_axes = 1
     automatic = True
 
-    def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
-        return as_invariant(merge_all(gathered(state, axes), axis=0), axes)
-
-    def fold_messages(
-        self,
-        message: AttentionState,
-        axes: Axes,
-        unpack: Callable[[AttentionState], Any],
-        pack: Callable[[Any], AttentionState],
-    ) -> Any:
-        return merge_all(unpack(gathered(message, axes)), axis=0)
+    def fold(self, state: State, axes: Axes) -> State:
+        states = unpacked(gathered(packed(state), axes), state)
+        return as_invariant(narrowed(merge_all(states, axis=0), state), axes)
 
     def transfers(self, shape: Shape, topology: Topology) -> Transfers:
         size, tpu = shape.rows * shape.state, topology.platform == "tpu"

@@ -11,9 +11,10 @@ from jax import lax
 from jax.sharding import AxisType
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels.internal import (
     AbstractFunction,
+    State,
     apply_in_float32,
     function_call,
     vary_together,
@@ -30,15 +31,14 @@ def transfer(collective: Callable[[Any], Any], state: AttentionState) -> Attenti
     128 lanes on TPUs.
     """
 
-    def packed(out: Array, lse: Array) -> AttentionState:
-        joined = jnp.concatenate([out.astype(lse.dtype), lse[..., None]], -1)
-        joined = collective(joined)
+    def as_one(out: Array, lse: Array) -> AttentionState:
+        joined = collective(jnp.concatenate([out.astype(lse.dtype), lse[..., None]], -1))
         return AttentionState(joined[..., :-1].astype(out.dtype), joined[..., -1])
 
     def pair(out: Array, lse: Array) -> AttentionState:
         return AttentionState(*collective((out, lse)))
 
-    return lax.platform_dependent(*vary_together(state), cpu=packed, default=pair)
+    return lax.platform_dependent(*vary_together(state), cpu=as_one, default=pair)
 
 
 def moved(collective: Callable[[Array], Array], x: Array) -> Array:
@@ -142,14 +142,32 @@ def permuted(
     return transfer(lambda x: lax.ppermute(x, axis, pairs), state)
 
 
-def promoted(state: AttentionState) -> AttentionState:
+def packed(state: State) -> AttentionState:
+    """A state as a message: of covariances in `lse`'s dtype, behind `out`."""
+    if isinstance(state, AttentionState):
+        return state
+    covariance, out, lse = promoted(state)
+    flat = covariance.reshape(*out.shape[:-1], out.shape[-1] ** 2)
+    return AttentionState(jnp.concatenate([out, flat], -1), lse)
+
+
+def unpacked(message: AttentionState, like: State) -> State:
+    """The state of the kind of `like`, or a stack of them, that was packed."""
+    if isinstance(like, AttentionState):
+        return message
+    width = like.out.shape[-1]
+    out, flat = message.out[..., :width], message.out[..., width:]
+    return CovarianceState(flat.reshape(*out.shape, width), out, message.lse)
+
+
+def promoted(state: State) -> State:
     """`out` in `lse`'s dtype, so that a state that is folded repeatedly is rounded only at the end."""
-    return AttentionState(state.out.astype(state.lse.dtype), state.lse)
+    return jax.tree.map(lambda x: x.astype(state.lse.dtype), state)
 
 
-def narrowed(state: AttentionState, like: AttentionState) -> AttentionState:
+def narrowed(state: State, like: State) -> State:
     """`out` in the dtype of `like`'s."""
-    return AttentionState(state.out.astype(like.out.dtype), state.lse)
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), state, like)
 
 
 def flat_rows(state: AttentionState, multiple: int) -> AttentionState:
@@ -163,6 +181,4 @@ def flat_rows(state: AttentionState, multiple: int) -> AttentionState:
 
 def shaped_like(state: AttentionState, like: AttentionState) -> AttentionState:
     """The rows of a state from `flat_rows(like, ...)`, in its shape."""
-    return AttentionState(
-        *(x[: like.lse.size].reshape(y.shape) for x, y in zip(state, like, strict=True))
-    )
+    return jax.tree.map(lambda x, y: x[: like.lse.size].reshape(y.shape), state, like)

@@ -8,9 +8,8 @@ from ..cost._shape import Shape
 from ..cost._topology import Topology
 from ..cost._transfer import total_seconds
 from ._abstract import AbstractMerge, AbstractMessageMerge
-from ._butterfly import ButterflyMerge, HierarchicalMerge
 from ._direct import AllreduceMerge, GatherMerge, RingMerge
-from ._halving import HalvingMerge
+from ._exchanges import ButterflyMerge, HalvingMerge, HierarchicalMerge
 
 # Type checkers need a literal; a test compares it with the list below.
 MergeName = Literal["allreduce", "gather", "butterfly", "hierarchical", "halving", "ring"]
@@ -26,19 +25,14 @@ _LISTED = (
 )
 STRATEGIES: dict[str, AbstractMerge] = {strategy.name: strategy for strategy in _LISTED}
 MERGES = tuple(STRATEGIES)
+# Others sum, which would need the mean of all keys first.
 COVARIANCE_MERGES = tuple(x.name for x in _LISTED if isinstance(x, AbstractMessageMerge))
 
 
 def check_merge(merge: str, axes: int) -> None:
     """Raises `ValueError` unless `merge` is `"auto"`, or names a strategy for this number of axes."""
     check_choice("merge", merge, (*MERGES, "auto"))
-    if merge != "auto":
-        check_levels(merge, axes)
-
-
-def check_levels(merge: str, axes: int) -> None:
-    """Raises `ValueError` where a strategy needs more mesh axes."""
-    least = STRATEGIES[merge].least_axes
+    least = 1 if merge == "auto" else STRATEGIES[merge].least_axes
     if axes < least:
         number = {2: "two"}.get(least, str(least))
         raise ValueError(

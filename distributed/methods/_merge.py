@@ -14,6 +14,7 @@ from energy_attn.kernels.internal import (
     State,
     check_floating,
     check_state,
+    covariance_term,
     function_call,
     holds_keys,
     named,
@@ -25,9 +26,15 @@ from energy_attn.kernels.internal import (
 from ..cost._devices import usual_topology
 from ..cost._shape import Shape
 from ..cost._topology import Topology
-from ..merge._covariance import check_covariance_merge, covariance_merge, merge_covariances
-from ..merge._packing import transfer
-from ..merge._strategies import STRATEGIES, MergeOption, check_merge, fastest_merge
+from ..merge._abstract import AbstractMessageMerge
+from ..merge._packing import narrowed, packed, transfer, unpacked
+from ..merge._strategies import (
+    COVARIANCE_MERGES,
+    STRATEGIES,
+    MergeOption,
+    check_merge,
+    fastest_merge,
+)
 from ._arguments import Axes, AxisName, check_axes, check_topology
 
 
@@ -96,9 +103,9 @@ def merge_across(
     axes = check_axes(axis_name)
     check_merge(merge, len(axes))
     check_topology(topology, len(axes))
-    if isinstance(state, CovarianceState):
-        check_covariance_merge(merge)
-        return merge_covariances(covariance_merge(merge), axes, state)
+    if isinstance(state, CovarianceState) and merge not in (*COVARIANCE_MERGES, "auto"):
+        names = ", ".join(map(repr, COVARIANCE_MERGES))
+        raise ValueError(f"merge: wanted {names} or 'auto' for covariances, got {merge!r}")
     return fold_across(choose_merge(merge, state, axes, topology), axes, state)
 
 
@@ -154,7 +161,7 @@ def logsumexp_across(
     return fold_across(choose_merge(merge, state, axes, topology), axes, state).lse
 
 
-def fold_across(merge: str, axes: Axes, state: AttentionState) -> AttentionState:
+def fold_across(merge: str, axes: Axes, state: State) -> State:
     """The fold of states by a strategy, with the derivative that all of them have."""
     return function_call(_FoldOfStates(merge, axes), state)
 
@@ -164,31 +171,52 @@ class _FoldOfStates(AbstractFunction):
     merge: str
     axes: Axes
 
-    def apply(self, args: AttentionState) -> AttentionState:
-        return STRATEGIES[self.merge].fold(args, self.axes)
+    def apply(self, args: State) -> State:
+        strategy = STRATEGIES[self.merge]
+        if isinstance(args, AttentionState):
+            return strategy.fold(args, self.axes)
+        assert isinstance(strategy, AbstractMessageMerge)
+        return strategy.fold(args, self.axes)
 
-    def jvp(self, primals: AttentionState, tangents: Any) -> tuple[AttentionState, AttentionState]:
-        merged = named(function_call(self, primals))
+    def jvp(self, primals: State, tangents: Any) -> tuple[State, State]:
+        merged: Any = function_call(self, primals)
+        if isinstance(merged, AttentionState):
+            merged = named(merged)
         return merged, _fold_tangent(self.axes, primals, merged, with_zeros(tangents, primals))
 
 
-def _fold_tangent(
-    axes: Axes, state: AttentionState, merged: AttentionState, change: AttentionState
-) -> AttentionState:
+# With w = e^{F_i - F} and d = out_i - out, all sums over the devices,
+#     dF = Σ w dF_i,   dout = Σ w (dout_i + d dF_i),
+#     dΣ = Σ w (dΣ_i + (Σ_i + d dᵀ - Σ) dF_i + d dout_iᵀ + dout_i dᵀ),
+# as the terms of the change of the common mean cancel: Σ w d = 0.
+def _fold_tangent(axes: Axes, state: State, merged: State, change: State) -> State:
     dtype = state.lse.dtype
     # a part without keys has no weight, whatever it holds, and must not make a NaN
     present = holds_keys(state.lse)
     portion = share(state.lse, merged.lse)
     energy = jnp.where(present, change.lse, 0.0)
     apart = state.out.astype(dtype) - merged.out.astype(dtype)
-    out = change.out.astype(dtype) + apart * energy[..., None]
-    out = jnp.where(present[..., None], out * portion[..., None], 0.0)
-    moved = transfer(lambda x: lax.psum(x, axes), AttentionState(out, portion * energy))
-    return AttentionState(moved.out.astype(state.out.dtype), moved.lse)
+    d_out = change.out.astype(dtype)
+    out = jnp.where(present[..., None], (d_out + apart * energy[..., None]) * portion[..., None], 0)
+    message = AttentionState(out, portion * energy)
+    if isinstance(state, CovarianceState):
+        assert isinstance(merged, CovarianceState) and isinstance(change, CovarianceState)
+        of_matrix = (..., None, None)
+        outer = apart[..., :, None] * d_out[..., None, :]
+        covariance = change.covariance.astype(dtype) + outer + outer.swapaxes(-1, -2)
+        weighted = covariance_term(state, AttentionState(*merged[1:]))
+        weighted -= portion[of_matrix] * merged.covariance.astype(dtype)
+        covariance = portion[of_matrix] * covariance + weighted * energy[of_matrix]
+        covariance = jnp.where(present[of_matrix], covariance, 0.0)
+        message = packed(CovarianceState(covariance, *message))
+    moved = transfer(lambda x: lax.psum(x, axes), message)
+    return narrowed(unpacked(moved, state), state)
 
 
-def choose_merge(merge: str, state: AttentionState, axes: Axes, topology: Topology | None) -> str:
+def choose_merge(merge: str, state: State, axes: Axes, topology: Topology | None) -> str:
     """The strategy that a checked `merge=` means for this state over these axes."""
+    if isinstance(state, CovarianceState):
+        return merge if merge in COVARIANCE_MERGES else "butterfly"
     if state.lse.size == 0:
         return "allreduce"  # HLO exchanges no empty arrays
     if merge == "auto":

@@ -9,15 +9,14 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels.internal import (
     AbstractFunction,
     Operands,
     Settings,
+    State,
     function_call,
 )
 
-from ..merge._covariance import covariance_merge, merge_covariances
 from ..merge._packing import joined
 from ._arguments import Axes
 from ._merge import choose_merge, fold_across
@@ -101,14 +100,9 @@ def _sharded(
     return run_sharded(plan, run, with_indices(plan, settings, operands), *rows)
 
 
-def fold_states(state: AttentionState, axes: Axes, plan: ShardingPlan) -> AttentionState:
-    """The fold of attention states, by the strategy of the plan."""
+def fold_states(state: State, axes: Axes, plan: ShardingPlan) -> State:
+    """The fold of states by the strategy of the plan, if they fold by it."""
     return fold_across(choose_merge(plan.merge, state, axes, plan.topology), axes, state)
-
-
-def fold_covariances(state: CovarianceState, axes: Axes, plan: ShardingPlan) -> CovarianceState:
-    """By the law of total covariance, with the strategy of `plan` if covariances fold by it."""
-    return merge_covariances(covariance_merge(plan.merge), axes, state)
 
 
 def fold_sums(found: Array, axes: Axes, plan: ShardingPlan) -> Array:

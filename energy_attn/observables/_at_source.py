@@ -15,7 +15,6 @@ from jaxtyping import Array
 
 from energy_attn.distributed.internal import (
     Reduction,
-    fold_covariances,
     fold_maxima,
     fold_states,
     fold_sums,
@@ -70,7 +69,7 @@ def covariance_at(calls: Calls, source: Source, parts: Parts) -> CovarianceState
     r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
     return _over_parts(
         lambda call: HashablePartial(covariance, (call.policy.kernels,)),
-        *(fold_covariances, merge, calls, source, parts),
+        *(fold_states, merge, calls, source, parts),
     )
 
 
