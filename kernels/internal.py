@@ -31,10 +31,10 @@ from ._varying import vary_over as vary_over
 from ._varying import vary_together as vary_together
 from ._varying import varying_axes as varying_axes
 from .autodiff._function import AbstractFunction as AbstractFunction
+from .autodiff._function import AbstractLinearMap as AbstractLinearMap
 from .autodiff._function import function_call as function_call
+from .autodiff._function import linear_call as linear_call
 from .autodiff._function import with_zeros as with_zeros
-from .autodiff._linear import AbstractLinearMap as AbstractLinearMap
-from .autodiff._linear import linear_call as linear_call
 from .call._arguments import CheckedArrays as CheckedArrays
 from .call._arguments import CheckedCall as CheckedCall
 from .call._arguments import PlaceFn as PlaceFn

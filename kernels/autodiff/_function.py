@@ -1,21 +1,23 @@
-"""Functions with a derivative of their own, for both modes: what `jax.custom_jvp` is, as a primitive.
+"""Functions and linear maps with derivatives of their own, as primitives, for both modes and to any order.
 
-In `grad(grad(f))` and `jvp` of `grad` of an `f` with a `lax.scan`, JAX 0.10.2 ignores the rules of a `custom_jvp` in
-its body and differentiates the functions themselves; JAX 0.12.0 does not. A primitive has no other rules
+In `grad(grad(f))` and `jvp` of `grad` of an `f` with a `lax.scan`, JAX 0.10.2 ignores the rules of a `jax.custom_jvp`
+in its body and differentiates the functions themselves; JAX 0.12.0 does not. A primitive has no other rules
 (`test_compositions`, "loop").
 """
 
 import abc
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
-from jax.interpreters import ad, batching
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, PyTree
-
-from ._operation import TreeCall, axes_like, call_as_one, operation, unless_zero
 
 
 class AbstractFunction(abc.ABC):
@@ -33,6 +35,43 @@ class AbstractFunction(abc.ABC):
         """
 
 
+class AbstractLinearMap(abc.ABC):
+    """A function of two trees of arrays, linear in the second; static and hashable.
+
+    `None` in a tree stands for what is absent: a direction that does not move, or a cotangent that is
+    zero.
+    """
+
+    @abc.abstractmethod
+    def apply(self, fixed: Any, moving: Any) -> Any:
+        """The result, by whatever computes it fastest. JAX does not differentiate it."""
+
+    @abc.abstractmethod
+    def plain(self, fixed: Any, moving: Any) -> Any:
+        """The result by JAX's operations, which JAX differentiates in `fixed`."""
+
+    @abc.abstractmethod
+    def transpose(self, fixed: Any, moving: Any, cotangent: Any) -> Any:
+        """The cotangent of `moving`, given by its types, from the cotangent of the result.
+
+        It is itself made of `linear_call`s, so that it can be differentiated.
+        """
+
+
+def function_call(function: AbstractFunction, args: PyTree) -> Any:
+    """`function.apply(args)`, differentiable by its `jvp` to any order in both modes."""
+    return _call(function_call_p, function, args)
+
+
+def linear_call(linear_map: AbstractLinearMap, fixed: PyTree, moving: PyTree) -> Any:
+    r"""`linear_map.apply(fixed, moving)`, differentiable to any order in both modes.
+
+    With $y = L(x)\,u$, the derivative in $u$ is $L(x)$ again, whose transpose is the map's own; the
+    derivative in $x$ is that of `plain`.
+    """
+    return _call(linear_call_p, linear_map, fixed, moving)
+
+
 def with_zeros(tangents: Any, primals: Any) -> Any:
     """Tangents with zeros where they are None."""
     tree = jax.tree.structure(primals)
@@ -40,19 +79,141 @@ def with_zeros(tangents: Any, primals: Any) -> Any:
     return tree.unflatten(jnp.zeros_like(x) if t is None else t for t, x in pairs)
 
 
-def function_call(function: AbstractFunction, args: PyTree) -> Any:
-    """`function.apply(args)`, differentiable by its `jvp` to any order in both modes."""
-    return call_as_one(function_call_p, function, args)
+def run_compiled(primitive: Primitive, static: tuple[str, ...]) -> Callable[..., Any]:
+    """Compiles calls of a primitive, with these parameters that are no arrays, when it runs; returns its `bind`."""
+    bind = jax.jit(primitive.bind, static_argnames=static)
+
+    @primitive.def_impl
+    def _(*flat: Any, **params: Any) -> Any:
+        # it has no other implementation, also where `jax.disable_jit` is in force
+        with jax.disable_jit(False):
+            return bind(*flat, **params)
+
+    return bind
 
 
-function_call_p = operation("function_call")
+# No tuple: JAX 0.8 makes weak references to static arguments, which tuples do not support.
+@dataclasses.dataclass(frozen=True)
+class TreeCall:
+    """A call of `owner.apply`, as a function of flat arrays: the structures of its arguments and result; static."""
+
+    owner: Any
+    args: tuple[Any, ...]
+    result: Any
+
+    def __call__(self, *flat: Array) -> list[Any]:
+        return jax.tree.leaves(self.owner.apply(*self.split(flat)))
+
+    def split(self, flat: Iterable[Any]) -> list[Any]:
+        """The trees of the arguments, of leaves that may be None."""
+        leaves = iter(flat)
+        return [x.unflatten(itertools.islice(leaves, x.num_leaves)) for x in self.args]
 
 
-def _jvp(
+def _call(primitive: Primitive, owner: Any, *args: PyTree) -> Any:
+    program, types = jax.make_jaxpr(owner.apply, return_shape=True)(*args)
+    call = TreeCall(owner, tuple(map(jax.tree.structure, args)), jax.tree.structure(types))
+    return call.result.unflatten(primitive.bind(*jax.tree.leaves(args), program=program, call=call))
+
+
+@functools.partial(jax.jit, static_argnames="call")
+def _apply(*flat: Any, call: Callable[..., list[Any]]) -> list[Any]:
+    return call(*flat)
+
+
+@dataclasses.dataclass(frozen=True)
+class _UnderVmap:
+    """A call of a function or a linear map under `jax.vmap`. The mapped axes of its results are in front."""
+
+    call: TreeCall
+    axes: tuple[int | None, ...]
+    name: Hashable  # of the axis that is mapped, over which the function may reduce
+    size: int
+
+    def each(self, method: Callable[..., Any], in_axes: Sequence[Any], *args: Any) -> Any:
+        return jax.vmap(method, in_axes=tuple(in_axes), axis_name=self.name, axis_size=self.size)(
+            *args
+        )
+
+
+class _MappedFunction(_UnderVmap, AbstractFunction):
+    def apply(self, args: Any) -> Any:
+        return self.each(self.call.owner.apply, self.call.split(self.axes), args)
+
+    def jvp(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        axes = self.call.split(self.axes)
+        return self.each(self.call.owner.jvp, axes * 2, primals, tangents)
+
+
+class _MappedMap(_UnderVmap, AbstractLinearMap):
+    def apply(self, fixed: Any, moving: Any) -> Any:
+        return self.each(self.call.owner.apply, self.call.split(self.axes), fixed, moving)
+
+    def plain(self, fixed: Any, moving: Any) -> Any:
+        return self.each(self.call.owner.plain, self.call.split(self.axes), fixed, moving)
+
+    def transpose(self, fixed: Any, moving: Any, cotangent: Any) -> Any:
+        """The transpose of the map for each index, summed for arguments that all indices share."""
+
+        def one(fixed: Any, cotangent: Any) -> Any:
+            return self.call.owner.transpose(fixed, moving, cotangent)
+
+        found = self.each(one, (self.call.split(self.axes)[0], 0), fixed, cotangent)
+        tree, axes = self.call.args[1], self.axes[self.call.args[0].num_leaves :]
+        taken = (
+            None if x is None else x.sum(0) if axis is None else jnp.moveaxis(x, 0, axis)
+            for x, axis in zip(tree.flatten_up_to(found), axes, strict=True)
+        )
+        return tree.unflatten(taken)
+
+
+def _operation(name: str, mapped: type[_UnderVmap]) -> Primitive:
+    """A primitive for calls: it runs, lowers and batches them, and knows their types.
+
+    Its parameters are the `call` and the `program` that it was traced to.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *flat, program, call: _apply(*flat, call=call))
+    primitive.def_abstract_eval(lambda *flat, program, call: program.out_avals)
+
+    def lowered(*flat: Any, program: ClosedJaxpr, call: TreeCall) -> list[Any]:
+        del call
+        return jaxpr_as_fun(program)(*flat)
+
+    def batch(
+        axis: Any,
+        flat: Sequence[Array],
+        axes: Sequence[int | None],
+        *,
+        program: ClosedJaxpr,
+        call: TreeCall,
+    ) -> tuple[list[Any], list[int | None]]:
+        if all(x is None for x in axes):
+            found = primitive.bind(*flat, program=program, call=call)
+            return found, [None] * len(found)
+        owner = mapped(call, tuple(axes), axis.name, axis.size)
+        found = jax.tree.leaves(_call(primitive, owner, *call.split(flat)))
+        return found, [0] * len(found)
+
+    mlir.register_lowering(primitive, mlir.lower_fun(lowered, multiple_results=True))
+    batching.fancy_primitive_batchers[primitive] = batch
+    return primitive
+
+
+function_call_p = _operation("function_call", _MappedFunction)
+linear_call_p = _operation("linear_call", _MappedMap)
+
+
+def _unless_symbolic(tangent: Any) -> Any:
+    return None if isinstance(tangent, ad.Zero) else tangent
+
+
+def _jvp_of_function(
     primals: Sequence[Any], tangents: Sequence[Any], *, program: ClosedJaxpr, call: TreeCall
 ) -> tuple[list[Any], list[Any]]:
     del program
-    (args,), (changes,) = call.split(primals), call.split(map(unless_zero, tangents))
+    (args,), (changes,) = call.split(primals), call.split(map(_unless_symbolic, tangents))
     found, change = call.owner.jvp(args, changes)
     results = jax.tree.leaves(found)
     pairs = zip(results, call.result.flatten_up_to(change), strict=True)
@@ -64,44 +225,40 @@ def _zero(x: Any) -> Any:
     return ad.Zero(kind.to_tangent_aval())
 
 
-class _FunctionFields(NamedTuple):
-    function: AbstractFunction
-    axes: tuple[int | None, ...]
-    name: Hashable  # of the axis that is mapped, over which the function may reduce
-    size: int
+def _jvp_of_map(
+    primals: Sequence[Array], tangents: Sequence[Any], *, program: ClosedJaxpr, call: TreeCall
+) -> tuple[list[Any], list[Any]]:
+    found = linear_call_p.bind(*primals, program=program, call=call)
+    number = call.args[0].num_leaves
+    moved = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
+    if min(moved) >= number:
+        fixed, moving = call.split([*primals[:number], *map(_unless_symbolic, tangents[number:])])
+        return found, jax.tree.leaves(linear_call(call.owner, fixed, moving))
+
+    # in one pass, that in the moving arguments with that in the fixed ones
+    def plain(*some: Array) -> list[Any]:
+        flat = list(primals)
+        for i, x in zip(moved, some, strict=True):
+            flat[i] = x
+        return jax.tree.leaves(call.owner.plain(*call.split(flat)))
+
+    given = [primals[i] for i in moved], [tangents[i] for i in moved]
+    return found, jax.jvp(plain, *given)[1]
 
 
-class _MappedFunction(_FunctionFields, AbstractFunction):
-    """A function under `jax.vmap`. The mapped axes of its results are in front."""
-
-    def apply(self, args: Any) -> Any:
-        return self._each(self.function.apply, (axes_like(args, self.axes),))(args)
-
-    def jvp(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
-        changes = jax.tree.structure(primals).flatten_up_to(tangents)
-        kept = (None if x is None else axis for x, axis in zip(changes, self.axes, strict=True))
-        axes = axes_like(primals, self.axes), axes_like(primals, tuple(kept))
-        return self._each(self.function.jvp, axes)(primals, tangents)
-
-    def _each(self, f: Callable[..., Any], axes: tuple[Any, ...]) -> Callable[..., Any]:
-        return jax.vmap(f, in_axes=axes, axis_name=self.name, axis_size=self.size)
+def _transpose_of_map(
+    cotangents: Sequence[Any], *flat: Any, program: ClosedJaxpr, call: TreeCall
+) -> list[Any]:
+    del program
+    number = call.args[0].num_leaves
+    types = [x.aval for x in flat[number:]]
+    fixed, moving = call.split([*flat[:number], *types])
+    cotangent = call.result.unflatten(map(_unless_symbolic, cotangents))
+    found = call.args[1].flatten_up_to(call.owner.transpose(fixed, moving, cotangent))
+    zeros = map(ad.Zero, types)
+    return [None] * number + [z if x is None else x for x, z in zip(found, zeros, strict=True)]
 
 
-def _batch(
-    axis: Any,
-    flat: Sequence[Array],
-    axes: Sequence[int | None],
-    *,
-    program: ClosedJaxpr,
-    call: TreeCall,
-) -> tuple[list[Any], list[int | None]]:
-    if all(x is None for x in axes):
-        found = function_call_p.bind(*flat, program=program, call=call)
-        return found, [None] * len(found)
-    mapped = _MappedFunction(call.owner, tuple(axes), axis.name, axis.size)
-    found = jax.tree.leaves(function_call(mapped, *call.split(flat)))
-    return found, [0] * len(found)
-
-
-ad.primitive_jvps[function_call_p] = _jvp
-batching.fancy_primitive_batchers[function_call_p] = _batch
+ad.primitive_jvps[function_call_p] = _jvp_of_function
+ad.primitive_jvps[linear_call_p] = _jvp_of_map
+ad.primitive_transposes[linear_call_p] = _transpose_of_map

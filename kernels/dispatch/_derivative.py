@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..autodiff._function import AbstractFunction, function_call
-from ..autodiff._linear import AbstractLinearMap, linear_call
+from ..autodiff._function import AbstractFunction, AbstractLinearMap, function_call, linear_call
 from ..call._checkpoint import named, named_rest
 from ..call._kernel import AbstractKernel, as_read
 from ..call._operands import (

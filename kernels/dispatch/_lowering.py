@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, PyTree
 
-from .._compiled import run_compiled
+from ..autodiff._function import run_compiled
 from ..call._kernel import AbstractKernel, as_read, check_call_of
 from ..call._operands import KernelCall, Operands, Settings, is_static
 from ..call._target import Device, lowered_for

@@ -12,8 +12,8 @@ from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from .._compiled import run_compiled
 from .._varying import axes_of, vary_together
+from ..autodiff._function import run_compiled
 from ..call._target import lowered_for
 from ..pallas.gpu._chip import named_gpu
 from ..pallas.tile_program import _evaluated as chips

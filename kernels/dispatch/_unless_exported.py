@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from .._compiled import run_compiled
+from ..autodiff._function import run_compiled
 from ._lowering import is_exported
 
 

@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array
 
-from .._compiled import run_compiled
+from ..autodiff._function import run_compiled
 
 
 def each(f: Callable[[Array], Any], count: int, like: Array, *, anywhere: bool = False) -> Any:

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import energy_attn as ea
-from energy_attn.kernels.autodiff._operation import _apply
+from energy_attn.kernels.autodiff._function import _apply
 from energy_attn.solvers import Extragradient, FixedPoint, Mirror, Newton, Optax, Optimistic
 from tests.support.complaints import a, complains
 from tests.support.selection import few_rows
