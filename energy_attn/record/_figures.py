@@ -10,8 +10,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import Operands, holds_keys, received
 
-from ..core._gibbs import Gibbs
-from ..core._keys import PreparedKeys
+from ..core._gibbs import Gibbs, PreparedKeys
 from ..functional._free_energy import Source, StaticCall
 from ..functional._tag import AbstractRecorder
 from ..observables._entropy import row_observables

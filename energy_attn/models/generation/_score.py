@@ -12,8 +12,7 @@ from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import as_int32, check_flag, check_integer, check_shape, received
 
 from ...prefix_tree import pack, unpack
-from ...prefix_tree._pack import check_beam
-from ...prefix_tree._tree import gather_slots
+from ...prefix_tree._tree import check_beam, gather_slots
 from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks
