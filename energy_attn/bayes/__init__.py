@@ -6,8 +6,7 @@ The conjugate of the free energy, the rate function and the maximum a posteriori
 Examples:
     >>> import jax, jax.numpy as jnp
     >>> import energy_attn as ea
-    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
-    >>> F = ea.FreeEnergy().at(q, k, v)
+    >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
     >>> bool(jnp.allclose(ea.bayes.saddle_attention(F).point, F.attention(), atol=1e-4))
     True
 """

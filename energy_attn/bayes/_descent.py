@@ -1,14 +1,17 @@
 """Minimisation of one convex function per row, all rows at once and each with its own step length."""
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
-from jaxtyping import Array
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, PyTree
 
 from ..functional._solution import Result
+from ..solvers import Optax
 
 Tree = TypeVar("Tree")
 
@@ -16,51 +19,45 @@ RUNNING = -1  # in addition to the codes of `Result`
 
 
 class Trial(NamedTuple):
-    """Every row's function evaluated at one point; `[*B, T, N]`, and `[*B, T, N, V]` for vectors.
+    """Every row's function evaluated at one point; `[*B, T, N]`, and `[*B, T, N, V]` for vectors."""
 
-    Attributes:
-        point: `[*B, T, N, V]`; for a row that ends without a minimiser, its certificate.
-        value: of the function.
-        gradient: `[*B, T, N, V]`.
-        direction: `[*B, T, N, V]`, the step of damped Newton; gradient methods ignore it.
-        noise: a bound on the rounding error of `value`.
-        residual: the number that converges to zero.
-        threshold: the residual below which the row has converged.
-        status: int32, a code of `Result`, or `RUNNING`.
-        inner_steps: int32, the steps that this evaluation took.
-    """
-
-    point: Array
-    value: Array
-    gradient: Array
-    direction: Array
-    noise: Array
-    residual: Array
-    threshold: Array
-    status: Array
-    inner_steps: Array
+    point: Array  # a vector; for a row that ends without a minimiser, its certificate
+    value: Array  # of the function
+    gradient: Array  # a vector
+    direction: Array  # a vector, the step of damped Newton; gradient methods ignore it
+    noise: Array  # a bound on the rounding error of `value`
+    residual: Array  # the number that converges to zero
+    threshold: Array  # the residual below which the row has converged
+    status: Array  # int32, a code of `Result`, or `RUNNING`
+    inner_steps: Array  # int32, the steps that this evaluation took
 
 
 class Descent(NamedTuple):
-    """The state of a descent.
+    """The state of a descent."""
 
-    Attributes:
-        last: the last trial that each row has accepted.
-        steps: int32 `[*B, T, N]`, how many it has accepted.
-        inner_steps: int32 `[*B, T, N]`, the sum over all its trials.
-        path: `[recorded + 1, *B, T, N]`, the value after each step; a row that has ended repeats
-            its last one.
-        passes: the number of evaluations of all rows together.
-    """
-
-    last: Trial
-    steps: Array
-    inner_steps: Array
-    path: Array
-    passes: Array
+    last: Trial  # that each row has accepted
+    steps: Array  # int32 [*B, T, N], how many it has accepted
+    inner_steps: Array  # int32 [*B, T, N], the sum over all its trials
+    path: Array  # [recorded + 1, *B, T, N], the value after each step; of a row that has ended, its last one
+    passes: Array  # the number of evaluations of all rows together
 
 
 Evaluate = Callable[[Array, Array], Trial]
+# Value and gradient of every row's function at `x`; the second argument is passed through to it.
+Objective = Callable[[Array, PyTree], tuple[Array, Array]]
+
+
+def descend(
+    step: Callable[[Descent, Any], tuple[Descent, Any]], first: Trial, recorded: int, state: Any
+) -> Descent:
+    """Repeats `step(found, state)` until no row is running, with a path that has room for `recorded` steps."""
+    path = jnp.broadcast_to(first.value[None], (recorded + 1, *first.value.shape))
+    found = Descent(first, jnp.zeros_like(first.status), first.inner_steps, path, jnp.int32(1))
+
+    def any_running(carry: tuple[Descent, Any]) -> Array:
+        return (carry[0].last.status == RUNNING).any()
+
+    return lax.while_loop(any_running, lambda carry: step(*carry), (found, state))[0]
 
 
 def newton_descent(evaluate: Evaluate, start: Array, max_steps: int) -> Descent:
@@ -74,8 +71,7 @@ def newton_descent(evaluate: Evaluate, start: Array, max_steps: int) -> Descent:
     its step length falls below the precision of the dtype.
     """
 
-    def step(carry: tuple[Descent, Array]) -> tuple[Descent, Array]:
-        found, step_length = carry
+    def step(found: Descent, step_length: Array) -> tuple[Descent, Array]:
         last = found.last
         active = last.status == RUNNING
         move = jnp.where(active[..., None], step_length[..., None] * last.direction, 0.0)
@@ -90,24 +86,11 @@ def newton_descent(evaluate: Evaluate, start: Array, max_steps: int) -> Descent:
         found = found._replace(last=found.last._replace(status=status))
         return found, jnp.where(moved, jnp.minimum(1.0, 8 * step_length), 0.35 * step_length)
 
-    found = initial_descent(evaluate(start, jnp.int32(0)), max_steps)
-    carry = (found, jnp.ones_like(found.last.value))
-    return lax.while_loop(lambda carry: any_running(carry[0]), step, carry)[0]
-
-
-def initial_descent(first: Trial, recorded: int) -> Descent:
-    """A descent before its first step, whose path has room for `recorded` steps."""
-    path = jnp.broadcast_to(first.value[None], (recorded + 1, *first.value.shape))
-    return Descent(first, jnp.zeros_like(first.status), first.inner_steps, path, jnp.int32(1))
-
-
-def any_running(found: Descent) -> Array:
-    """Whether any row is still running."""
-    return (found.last.status == RUNNING).any()
+    first = evaluate(start, jnp.int32(0))
+    return descend(step, first, max_steps, jnp.ones_like(first.value))
 
 
 def advance(found: Descent, trial: Trial, moved: Array, max_steps: int) -> Descent:
-    """The descent after a trial that the rows in `moved` accept."""
     active = found.last.status == RUNNING
     inner_steps = found.inner_steps + jnp.where(active, trial.inner_steps, 0)
     last = select(moved, trial, found.last)
@@ -122,9 +105,87 @@ def advance(found: Descent, trial: Trial, moved: Array, max_steps: int) -> Desce
 
 
 def select(rows: Array, new: Tree, old: Tree) -> Tree:
-    """`new` where `rows` is True, else `old`; arrays may have further axes after those of `rows`."""
+    """`new` where `rows` is True, else `old`, whose arrays may have more axes than `rows`."""
 
     def choose(new: Array, old: Array) -> Array:
         return jnp.where(rows.reshape(*rows.shape, *[1] * (new.ndim - rows.ndim)), new, old)
 
     return jax.tree.map(choose, new, old)
+
+
+def optax_descent(
+    solver: Optax,
+    evaluate: Evaluate,
+    objective: Objective,
+    inputs: PyTree,
+    start: Array,
+    recorded: int | None = None,
+) -> Descent:
+    """Minimises each row's function by an optimiser of Optax, with a separate state for each row.
+
+    Rows share nothing: each has its own memory and line search, and a row that has ended does not
+    move. Line searches evaluate `objective(x, inputs)`; `evaluate` decides when a row ends, and the
+    directions of its trials are ignored. `recorded`: for how many steps to keep the path; all by
+    default.
+    """
+    optimiser = optax.with_extra_args_support(solver.optimiser)
+    shape = start.shape
+    row_value = _row_value(objective, shape)
+
+    def flat(x: Array) -> Array:
+        return x.reshape(-1, *x.shape[len(shape) - 1 :])
+
+    def update(
+        gradient: Array, state: optax.OptState, x: Array, value: Array, inputs: PyTree
+    ) -> Any:
+        more = {"value": value, "grad": gradient, "value_fn": lambda x: row_value(x, inputs)}
+        # Optax relies on NumPy's promotion of dtypes and ranks; the user may have set strict ones.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, state = optimiser.update(gradient, state, x, **more)
+            return optax.apply_updates(x, updates), state
+
+    def step(found: Descent, state: Any) -> tuple[Descent, Any]:
+        last = found.last
+        x = flat(last.point)
+        new, new_state = jax.vmap(update, (0, 0, 0, 0, None))(
+            flat(last.gradient), state, x, flat(last.value), inputs
+        )
+        active = last.status == RUNNING
+        new = select(flat(active), new, x)
+        state = select(flat(active), new_state, state)
+        trial = evaluate(new.reshape(shape), found.passes)
+        return advance(found, trial, active, solver.max_steps), state
+
+    most = solver.max_steps if recorded is None else recorded
+    state = jax.vmap(optimiser.init)(flat(start))
+    return descend(step, evaluate(start, jnp.int32(0)), most, state)
+
+
+def _row_value(objective: Objective, shape: tuple[int, ...]) -> Callable[[Array, PyTree], Array]:
+    # One row's function. Only a pass over all rows can evaluate it, so its batching rule is that
+    # pass; unbatched, which never runs, it returns zeros of the right types.
+    @custom_vmap
+    def evaluated(x: Array, inputs: PyTree) -> tuple[Array, Array]:
+        del inputs
+        return jnp.zeros_like(x[0]), jnp.zeros_like(x)
+
+    @evaluated.def_vmap
+    def _(size: int, batched: Sequence[Any], x: Array, inputs: PyTree) -> Any:
+        x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
+        # inside a batched branch (lax.cond under vmap) what the rows share arrives copied per row
+        inputs = jax.tree.map(lambda x, batched: x[0] if batched else x, inputs, batched[1])
+        value, gradient = objective(x.reshape(shape), inputs)
+        return (value.reshape(size), gradient.reshape(size, -1)), (True, True)
+
+    @jax.custom_vjp
+    def value(x: Array, inputs: PyTree) -> Array:
+        return evaluated(x, inputs)[0]
+
+    def forward(x: Array, inputs: PyTree) -> tuple[Array, Array]:
+        return evaluated(x, inputs)
+
+    def backward(gradient: Array, cotangent: Array) -> tuple[Array, None]:
+        return cotangent * gradient, None
+
+    value.defvjp(forward, backward)
+    return value

@@ -9,49 +9,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import AbstractFunction, Operands, check_flag, function_call
+from energy_attn.kernels.internal import AbstractFunction, Operands, function_call
 
-from ..functional._directions import directional
-from ..functional._free_energy import Calls, Parts
+from ..functional._free_energy import Calls, Parts, directional
 from ..functional._solution import Result, Solution, raise_on_failure, without_derivative
-from ..observables._at_source import check_row_vectors, covariance_product, state_at
-from ..solvers import AbstractSolver, Mirror, Newton, Optax
-from ..solvers._solvers import check_solver
-from ._checks import check_regulariser, check_solver_mesh, sends, tolerance_in
-from ._descent import RUNNING, Descent, Trial, advance, any_running, initial_descent, newton_descent
+from ..observables._at_source import covariance_product, state_at
+from ..solvers import Mirror, Newton, Optax
+from ..solvers._solvers import tolerance_in
+from ._descent import RUNNING, Descent, Trial, advance, descend, newton_descent, optax_descent
 from ._maximise import SolverInputs, SolverOptions, find_source, norm
-from ._optax_descent import optax_descent
 
 # The tolerance of the inner solve for a point's source, as a fraction of the outer one.
 _INNER_TOLERANCE = 0.1
 
 
-def map_attention(
-    calls: Calls,
-    parts: Parts,
-    regulariser: float | Array | None,
-    solver: AbstractSolver,
-    start: Array | None,
-    throw: bool,
-) -> Solution:
-    """See `AbstractConjugate.map`."""
-    check_flag("throw", throw)
-    regulariser = _mean_square_deviation(parts) if regulariser is None else regulariser
-    regulariser, _ = check_regulariser(regulariser, parts[0].query.dtype, positive=True)
-    solver = check_solver(solver, Newton, Mirror, Optax)
-    check_solver_mesh(calls, solver)
-    if start is None:
-        point = default_start(calls, parts)
-    else:
-        point = check_row_vectors("start", start, calls, parts)
-    found = _solve(SolverOptions(calls, solver, True), SolverInputs(parts, point, regulariser))
-    value, point = with_exact_derivative(calls, parts, found.value, found.point)
-    stats = without_derivative(found.stats, parts, "map")
-    found = Solution(value, found.source, point, found.result, stats)
-    return raise_on_failure(found, throw, "map", collective=sends(calls))
-
-
-def _mean_square_deviation(parts: Parts) -> Array:
+def mean_square_deviation(parts: Parts) -> Array:
     values = [x.value for x in parts]
     count = sum(value.shape[-3] for value in values)
     mean = sum(value.sum(-3, keepdims=True) for value in values) / count
@@ -61,11 +33,10 @@ def _mean_square_deviation(parts: Parts) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _solve(static: SolverOptions, inputs: SolverInputs) -> Solution:
+def minimise(static: SolverOptions, inputs: SolverInputs) -> Solution:
     inputs = lax.stop_gradient(inputs)
 
-    def evaluate(point: Array, passes: Array) -> Trial:
-        del passes
+    def evaluate(point: Array, _: Array) -> Trial:
         return _trial(static, inputs._replace(point=point))
 
     def objective(point: Array, inputs: SolverInputs) -> tuple[Array, Array]:
@@ -79,12 +50,8 @@ def _solve(static: SolverOptions, inputs: SolverInputs) -> Solution:
     else:
         found = newton_descent(evaluate, inputs.point, static.solver.max_steps)
     last = found.last
-    stats = {
-        "steps": found.steps,
-        "inner_steps": found.inner_steps,
-        "residual": last.residual,
-        "path": found.path,
-    }
+    stats = {"steps": found.steps, "inner_steps": found.inner_steps}
+    stats |= {"residual": last.residual, "path": found.path}
     point = jnp.where((last.status == Result.no_keys)[..., None], 0.0, last.point)
     return Solution(last.value, last.gradient, point, last.status, stats)
 
@@ -104,14 +71,14 @@ def _trial(static: SolverOptions, inputs: SolverInputs) -> Trial:
 
 # Mirror descent with the mirror map ∇F_λ*: its gradient step of length 1/2 is ζ ← ζ - ζ/2.
 def _mirror(static: SolverOptions, inputs: SolverInputs) -> Descent:
-    def step(found: Descent) -> Descent:
+    def step(found: Descent, _: None) -> tuple[Descent, None]:
         last = found.last
         none = last._replace(inner_steps=jnp.zeros_like(last.inner_steps))
         trial = _at_source(static, inputs, none, 0.5 * last.gradient)
-        return advance(found, trial, last.status == RUNNING, static.solver.max_steps)
+        return advance(found, trial, last.status == RUNNING, most), None
 
-    found = initial_descent(_trial(static, inputs), static.solver.max_steps)
-    return lax.while_loop(any_running, step, found)
+    most = static.solver.max_steps
+    return descend(step, _trial(static, inputs), most, None)
 
 
 # The point of a source is known exactly, z = ∇F_λ(ζ), the source of a point only to a tolerance.
@@ -142,10 +109,13 @@ def _at_source(static: SolverOptions, inputs: SolverInputs, trial: Trial, source
 # regulariser and start. Its derivatives of every order are therefore those of ∇F(0) and -F(0),
 # and the values that the solver found are returned unchanged.
 def with_exact_derivative(
-    calls: Calls, parts: Parts, value: Array, point: Array
-) -> tuple[Array, Array]:
-    """The value and point that a solver has found, with the derivatives of the exact ones."""
-    return function_call(_Optimum(calls), (parts, value, point))
+    found: Solution, calls: Calls, parts: Parts, throw: bool, what: str
+) -> Solution:
+    """A solver's solution with the derivatives of the exact one; raises if the solver failed."""
+    value, point = function_call(_Optimum(calls), (parts, found.value, found.point))
+    stats = without_derivative(found.stats, parts, what)
+    found = Solution(value, found.source, point, found.result, stats)
+    return raise_on_failure(found, throw, what, calls)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,46 +1,49 @@
-"""The source that attains a conjugate, solved for all rows at once, with a custom derivative."""
+"""The conjugate of the free energy: its source, solved for all rows at once, with a custom derivative."""
 
 import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import AbstractFunction, function_call, holds_keys, with_zeros
+from energy_attn.kernels.internal import (
+    AbstractFunction,
+    check_finite_number,
+    check_flag,
+    check_floating,
+    check_shape,
+    function_call,
+    holds_keys,
+    with_zeros,
+)
 
-from ..functional._directions import directional, unmoved
-from ..functional._free_energy import Calls, Parts
-from ..functional._solution import Result
-from ..observables._at_source import covariance_at, state_at, support_at
-from ..solvers import AbstractSolver, Optax
-from ._checks import tolerance_in
-from ._descent import RUNNING, Descent, Trial, newton_descent
-from ._optax_descent import optax_descent
+from ..functional._free_energy import Calls, Parts, directional, unmoved
+from ..functional._solution import Result, Solution, without_derivative
+from ..observables._at_source import check_row_vectors, covariance_at, state_at, support_at
+from ..solvers import AbstractSolver, Newton, Optax
+from ..solvers._solvers import check_solver, tolerance_in
+from ._descent import RUNNING, Descent, Trial, newton_descent, optax_descent
 
 
 class SolverOptions(NamedTuple):
-    """The static options of a maximisation.
-
-    `bounded`: whether the conjugate is known to be finite everywhere, as it is for a positive
-    regulariser.
-    """
+    """The static options of a maximisation."""
 
     calls: Calls
     solver: AbstractSolver
-    bounded: bool
+    bounded: (
+        bool  # whether the conjugate is known to be finite everywhere: for a positive regulariser
+    )
 
 
 class SolverInputs(NamedTuple):
-    """The traced inputs. `point` is `[*B, T, N, V]`, the regulariser a scalar."""
-
     parts: Parts
-    point: Array
-    regulariser: Array
+    point: Array  # [*B, T, N, V]
+    regulariser: Array  # a scalar
 
 
 class Maximum(NamedTuple):
@@ -55,8 +58,50 @@ class Maximum(NamedTuple):
 
 
 def norm(x: Array) -> Array:
-    """The Euclidean norm along the last axis."""
     return jnp.sqrt((x * x).sum(-1))
+
+
+def check_regulariser(
+    x: float | Array, dtype: jnp.dtype, *, positive: bool = False
+) -> tuple[Array, bool]:
+    """Returns a regulariser as a scalar of `dtype`, and whether it is known to be above zero.
+
+    Raises `TypeError` unless it is a real number or a floating array. Raises `ValueError` for an
+    array with axes and for a concrete value that is negative or not finite, or zero if `positive`.
+    """
+    name, number = "regulariser", x
+    if isinstance(x, jax.Array):
+        check_shape(name, check_floating(name, x), ())
+        number = None if isinstance(x, jax.core.Tracer) else float(x)
+    if number is not None:
+        number = check_finite_number(name, number)
+        if number < 0 or (positive and number == 0):
+            raise ValueError(
+                f"{name}: wanted a number {'above' if positive else 'of at least'} 0, got {number}"
+            )
+    return jnp.asarray(x, dtype), positive or bool(number)
+
+
+def conjugate(
+    calls: Calls,
+    parts: Parts,
+    point: Array,
+    regulariser: float | Array,
+    solver: AbstractSolver,
+    throw: bool,
+) -> Solution:
+    """See `AbstractConjugate.conjugate`; whether a row has failed is not raised yet."""
+    check_flag("throw", throw)
+    point = check_row_vectors("point", point, calls, parts)
+    regulariser, bounded = check_regulariser(regulariser, point.dtype)
+    solver = check_solver(solver, calls, Newton, Optax)
+    static = SolverOptions(calls, solver, bounded)
+    inputs = SolverInputs(parts, point, regulariser)
+    found: Maximum = function_call(_Maximisation(static), inputs)
+    value = function_call(_AttainedValue(static), (inputs, found))
+    stats = {"steps": found.steps, "residual": found.residual, "path": found.path}
+    stats = without_derivative(stats, inputs, "conjugate")
+    return Solution(value, found.source, None, found.result, stats)
 
 
 # F_λ(ζ) - z·ζ is convex in ζ, with gradient ∇F(ζ) + λζ - z and Hessian Σ(ζ) + λ. Undamped, Newton's
@@ -67,15 +112,12 @@ def norm(x: Array) -> Array:
 #     E|v - z|² = tr Σ + |∇F - z|²,
 #
 # so that it does not depend on the unit or the origin of the values.
-def newton_trial(
-    static: SolverOptions, inputs: SolverInputs, source: Array, passes: Array
-) -> Trial:
-    """Every row's trial at a source, with the step of damped Newton."""
-    covariance, out, lse = covariance_at(static.calls, source, inputs.parts)
-    _, gradient = _objective(inputs, source, out, lse)
-    residual = norm(gradient)
+def _newton_step(
+    inputs: SolverInputs, covariance: Array, gradient: Array, residual: Array
+) -> tuple[Array, Array]:
+    """The step of damped Newton, and the trace of the covariance."""
     variance = jnp.maximum(jnp.trace(covariance, axis1=-2, axis2=-1), 0.0)
-    kind = jnp.finfo(out.dtype)
+    kind = jnp.finfo(gradient.dtype)
     damping = 1e-3 * residual * jnp.sqrt(variance + residual**2) + 10 * kind.eps * variance
     damping = damping + inputs.regulariser + kind.tiny
     matrix = plus_diagonal(covariance, damping[..., None, None])
@@ -83,30 +125,21 @@ def newton_trial(
     # rounding may have made the matrix indefinite: then the step is along the negative gradient
     descends = (step * gradient).sum(-1) < 0
     downhill = -gradient / (damping + variance)[..., None]
-    step = jnp.where(descends[..., None], step, downhill)
-    return _trial(static, inputs, source, passes, AttentionState(out, lse), step, variance)
+    return jnp.where(descends[..., None], step, downhill), variance
 
 
-def plain_trial(static: SolverOptions, inputs: SolverInputs, source: Array, passes: Array) -> Trial:
-    """Every row's trial at a source, for methods that use gradients alone."""
-    state = state_at(static.calls, source, inputs.parts)
-    _, gradient = _objective(inputs, source, *state)
-    variance = jnp.zeros_like(state.lse)
-    return _trial(static, inputs, source, passes, state, -gradient, variance)
-
-
-def _trial(
-    static: SolverOptions,
-    inputs: SolverInputs,
-    source: Array,
-    passes: Array,
-    state: AttentionState,
-    step: Array,
-    variance: Array,
-) -> Trial:
-    point, (out, lse) = inputs.point, state
+def _trial(static: SolverOptions, inputs: SolverInputs, source: Array, passes: Array) -> Trial:
+    """Every row's trial at a source; without the covariance for Optax, whose methods use gradients alone."""
+    point, covariance = inputs.point, None
+    if isinstance(static.solver, Optax):
+        out, lse = state_at(static.calls, source, inputs.parts)
+    else:
+        covariance, out, lse = covariance_at(static.calls, source, inputs.parts)
     value, gradient = _objective(inputs, source, out, lse)
     residual = norm(gradient)
+    step, variance = -gradient, jnp.zeros_like(lse)
+    if covariance is not None:
+        step, variance = _newton_step(inputs, covariance, gradient, residual)
     size = jnp.sqrt((point * point).sum(-1) + (out * out).sum(-1) + variance)
     far = norm(source)
     eps = 4 * jnp.finfo(out.dtype).eps
@@ -141,15 +174,13 @@ def _objective(inputs: SolverInputs, source: Array, out: Array, lse: Array) -> t
 
 def find_source(static: SolverOptions, inputs: SolverInputs) -> Descent:
     """Descends from zero to the source that attains the conjugate of every row."""
-    start = jnp.zeros_like(inputs.point)
+    start, evaluate = jnp.zeros_like(inputs.point), functools.partial(_trial, static, inputs)
     if not isinstance(static.solver, Optax):
-        evaluate = functools.partial(newton_trial, static, inputs)
         return newton_descent(evaluate, start, static.solver.max_steps)
 
     def objective(source: Array, inputs: SolverInputs) -> tuple[Array, Array]:
         return _objective(inputs, source, *state_at(static.calls, source, inputs.parts))
 
-    evaluate = functools.partial(plain_trial, static, inputs)
     return optax_descent(static.solver, evaluate, objective, inputs, start)
 
 
@@ -163,13 +194,7 @@ def _find_maximum(static: SolverOptions, inputs: SolverInputs) -> Maximum:
 
 # The source ζ(z, λ, θ) solves  G = ∇F(ζ; θ) + λζ - z = 0,  and so  (Σ + λ) dζ = dz - ζ dλ - d_θ ∇F,
 # solved by the pseudo-inverse: in a hull of lower dimension the source is undetermined across the
-# hull. The rule can itself be differentiated, since it is a function of the source that `maximum`
-# returns.
-def maximum(static: SolverOptions, inputs: SolverInputs) -> Maximum:
-    """The source that attains the conjugate of every row; only the source has a derivative."""
-    return function_call(_Maximisation(static), inputs)
-
-
+# hull. The rule can itself be differentiated, since it is a function of the source that is found.
 @dataclasses.dataclass(frozen=True)
 class _Maximisation(AbstractFunction):
     static: SolverOptions
@@ -178,7 +203,7 @@ class _Maximisation(AbstractFunction):
         return _find_maximum(self.static, args)
 
     def jvp(self, primals: SolverInputs, tangents: SolverInputs) -> tuple[Maximum, Maximum]:
-        found = maximum(self.static, primals)
+        found: Maximum = function_call(self, primals)
         some = has_source(found.result)[..., None]
         source = jnp.where(some, found.source, 0.0)
         parts, point, regulariser = tangents
@@ -198,11 +223,6 @@ class _Maximisation(AbstractFunction):
 # A conjugate is an extremum in its source, so its derivative is that at a fixed source (the
 # envelope theorem): ζ in z, -|ζ|²/2 in λ and -dF(ζ) in the rest. This holds at every source, so
 # the rule can be differentiated again, through the source.
-def attained_value(static: SolverOptions, inputs: SolverInputs, found: Maximum) -> Array:
-    """The value of a conjugate whose source has been found."""
-    return function_call(_AttainedValue(static), (inputs, found))
-
-
 @dataclasses.dataclass(frozen=True)
 class _AttainedValue(AbstractFunction):
     static: SolverOptions
@@ -226,16 +246,15 @@ class _AttainedValue(AbstractFunction):
         state = directional(at_source, inputs.parts, parts)
         if state is not None:
             along = along - state[1].lse
-        return attained_value(self.static, inputs, found), jnp.where(some, along, 0.0)
+        return function_call(self, primals), jnp.where(some, along, 0.0)
 
 
 def has_source(result: Array) -> Array:
-    """Whether a row ended with a source, converged or not."""
+    # whether a row ended with a source, converged or not
     return (result == Result.converged) | (result == Result.max_steps_reached)
 
 
 def plus_diagonal(matrix: Array, diagonal: ArrayLike) -> Array:
-    """Adds a number to the diagonal of each matrix, its own or one for all."""
     eye = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
     return matrix + diagonal * eye
 

@@ -1,11 +1,18 @@
 """Convex duals of the free energy, as questions to the measure."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..functional._solution import Solution
+from energy_attn.kernels.internal import check_flag
+
+from ..functional._free_energy import state_at
+from ..functional._solution import Result, Solution, raise_on_failure
+from ..observables._at_source import check_row_vectors
 from ..observables._measure import AbstractMeasure
 from ..solvers import Mirror, Newton, Optax
-from . import _conjugate, _map
+from ..solvers._solvers import check_solver
+from ._map import default_start, mean_square_deviation, minimise, with_exact_derivative
+from ._maximise import SolverInputs, SolverOptions, check_regulariser, conjugate
 
 
 class AbstractConjugate(AbstractMeasure):
@@ -31,22 +38,20 @@ class AbstractConjugate(AbstractMeasure):
         $\nabla F(\hat\zeta) + \lambda \hat\zeta = z$.
 
         Without a regulariser the conjugate is finite on the convex hull of the values that the row
-        sees and plus infinity outside it. Outside, the solver stops at a certificate: a vector $u$
-        with $u \cdot z > \max_a u \cdot v_a$. At an extreme value $v_a$ the supremum,
-        $-\log P_a - F(0)$, is approached as the source grows without bound; the solver stops when it
-        reaches the point to within the tolerance. With a regulariser above zero the conjugate is
-        finite everywhere: it is the Moreau envelope of the conjugate without one.
+        sees. Outside, the solver stops at a certificate: a vector $u$ with
+        $u \cdot z > \max_a u \cdot v_a$. At an extreme value $v_a$ the supremum, $-\log P_a - F(0)$, is
+        approached as the source grows without bound; the solver stops when it reaches the point to within
+        the tolerance. With a regulariser above zero the conjugate is finite everywhere: the Moreau envelope
+        of the one without.
 
         Differentiable in both modes and to any order, without a derivative of the iteration: the
         gradient in $z$ is $\hat\zeta$, whose derivative is $(\Sigma(\hat\zeta) + \lambda)^{-1}$, and the
-        gradients in the arrays of the measure are those of $-F(\hat\zeta)$. `source` is
-        differentiable as well. Where the conjugate is infinite all derivatives are
-        zero; where the hull has a lower dimension than the values, they are those along the hull.
+        gradients in the arrays of the measure are those of $-F(\hat\zeta)$. Where the conjugate is infinite
+        all derivatives are zero; where the hull has a lower dimension, they are those along the hull.
 
         Args:
             point: $z$, `[B, T, N, Hv]` or `[T, N, Hv]`, one for each query and head.
-            regulariser: $\lambda \ge 0$, in the unit of the values squared; a number or a floating
-                scalar.
+            regulariser: $\lambda \ge 0$, in the unit of the values squared; a number or a floating scalar.
             solver: [`Newton`][energy_attn.solvers.Newton] or [`Optax`][energy_attn.solvers.Optax].
                 Its residual is $|\nabla F_\lambda(\hat\zeta) - z|$, relative to the size of point and
                 values; its tolerance is raised to the rounding error where that is larger.
@@ -72,13 +77,14 @@ class AbstractConjugate(AbstractMeasure):
         Examples:
             >>> import jax, jax.numpy as jnp
             >>> import energy_attn as ea
-            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
-            >>> F = ea.FreeEnergy().at(q, k, v)
+            >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
             >>> solution = F.conjugate(F.attention())  # at attention: zero tilt
             >>> bool(jnp.allclose(solution.value, -F(), atol=1e-4))
             True
         """
-        return _conjugate.conjugate(*self._prepared(), point, regulariser, solver, throw)
+        calls, parts = self._prepared()
+        found = conjugate(calls, parts, point, regulariser, solver, throw)
+        return raise_on_failure(found, throw, "conjugate", calls)
 
     def rate(
         self,
@@ -96,27 +102,19 @@ class AbstractConjugate(AbstractMeasure):
 
         It is zero at attention and nowhere else. The mean of $n$ values drawn from the attention
         weights $P$ is near $z$ with probability $e^{-n I(z)}$ to leading order (Cramér, Sanov), so
-        attention is the most probable mean. `jax.grad` in the point gives $\hat\zeta$, whose
-        derivative is $\Sigma(\hat\zeta)^{-1}$.
+        attention is the most probable mean. Derivatives are those of `conjugate`.
 
         Args:
             point: $z$, `[B, T, N, Hv]` or `[T, N, Hv]`.
-            regulariser: $\lambda \ge 0$. Above zero: $I$ smoothed, its Moreau envelope
-                $\min_w \{I(w) + |z - w|^2 / 2\lambda\}$, which is finite everywhere and has the same
-                minimiser.
+            regulariser: $\lambda \ge 0$. Above zero: the Moreau envelope of $I$,
+                $\min_w \{I(w) + |z - w|^2 / 2\lambda\}$, which has the same minimiser.
             solver: as for `conjugate`.
-            throw: whether to raise if a row does not converge.
+            throw: whether to raise if a row does not converge. Errors are those of `conjugate`.
 
         Returns:
             A [`Solution`][energy_attn.Solution] as that of `conjugate`, with `value` in nats, below
             zero by rounding at most. It is plus infinity outside the hull of the values and for a
             fully masked row. `path` is that of the conjugate plus $F(0)$.
-
-        Raises:
-            TypeError: an argument of the wrong type, or another solver.
-            ValueError: shapes that do not match, a negative regulariser.
-            NotImplementedError: `Optax` with arrays that are sharded over explicit mesh axes.
-            RuntimeError: as `conjugate`.
 
         Source: the theorems of Cramér and Sanov; Dembo and Zeitouni, Large Deviations Techniques and
         Applications, sections 2.1 and 2.2.
@@ -129,7 +127,13 @@ class AbstractConjugate(AbstractMeasure):
             >>> bool((solution.value > 0).all())
             True
         """
-        return _conjugate.rate(*self._prepared(), point, regulariser, solver, throw)
+        calls, parts = self._prepared()
+        found = conjugate(calls, parts, point, regulariser, solver, throw)
+        lse = state_at(calls, None, parts).lse
+        lse = jnp.where(found.result == Result.no_keys, 0.0, lse)
+        stats = found.stats | {"path": found.stats["path"] + lse[None]}
+        found = Solution(found.value + lse, found.source, None, found.result, stats)
+        return raise_on_failure(found, throw, "rate", calls)
 
     def map(
         self,
@@ -147,29 +151,27 @@ class AbstractConjugate(AbstractMeasure):
 
         $M_\lambda + F(0)$ is the rate function of the mean of $n$ values drawn by attention and seen
         through Gaussian noise of variance $\lambda / n$. It is finite everywhere, and its minimiser is
-        exactly attention for every $\lambda > 0$, because the penalty is flat at $\zeta = 0$. This
-        method finds by optimisation what `attention` computes in one pass; it is meant for study and
-        for experiments with the objective.
+        exactly attention for every $\lambda > 0$, because the penalty is flat at $\zeta = 0$: what
+        `attention` computes in one pass is found by optimisation, for study.
 
         `Newton` steps from $z$ to $z - (\Sigma(\hat\zeta) + \lambda)\, \hat\zeta$, with a searched
-        length; each evaluation solves for the point's source $\hat\zeta(z) = \nabla M_\lambda(z)$.
-        `Mirror` halves the source in each step and moves the point to $z = \nabla F_\lambda(\zeta)$.
-        `Optax` follows the gradient $\hat\zeta$ in $z$.
+        length; each evaluation solves for the point's source $\hat\zeta(z) = \nabla M_\lambda(z)$, the
+        gradient that `Optax` follows. `Mirror` halves the source in each step.
 
         Differentiable as attention is, in both modes and to any order: `point` is $\nabla F(0)$ and `value` is
         $-F(0)$ for every regulariser and start.
 
         Args:
-            regulariser: $\lambda > 0$, in the unit of the values squared; a number or a floating
-                scalar. None is the mean square distance of the values from their mean, with which
-                Newton's method takes few steps in any unit.
+            regulariser: $\lambda > 0$, in the unit of the values squared; a number or a floating scalar.
+                None is the mean square distance of the values from their mean.
             solver: [`Newton`][energy_attn.solvers.Newton], [`Mirror`][energy_attn.solvers.Mirror] or
                 [`Optax`][energy_attn.solvers.Optax]. Its residual is the remaining step
                 $|(\Sigma + \lambda)\, \hat\zeta|$, relative to the size of point and values; its
                 tolerance is raised to the rounding error where that is larger.
             start: `[B, T, N, Hv]`, the first point; None is the unweighted mean of the values that a
                 row sees.
-            throw: whether to raise if a row does not converge.
+            throw: whether to raise if a row does not converge. Errors are those of `conjugate`, and a `ValueError`
+                for a regulariser that is not above zero.
 
         Returns:
             A [`Solution`][energy_attn.Solution] with `point` `[B, T, N, Hv]`, its `source` (zero up
@@ -178,21 +180,26 @@ class AbstractConjugate(AbstractMeasure):
             `path`, `[max_steps + 1, B, T, N]`: $M_\lambda$ after each step. A fully masked row has the
             result `no_keys`, the value plus infinity and the point zero.
 
-        Raises:
-            TypeError: an argument of the wrong type, or another solver.
-            ValueError: shapes that do not match, a regulariser that is not above zero.
-            NotImplementedError: `Optax` with arrays that are sharded over explicit mesh axes.
-            RuntimeError: as `conjugate`.
-
         Source: Tree Attention (arXiv 2408.04093), equations 22 to 26, which aim at this; the paper's
         own objective has a saddle there, see [`saddle_attention`][energy_attn.bayes.saddle_attention].
 
         Examples:
             >>> import jax, jax.numpy as jnp
             >>> import energy_attn as ea
-            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
-            >>> F = ea.FreeEnergy().at(q, k, v)
+            >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
             >>> bool(jnp.allclose(F.map().point, F.attention(), atol=1e-4))
             True
         """
-        return _map.map_attention(*self._prepared(), regulariser, solver, start, throw)
+        check_flag("throw", throw)
+        calls, parts = self._prepared()
+        regulariser = mean_square_deviation(parts) if regulariser is None else regulariser
+        regulariser, _ = check_regulariser(regulariser, parts[0].query.dtype, positive=True)
+        solver = check_solver(solver, calls, Newton, Mirror, Optax)
+        if start is None:
+            point = default_start(calls, parts)
+        else:
+            point = check_row_vectors("start", start, calls, parts)
+        found = minimise(
+            SolverOptions(calls, solver, True), SolverInputs(parts, point, regulariser)
+        )
+        return with_exact_derivative(found, calls, parts, throw, "map")

@@ -1,7 +1,6 @@
 """Γ, the "log-likelihood" of the paper, and attention as its saddle point."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,29 +11,14 @@ from jaxtyping import Array, Float
 from energy_attn.kernels.internal import check_flag, received
 
 from ..functional._free_energy import Calls, Parts
-from ..functional._solution import Result, Solution, raise_on_failure, without_derivative
-from ..observables._at_source import (
-    check_row_vectors,
-    covariance_product,
-    state_at,
-)
+from ..functional._solution import Result, Solution
+from ..observables._at_source import check_row_vectors, covariance_product, state_at
 from ..observables._measure import AbstractMeasure
 from ..solvers import AbstractSolver, Extragradient, Newton, Optax, Optimistic
-from ..solvers._solvers import check_solver
-from ._checks import check_measure, check_solver_mesh, sends, tolerance_in
-from ._descent import (
-    RUNNING,
-    Descent,
-    Evaluate,
-    Trial,
-    advance,
-    any_running,
-    initial_descent,
-    select,
-)
+from ..solvers._solvers import check_solver, tolerance_in
+from ._descent import RUNNING, Descent, Evaluate, Trial, advance, descend, optax_descent, select
 from ._map import default_start, with_exact_derivative
 from ._maximise import norm
-from ._optax_descent import optax_descent
 
 
 def gamma(
@@ -75,7 +59,7 @@ def gamma(
         >>> bool(jnp.allclose(jnp.stack(slopes), 0, atol=1e-5))
         True
     """
-    calls, parts = check_measure(F)._prepared()
+    calls, parts = _check_measure(F)._prepared()
     source = check_row_vectors("source", source, calls, parts)
     point = check_row_vectors("point", point, calls, parts)
     return (source * point).sum(-1) - state_at(calls, source, parts).lse
@@ -92,13 +76,11 @@ def saddle_attention(
 
     $$\max_\zeta \min_z\; \Gamma(\zeta, z): \qquad \hat\zeta = 0, \quad \hat z = \nabla F(0) = \mathrm{attention}$$
 
-    The saddle is the stationary point of the paper's $\Gamma$, found here by solvers for saddle points.
-    Gradient *descent* in both variables leaves it exponentially fast, since $\Gamma$ is unbounded below
-    in $\zeta$. The objective of `F.map` has a minimum, and its
-    solvers take a few steps where these take hundreds.
+    Gradient *descent* in both variables leaves the saddle exponentially fast, since $\Gamma$ is unbounded
+    below in $\zeta$. The objective of `F.map` has a minimum, and its solvers take a few steps where these
+    take hundreds.
 
-    `Extragradient` steps by the gradient at a trial point one step ahead; `Optimistic` extrapolates
-    from the gradient before; `Newton` solves the linearised equations, $\zeta = 0$ and
+    `Newton` solves the linearised equations, $\zeta = 0$ and
     $z = \nabla F(\zeta) - \Sigma(\zeta)\,\zeta$, and takes two steps from any start.
 
     Differentiable as attention is, in both modes and to any order.
@@ -130,14 +112,12 @@ def saddle_attention(
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
-        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
-        >>> F = ea.FreeEnergy().at(q, k, v)
+        >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
         >>> bool(jnp.allclose(ea.bayes.saddle_attention(F).point, F.attention(), atol=1e-4))
         True
     """
-    calls, parts = check_measure(F)._prepared()
-    solver = check_solver(solver, Extragradient, Optimistic, Newton)
-    check_solver_mesh(calls, solver)
+    calls, parts = _check_measure(F)._prepared()
+    solver = check_solver(solver, calls, Extragradient, Optimistic, Newton)
     check_flag("throw", throw)
     if start is None:
         point = default_start(calls, parts)
@@ -146,45 +126,45 @@ def saddle_attention(
         if not isinstance(start, tuple) or len(start) != 2:
             raise TypeError(f"start: wanted a pair (source, point), got {received(start)}")
         pair = jnp.concatenate([check_row_vectors("start", x, calls, parts) for x in start], -1)
-    found = _solve(_SaddleOptions(calls, solver), _SaddleInputs(parts, pair))
-    value, point = with_exact_derivative(calls, parts, found.value, found.point)
-    stats = without_derivative(found.stats, parts, "saddle_attention")
-    found = Solution(value, found.source, point, found.result, stats)
-    return raise_on_failure(found, throw, "saddle_attention", collective=sends(calls))
+    found = _solve(calls, solver, parts, pair)
+    return with_exact_derivative(found, calls, parts, throw, "saddle_attention")
 
 
-class _SaddleOptions(NamedTuple):
-    calls: Calls
-    solver: AbstractSolver
+def _check_measure(F: object) -> AbstractMeasure:
+    if not isinstance(F, AbstractMeasure):
+        raise TypeError(f"F: wanted an energy_attn.Gibbs, got {received(F)}")
+    return F
 
 
-class _SaddleInputs(NamedTuple):
-    """The traced inputs. `start` is source and point concatenated, `[*B, T, N, 2 Hv]`."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _solve(calls: Calls, solver: AbstractSolver, parts: Parts, start: Array) -> Solution:
+    """From a source and a point, concatenated `[*B, T, N, 2 Hv]`."""
+    parts, start = lax.stop_gradient((parts, start))
 
-    parts: Parts
-    start: Array
+    def evaluate(pair: Array, _: Array) -> Trial:
+        return _trial(calls, solver, parts, pair)
 
-
-@functools.partial(jax.jit, static_argnums=0)
-def _solve(static: _SaddleOptions, inputs: _SaddleInputs) -> Solution:
-    inputs = lax.stop_gradient(inputs)
-
-    def evaluate(pair: Array, passes: Array) -> Trial:
-        del passes
-        return _trial(static, inputs, pair)
-
-    def objective(pair: Array, inputs: _SaddleInputs) -> tuple[Array, Array]:
-        trial = _trial(static, inputs, pair)
+    def objective(pair: Array, parts: Parts) -> tuple[Array, Array]:
+        trial = _trial(calls, solver, parts, pair)
         return trial.value, trial.gradient
 
-    if isinstance(static.solver, Optimistic):
-        optimiser = optax.optimistic_gradient_descent(static.solver.step_size)
-        solver = Optax(optimiser, static.solver.max_steps)
-        found = optax_descent(solver, evaluate, objective, inputs, inputs.start, recorded=0)
-    elif isinstance(static.solver, Extragradient):
-        found = _extragradient(static.solver, evaluate(inputs.start, jnp.int32(0)), evaluate)
+    def newton(found: Descent, _: None) -> tuple[Descent, None]:
+        last = found.last
+        source = jnp.split(last.point, 2, -1)[0]
+        state, product = covariance_product(calls, source, parts, source)
+        pair = jnp.concatenate([jnp.zeros_like(source), state.out - product], -1)
+        active = last.status == RUNNING
+        trial = evaluate(select(active, pair, last.point), found.passes)
+        return advance(found, trial, active, solver.max_steps), None
+
+    if isinstance(solver, Optimistic):
+        optimiser = optax.optimistic_gradient_descent(solver.step_size)
+        by_optax = Optax(optimiser, solver.max_steps)
+        found = optax_descent(by_optax, evaluate, objective, parts, start, recorded=0)
+    elif isinstance(solver, Extragradient):
+        found = _extragradient(solver, evaluate(start, jnp.int32(0)), evaluate)
     else:
-        found = _newton(static, inputs, evaluate(inputs.start, jnp.int32(0)), evaluate)
+        found = descend(newton, evaluate(start, jnp.int32(0)), 0, None)
     last = found.last
     none = (last.status == Result.no_keys)[..., None]
     source, point = jnp.split(jnp.where(none, 0.0, last.point), 2, -1)
@@ -192,16 +172,16 @@ def _solve(static: _SaddleOptions, inputs: _SaddleInputs) -> Solution:
     return Solution(last.value, source, point, last.status, stats)
 
 
-def _trial(static: _SaddleOptions, inputs: _SaddleInputs, pair: Array) -> Trial:
+def _trial(calls: Calls, solver: AbstractSolver, parts: Parts, pair: Array) -> Trial:
     # the gradient of Γ with the sign of its first half reversed, since the source maximises
     source, point = jnp.split(pair, 2, -1)
-    out, lse = state_at(static.calls, source, inputs.parts)
+    out, lse = state_at(calls, source, parts)
     gradient = jnp.concatenate([out - point, source], -1)
     residual = norm(gradient)
     value = (source * point).sum(-1) - lse
     rounding = 4 * jnp.finfo(lse.dtype).eps
     size = jnp.sqrt(1.0 + (point * point).sum(-1))
-    threshold = (tolerance_in(lse.dtype, static.solver) + rounding) * size
+    threshold = (tolerance_in(lse.dtype, solver) + rounding) * size
     noise = rounding * size * (1.0 + abs(lse))  # of the gradient, from the rounding of the scores
     statuses = [jnp.isneginf(lse), ~jnp.isfinite(value), residual <= threshold]
     codes = (Result.no_keys, Result.not_finite, Result.converged)
@@ -213,8 +193,7 @@ def _trial(static: _SaddleOptions, inputs: _SaddleInputs, pair: Array) -> Trial:
 def _extragradient(solver: Extragradient, first: Trial, evaluate: Evaluate) -> Descent:
     adapts = solver.step_size is None
 
-    def step(carry: tuple[Descent, Array]) -> tuple[Descent, Array]:
-        found, size = carry
+    def step(found: Descent, size: Array) -> tuple[Descent, Array]:
         last = found.last
         active = last.status == RUNNING
         half = evaluate(last.point - size[..., None] * last.gradient, found.passes)
@@ -232,20 +211,4 @@ def _extragradient(solver: Extragradient, first: Trial, evaluate: Evaluate) -> D
         return found._replace(last=found.last._replace(status=status)), size
 
     size = jnp.full_like(first.value, 0.5 if solver.step_size is None else solver.step_size)
-    carry = (initial_descent(first, 0), size)
-    return lax.while_loop(lambda carry: any_running(carry[0]), step, carry)[0]
-
-
-def _newton(
-    static: _SaddleOptions, inputs: _SaddleInputs, first: Trial, evaluate: Evaluate
-) -> Descent:
-    def step(found: Descent) -> Descent:
-        last = found.last
-        source, _ = jnp.split(last.point, 2, -1)
-        state, product = covariance_product(static.calls, source, inputs.parts, source)
-        pair = jnp.concatenate([jnp.zeros_like(source), state.out - product], -1)
-        active = last.status == RUNNING
-        trial = evaluate(select(active, pair, last.point), found.passes)
-        return advance(found, trial, active, static.solver.max_steps)
-
-    return lax.while_loop(any_running, step, initial_descent(first, 0))
+    return descend(step, first, 0, size)

@@ -1,25 +1,141 @@
 """The free energy as a function of the source alone, and the measure whose generating function it is."""
 
+import abc
 import dataclasses
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from energy_attn.kernels.internal import check_flag, check_source, received
+from energy_attn.kernels.internal import (
+    Operands,
+    RowOptions,
+    check_flag,
+    check_options,
+    check_source,
+    join_masks,
+    lse_dtype,
+    received,
+    with_source,
+)
+from energy_attn.kernels.masks import AbstractMask
 
 from ..bayes._measure import AbstractConjugate
 from ..functional._free_energy import (
     Calls,
     Parts,
+    Source,
+    StaticCall,
     attention_and_energy,
     both_computed,
     energy_at,
+    prepare,
     state_at,
 )
+from ..functional._options import EnergyOptions, ModuleOptions
+from ..functional._tag import recorders
 from ..observables._at_source import promoted, sinks_as_keys
-from ._keys import Keys, prepare_keys, sum_of_sources, tilt_keys
+from ..sparse._tsallis import Tsallis
+
+
+class AbstractEnergy(eqx.Module):
+    """The options of a call; a mask, which joins the call's; a regulariser, with which there is no measure of Gibbs."""
+
+    mask: eqx.AbstractVar[AbstractMask | None]
+    regulariser: eqx.AbstractVar[Tsallis | None]
+
+    @abc.abstractmethod
+    def _options(self) -> EnergyOptions: ...
+
+
+class KeySet(eqx.Module):
+    """The arguments of one call: queries, keys and values, and the energy that scores them."""
+
+    energy: AbstractEnergy
+    query: Float[Array, "*B T N H"]
+    key: Float[Array, "*B S K H"]
+    value: Float[Array, "*B S K Hv"]
+    bias: Float[Array, "..."] | None
+    mask: Bool[Array, "..."] | AbstractMask | None
+    rows: dict[str, Int[Array, "..."]]  # the given lengths, positions and segment ids by name
+    source: Float[Array, "*B T N Hv"] | None = None  # at which the scores are
+
+
+class PreparedKeys(eqx.Module):
+    call: StaticCall = eqx.field(static=True)
+    operands: Operands
+    source: Float[Array, "*B T N Hv"] | None = None  # at which the scores are
+
+    @property
+    def query(self) -> Array:
+        return self.operands.query if self.call.batched else self.operands.query[0]
+
+    @property
+    def value(self) -> Array:
+        return self.operands.value if self.call.batched else self.operands.value[0]
+
+
+Keys = KeySet | PreparedKeys
+
+
+# Functions, as a bound method of an Equinox module is a module, which takes time to make.
+def prepare_keys(keys: Keys) -> tuple[StaticCall, Operands]:
+    """The prepared call, with the source in its scores. Raises as `free_energy` does."""
+    if isinstance(keys, PreparedKeys):
+        call, operands = keys.call, keys.operands
+    else:
+        arguments = keys.query, keys.key, keys.value, keys.bias, keys.mask
+        rows: Any = keys.rows
+        call, operands = prepare_at(keys.energy, *arguments, rows)
+    if keys.source is None:
+        return call, operands
+    source = jnp.asarray(keys.source if call.batched else keys.source[None])
+    settings, operands = with_source(call.settings, operands, source)
+    value = operands.value.astype(operands.query.dtype)
+    return call._replace(settings=settings), operands._replace(value=value)
+
+
+def check_rows(rows: RowOptions) -> None:
+    check_options(rows, RowOptions, "bias", "mask", fields=ModuleOptions)
+
+
+def check_gibbs(energy: AbstractEnergy) -> None:
+    """Raises `NotImplementedError` for an energy with a regulariser."""
+    if energy.regulariser is not None:
+        raise NotImplementedError(
+            "regulariser: wanted None for a measure of Gibbs and what is recorded of it (the energy's "
+            f"call and attention take one), got {energy.regulariser}"
+        )
+
+
+def prepare_at(
+    energy: AbstractEnergy,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    mask: Array | AbstractMask | None,
+    rows: RowOptions,
+    name: str | None = None,
+    source: Source = None,
+) -> tuple[StaticCall, Operands]:
+    """The prepared call of an energy, recorded if it has a name. Raises as `FreeEnergy.at`."""
+    if name is not None and recorders.value:
+        check_gibbs(energy)
+    check_rows(rows)
+    mask = join_masks(energy.mask, mask)
+    given: Any = {**energy._options(), **rows}
+    return prepare(query, key, value, bias, mask, name=name, source=source, **given)
+
+
+def _sum_of_sources(first: Source, second: Source) -> Source:
+    """The sum, in the precision of energies; None is zero."""
+    if first is None or second is None:
+        return second if first is None else first
+    wide = lse_dtype(first.dtype, second.dtype)
+    return jnp.asarray(first, wide) + jnp.asarray(second, wide)
 
 
 class Gibbs(AbstractConjugate):
@@ -30,9 +146,8 @@ class Gibbs(AbstractConjugate):
 
     Made by [`FreeEnergy.at`][energy_attn.FreeEnergy]. $F - F(0)$ is the cumulant generating function
     of the values under $P$, so `jax.grad(lambda z: F(z).sum())(zeros)` is attention, at the cost of
-    one kernel pass, on a mesh too. Its methods answer what else the measure knows. Under `jit`
-    attention and the energies are one pass, and so is a question that is asked twice; other questions
-    make passes of their own.
+    one kernel pass, on a mesh too. Under `jit` attention and the energies are one pass, and so is a
+    question that is asked twice; other questions make passes of their own.
 
     A pytree whose leaves are the arrays: it passes `jax.jit`, `vmap` over the batch, `lax.scan`,
     donation and shardings, and is differentiated in its arrays.
@@ -63,13 +178,10 @@ class Gibbs(AbstractConjugate):
 
         $$F(\zeta) = \log \sum_a e^{s_a + \zeta \cdot v_a}$$
 
-        The gradient in the source costs one kernel pass, and a NumPy array of zeros is never read
-        beyond its shape, as for [`free_energy`][energy_attn.free_energy]. A tilted measure adds its
-        own source.
+        At the cost of [`free_energy`][energy_attn.free_energy]. A tilted measure adds its own source.
 
         Args:
-            source: $\zeta$, `[B, T, N, Hv]` or `[T, N, Hv]`, one for each query and head; None is
-                zero.
+            source: $\zeta$, `[B, T, N, Hv]` or `[T, N, Hv]`, one for each query and head; None is zero.
 
         Returns:
             `[B, T, N]` or `[T, N]` in nats; float32, or float64 for float64 arrays. Minus infinity in
@@ -82,7 +194,7 @@ class Gibbs(AbstractConjugate):
         calls, parts = _calls(self.parts)
         if source is not None:
             check_source(source, self.parts[0].query, self.parts[0].value)
-        total = sum_of_sources(self.source, source)
+        total = _sum_of_sources(self.source, source)
         if total is None:
             return both_computed(*state_at(calls, None, parts))[1]
         return energy_at(calls, total, parts)
@@ -140,7 +252,7 @@ class Gibbs(AbstractConjugate):
         """
         first = self.parts[0]
         check_source(source, first.query, first.value)
-        return dataclasses.replace(self, source=sum_of_sources(self.source, jnp.asarray(source)))
+        return dataclasses.replace(self, source=_sum_of_sources(self.source, jnp.asarray(source)))
 
     def merge(self, other: "Gibbs") -> "Gibbs":
         r"""The measure over the union of two disjoint sets of keys, as `self | other`.
@@ -149,8 +261,7 @@ class Gibbs(AbstractConjugate):
           P_{A \cup B} = e^{F_A - F} P_A + e^{F_B - F} P_B$$
 
         Both have the same rows, each its own masks, scale, implementation and mesh: a cache and the
-        tokens that are not in it yet, or a prompt that all see and a suffix that is causal. Whether
-        the keys are disjoint is for the caller to know.
+        tokens that are not in it yet, or a prompt that all see and a suffix that is causal.
 
         Args:
             other: a measure with queries, values and key heads of the same shapes (but for the number
@@ -186,7 +297,6 @@ class Gibbs(AbstractConjugate):
         return Gibbs((*_tilted(self), *_tilted(other)))
 
     def __or__(self, other: "Gibbs") -> "Gibbs":
-        """`self.merge(other)`."""
         return self.merge(other) if isinstance(other, Gibbs) else NotImplemented
 
     def _prepared(self) -> tuple[Calls, Parts]:
@@ -194,7 +304,7 @@ class Gibbs(AbstractConjugate):
         return sinks_as_keys(*self._prepared_keys())
 
     def _prepared_keys(self) -> tuple[Calls, Parts]:
-        """The same of the keys of each part, which has its sink beside them."""
+        """The prepared calls, promoted and tilted, in which a sink is apart from the keys of its part."""
         calls, parts = _calls(_tilted(self))
         if any(call.policy.attention_only for call in calls):
             raise NotImplementedError(
@@ -209,5 +319,9 @@ def _calls(parts: tuple[Keys, ...]) -> tuple[Calls, Parts]:
 
 
 def _tilted(measure: Gibbs) -> tuple[Keys, ...]:
-    source = measure.source
-    return measure.parts if source is None else tuple(tilt_keys(x, source) for x in measure.parts)
+    if measure.source is None:
+        return measure.parts
+    return tuple(
+        dataclasses.replace(x, source=_sum_of_sources(x.source, measure.source))
+        for x in measure.parts
+    )

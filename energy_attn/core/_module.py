@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import (
     Candidate,
-    Operands,
     RowOptions,
     candidates,
     check_flag,
@@ -21,31 +20,32 @@ from energy_attn.kernels.internal import (
     check_scale,
     check_sink,
     check_window,
-    join_masks,
     received,
+    share,
     split_score,
 )
 from energy_attn.kernels.masks import AbstractMask
 from energy_attn.kernels.scores import AbstractScore
 
-from ..functional._free_energy import (
-    Source,
-    StaticCall,
-    attention_and_energy,
-    energy_at,
-    prepare,
-)
+from ..functional._free_energy import attention_and_energy, energy_at
 from ..functional._options import AttentionOptions, EnergyOptions, ModuleOptions
 from ..functional._tag import recorders, tagged
+from ..observables._divergence import seen_share
 from ..sparse._tsallis import Tsallis, tsallis_state
-from ._gibbs import Gibbs
-from ._keys import AbstractEnergy, KeySet, check_rows, prepare_keys
+from ._gibbs import (
+    AbstractEnergy,
+    Gibbs,
+    KeySet,
+    check_gibbs,
+    check_rows,
+    prepare_at,
+    prepare_keys,
+)
 
 
 def _hashable(
     implementation: Candidate | Sequence[Candidate] | None,
 ) -> Candidate | tuple[Candidate, ...] | None:
-    """Several of them as a tuple, as static fields must be hashable."""
     if isinstance(implementation, Sequence) and not isinstance(implementation, str):
         return tuple(implementation)
     return implementation
@@ -128,19 +128,16 @@ class FreeEnergy(AbstractEnergy):
         check_flag("is_causal", self.is_causal)
         if self.sink is not None:
             check_sink(self.sink)
-        if self.parallel is not None and not isinstance(self.parallel, SequenceParallel):
-            raise TypeError(
-                f"parallel: wanted a SequenceParallel or None, got {received(self.parallel)}"
-            )
-        if not isinstance(self.name, str | None):
-            raise TypeError(f"name: wanted a text or None, got {received(self.name)}")
+        for name, kind, wanted in (
+            ("parallel", SequenceParallel, "a SequenceParallel"),
+            ("name", str, "a text"),
+            ("regulariser", Tsallis, "a Tsallis"),
+        ):
+            if not isinstance(x := getattr(self, name), kind | None):
+                raise TypeError(f"{name}: wanted {wanted} or None, got {received(x)}")
         if self.mask is not None:
             check_mask(
                 "mask", self.mask, "a mask of energy_attn.masks or None (arrays go to the call)"
-            )
-        if not isinstance(self.regulariser, Tsallis | None):
-            raise TypeError(
-                f"regulariser: wanted a Tsallis or None, got {received(self.regulariser)}"
             )
         split_score(self.score)
 
@@ -156,23 +153,12 @@ class FreeEnergy(AbstractEnergy):
     ) -> Gibbs:
         r"""The free energy of these queries and keys, as a function of the source alone.
 
-        Args:
-            query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
-            key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
-            value: `[B, S, K, Hv]` or `[S, K, Hv]`.
-            bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
-            mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, shaped like
-                `bias`, True where a key takes part.
-            **rows: which queries and keys there are, and where.
+        Arguments and errors as in [`free_energy`][energy_attn.free_energy]; `**rows` say which queries and keys there
+        are, and where. An energy with a regulariser has no measure of Gibbs, and raises `NotImplementedError`.
 
         Returns:
             A [`Gibbs`][energy_attn.Gibbs], of which attention, covariances, entropies, samples and rate
             functions are methods.
-
-        Raises:
-            TypeError: an argument is not an array or has the wrong dtype.
-            ValueError: shapes that do not match, values out of range.
-            NotImplementedError: the energy has a regulariser, and so no measure of Gibbs.
         """
         measure = measure_at(self, query, key, value, bias, mask, rows)
         prepared = prepare_keys(measure.parts[0])  # raises for arguments that do not fit
@@ -195,7 +181,8 @@ class FreeEnergy(AbstractEnergy):
         """Energies `[B, T, N]` in nats; arguments and errors as in
         [`free_energy`][energy_attn.free_energy].
         """
-        call, operands = _prepare(self, source, query, key, value, bias, mask, rows)
+        name = self.name or "FreeEnergy"
+        call, operands = prepare_at(self, query, key, value, bias, mask, rows, name, source)
         if self.regulariser is not None:
             return tsallis_state(self.regulariser, (call,), source, (operands,)).lse
         return energy_at((call,), source, (operands,))
@@ -241,7 +228,8 @@ class FreeEnergy(AbstractEnergy):
         `(out, energy)`. Arguments and errors as in [`attention`][energy_attn.attention].
         """
         check_flag("return_energy", return_energy)
-        call, operands = _prepare(self, None, query, key, value, bias, mask, rows)
+        name = self.name or "FreeEnergy"
+        call, operands = prepare_at(self, query, key, value, bias, mask, rows, name)
         if self.regulariser is not None:
             out, energy = tsallis_state(self.regulariser, (call,), None, (operands,))
         else:
@@ -261,6 +249,20 @@ class FreeEnergy(AbstractEnergy):
         }
 
 
+def energy_of(energy: object, options: ModuleOptions) -> FreeEnergy:
+    """The argument `energy=`; None: one of the options. Raises `ValueError` for both, `TypeError` for anything else."""
+    check_options(options, ModuleOptions)
+    if energy is None:
+        return FreeEnergy(**options)
+    if not isinstance(energy, FreeEnergy):
+        raise TypeError(f"energy: wanted a FreeEnergy, got {received(energy)}")
+    if options:
+        raise ValueError(
+            f"energy: wanted either it or its options, got both, {', '.join(options)}="
+        )
+    return energy
+
+
 def stacked(energy: FreeEnergy, lead: tuple[int, ...]) -> FreeEnergy:
     """An energy for each of as many layers, whose arrays have these axes in front."""
     if not lead:
@@ -270,38 +272,10 @@ def stacked(energy: FreeEnergy, lead: tuple[int, ...]) -> FreeEnergy:
 
 
 def with_name(energy: FreeEnergy, name: str | None) -> FreeEnergy:
-    """The energy with another name. Its arrays may be those of stacked layers, whose axes a new energy would refuse."""
+    # a new energy would refuse the axes of stacked layers
     copy = jax.tree.map(lambda leaf: leaf, energy)
     object.__setattr__(copy, "name", name)
     return copy
-
-
-def check_gibbs(energy: FreeEnergy) -> None:
-    """Raises `NotImplementedError` for an energy whose weights are not those of Gibbs."""
-    if energy.regulariser is not None:
-        raise NotImplementedError(
-            "regulariser: wanted None for a measure of Gibbs and what is recorded of it (the energy's "
-            f"call and attention take one), got {energy.regulariser}"
-        )
-
-
-def _prepare(
-    energy: FreeEnergy,
-    source: Source,
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-    mask: Array | AbstractMask | None,
-    rows: RowOptions,
-) -> tuple[StaticCall, Operands]:
-    """The prepared call, with what is recorded of it."""
-    if recorders.value:
-        check_gibbs(energy)
-    check_rows(rows)
-    arguments = query, key, value, bias, join_masks(energy.mask, mask)
-    given: Any = {**energy._options(), **rows}
-    return prepare(*arguments, name=energy.name or "FreeEnergy", source=source, **given)
 
 
 def measure_at(
@@ -334,3 +308,39 @@ def measure_of(
     own: Any = {name: x for name, x in options.items() if name in EnergyOptions.__annotations__}
     rows: Any = {name: x for name, x in options.items() if name not in own}
     return measure_at(FreeEnergy(**own), query, key, value, bias, mask, rows)
+
+
+def attention_with_dropout(
+    energy: FreeEnergy,
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    mask: Array | None,
+    keep: Bool[Array, "..."],
+    chance: float,
+    rows: RowOptions,
+) -> tuple[Array, Array]:
+    r"""Attention with the weights of `keep` alone, divided by the chance that one is kept; and the energies of all.
+
+    Attention over the kept keys, times their share of the partition function,
+
+    $$\sum_\mathrm{kept} P_a v_a = e^{F_\mathrm{kept} - F}\, \nabla F_\mathrm{kept},$$
+
+    is the weighted sum without the matrix of weights. `keep` broadcasts as masks do. Raises as `FreeEnergy.at`.
+    """
+    check_gibbs(energy)
+    seen = keep if mask is None else keep & mask
+    lse = energy(query, key, value, bias=bias, mask=mask, **rows)
+    # by no method of the energy, which would be recorded, too
+    some, every = (prepare_at(energy, query, key, value, bias, x, rows) for x in (seen, mask))
+    call, operands = some
+    if call.policy.attention_only:
+        out, kept = attention_and_energy((call,), (operands,))
+        part = share(kept, lse)
+    else:
+        out, _ = attention_and_energy((call,), (operands._replace(sink=None),))
+        part = seen_share(every, some, lse)
+    # if the chance is zero nothing is kept
+    factor = part / (chance or 1.0)
+    return (out * factor[..., None].astype(out.dtype)).astype(out.dtype), lse

@@ -9,22 +9,23 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from energy_attn.kernels.internal import (
+    BoundScore,
     RowOptions,
     as_visible,
     check_array,
     check_finite_number,
     check_floating,
-    check_options,
+    reads_first,
     received,
+    split_score,
 )
+from energy_attn.kernels.scores import At
 
-from ..core._dropout import attention_with_dropout
-from ..core._module import FreeEnergy
+from ..core._module import FreeEnergy, attention_with_dropout, energy_of
 from ..functional._options import ModuleOptions
-from ._positions import query_positions
 
 
 def attention_fn(
@@ -43,9 +44,9 @@ def attention_fn(
             `implementation=` or `parallel=`.
 
     Returns:
-        An [`AttentionFn`][energy_attn.flax.AttentionFn]. NNX stores one without arrays as a static attribute; one
-        with arrays, as `sink=`, is given to a layer as `nnx.data(attention_fn(sink=...))`. They are arrays, not
-        `nnx.Param`s: optimizers and gradients of a layer's parameters leave them as they are.
+        An [`AttentionFn`][energy_attn.flax.AttentionFn]. One with arrays is given to a layer of NNX as
+        `nnx.data(attention_fn(sink=...))`. They are arrays, not `nnx.Param`s: optimizers and gradients of a layer's
+        parameters leave them as they are.
 
     Raises:
         TypeError: `energy` is not a `FreeEnergy`; an unknown option.
@@ -63,18 +64,11 @@ def attention_fn(
 
         In a model: `nnx.MultiHeadAttention(8, 64, attention_fn=attend, decode=False, rngs=nnx.Rngs(0))`.
     """
-    check_options(options, ModuleOptions)
-    if energy is None:
-        return AttentionFn(FreeEnergy(**options))
-    if not isinstance(energy, FreeEnergy):
-        raise TypeError(f"energy: wanted a FreeEnergy or None, got {received(energy)}")
-    if options:
-        raise ValueError(f"{next(iter(options))}: wanted it in the energy, got both")
-    return AttentionFn(energy)
+    return AttentionFn(energy_of(energy, options))
 
 
 class AttentionFn(eqx.Module):
-    """What [`attention_fn`][energy_attn.flax.attention_fn] returns, called by Flax's layers.
+    """The result of [`attention_fn`][energy_attn.flax.attention_fn], called by Flax's layers.
 
     Attributes:
         energy: of which attention is the gradient.
@@ -129,14 +123,11 @@ class AttentionFn(eqx.Module):
             dropout_rate: the probability that a weight is dropped.
             deterministic: whether none is.
             dtype: of the computation; None: that of the arrays, promoted.
-            precision: not read: products are as exact as their dtype allows.
-            module: None: there are no weights to store (`sow_weights=`).
+            precision: not read, nor `force_fp32_for_softmax`: energies always have 32 bits.
+            module: None (no `sow_weights=`), as there are no weights to store; and None the three functions that
+                multiply, `..._einsum` and `einsum_dot_general`.
             promote_dtype: of `(query, key, value)` and `dtype=`; None: JAX's promotion.
             is_causal: whether to hide keys after the query, if the energy does not.
-            force_fp32_for_softmax: not read: energies always have 32 bits.
-            einsum_dot_general: None, as the kernels multiply.
-            qk_attn_weights_einsum: None likewise.
-            attn_weights_value_einsum: None likewise.
 
         Raises:
             TypeError: an argument is not an array or has the wrong dtype.
@@ -160,8 +151,10 @@ class AttentionFn(eqx.Module):
                 raise ValueError(
                     f"{name}: wanted None, as the kernels multiply, got {received(given)}"
                 )
-        given = {"query": query, "key": key, "value": value}
-        arrays = tuple(jnp.asarray(_check_real(name, x)) for name, x in given.items())
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if jnp.iscomplexobj(check_array(name, x)):
+                check_floating(name, x)  # promotion would drop the imaginary parts
+        arrays = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
         query, key, value = (promote_dtype or _promoted)(arrays, dtype=dtype)
         lead, energy = query.shape[:-3], self.energy
         shapes = [x.shape for x in (query, key, value)]
@@ -178,22 +171,19 @@ class AttentionFn(eqx.Module):
         if not 0 <= chance <= 1:
             raise ValueError(f"dropout_rate: wanted a probability, got {dropout_rate}")
         shape = q.shape[0], q.shape[1], k.shape[1]
-        rows: RowOptions = {"query_positions": query_positions(energy, is_causal, mask, shape)}
+        rows: RowOptions = {"query_positions": _query_positions(energy, is_causal, mask, shape)}
         if is_causal and not energy.is_causal:
             energy = dataclasses.replace(energy, is_causal=True)
         if chance == 1:
             out = energy.attention(q, k, v, bias=bias, mask=mask, **rows)
         else:
-            keep = _kept(dropout_rng, chance, broadcast_dropout, query, key)
+            if dropout_rng is None:
+                raise ValueError("dropout_rng: wanted a key where weights are dropped, got None")
+            heads = (1,) * (len(lead) + 1) if broadcast_dropout else (*lead, q.shape[2])
+            keep = jax.random.bernoulli(dropout_rng, chance, (*heads, *shape[1:]))
             keep = _one_batch_axis("dropout", keep, lead)
             out, _ = attention_with_dropout(energy, q, k, v, bias, mask, keep, chance, rows)
         return out.reshape(*lead, *out.shape[1:])
-
-
-def _check_real(name: str, x: object) -> Array:
-    """Returns `x` if it is an array without imaginary parts, which promotion would drop."""
-    array = check_array(name, x)
-    return check_floating(name, x) if jnp.iscomplexobj(array) else array
 
 
 def _promoted(arrays: tuple[Array, ...], dtype: DTypeLike | None) -> list[Array]:
@@ -203,19 +193,8 @@ def _promoted(arrays: tuple[Array, ...], dtype: DTypeLike | None) -> list[Array]
     return [x.astype(dtype) for x in arrays]
 
 
-def _kept(
-    rng: PRNGKeyArray | None, chance: float, broadcast: bool, query: Array, key: Array
-) -> Bool[Array, "..."]:
-    """The weights that are kept, by Flax's random numbers."""
-    if rng is None:
-        raise ValueError("dropout_rng: wanted a key where weights are dropped, got None")
-    lead, (time, heads) = query.shape[:-3], query.shape[-3:-1]
-    rows = (1,) * (len(lead) + 1) if broadcast else (*lead, heads)
-    return jax.random.bernoulli(rng, chance, (*rows, time, key.shape[-3]))
-
-
 def _one_batch_axis(name: str, x: Array, lead: tuple[int, ...]) -> Array:
-    """An array that broadcasts to `[*lead, N, T, S]` as one that does so to `[B, N, T, S]`."""
+    """Reshapes an array that broadcasts to `[*lead, N, T, S]`, so that it broadcasts to `[B, N, T, S]`."""
     x = jnp.asarray(check_array(name, x))
     if x.ndim > len(lead) + 3:
         raise ValueError(f"{name}: wanted at most {len(lead) + 3} axes, got shape {x.shape}")
@@ -229,3 +208,52 @@ def _one_batch_axis(name: str, x: Array, lead: tuple[int, ...]) -> Array:
         raise ValueError(
             f"{name}: wanted batch axes that broadcast to {lead}, got shape {x.shape}"
         ) from None
+
+
+def _query_positions(
+    energy: FreeEnergy,
+    is_causal: bool,
+    mask: Bool[Array, "..."] | None,
+    shape: tuple[int, int, int],
+) -> Int[Array, "B T"] | None:
+    """The positions of the queries of a call of shape `(B, T, S)`; None counts from 0.
+
+    A layer that decodes calls with one query, all slots of its cache as keys, and a mask whose last visible slot
+    is the query's own.
+
+    Raises `ValueError` if the energy, or `is_causal` for one query, reads positions that are not known.
+    """
+    batch, query_len, key_len = shape
+    if query_len == key_len or not ((is_causal and query_len == 1) or _reads_queries(energy)):
+        return None
+    if query_len != 1 or mask is None or mask.shape[-1] != key_len:
+        raise ValueError(
+            "query: wanted as many queries as keys, or one and the mask of a cache, as the energy compares "
+            f"positions (FreeEnergy.attention takes query_positions=); got {query_len} and {key_len}"
+        )
+    visible = mask.any(tuple(range(mask.ndim - 1)))
+    slots = jnp.arange(key_len, dtype=jnp.int32)
+    last = jnp.max(jnp.where(visible, slots, 0), initial=0)
+    return jnp.broadcast_to(last, (batch, 1))
+
+
+def _reads_queries(energy: FreeEnergy) -> bool:
+    if energy.is_causal or energy.local_window_size is not None:
+        return True
+    if energy.mask is not None:
+        leaves, tree = jax.tree.flatten(energy.mask)
+        entries = zip(map(jnp.asarray, leaves), energy.mask.ranks, strict=True)
+        one = jax.tree.unflatten(tree, [x[0] if x.ndim > rank else x for x, rank in entries])
+        number = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        if reads_first(one.visible, number, number):
+            return True
+    structure, arrays = split_score(energy.score)
+    if structure is None or not structure.compares:
+        return False
+    bound = BoundScore(structure, tuple(map(jnp.asarray, arrays)))
+    index = jnp.zeros((1,) * 4, jnp.int32)
+
+    def scores(query: Array, raw: Array) -> Any:
+        return bound(raw, At(index, index, query, index))
+
+    return reads_first(scores, index, jnp.zeros(index.shape, jnp.float32))

@@ -11,11 +11,9 @@ from jaxtyping import PyTree
 from ..core._module import FreeEnergy, stacked, with_name
 from ._attention_fn import AttentionFn
 
-Path = tuple[Any, ...]
-
 
 def holds_nnx(tree: PyTree) -> bool:
-    """Whether a module of NNX is in a tree: only in programs that import it."""
+    # only in programs that import it
     nnx: Any = sys.modules.get("flax.nnx")
 
     def is_module(x: object) -> bool:
@@ -42,7 +40,6 @@ def run_pure(
 
 
 def is_pure(function: object) -> bool:
-    """Whether `run_pure` made a function."""
     return isinstance(function, eqx.Partial) and function.func is _pure
 
 
@@ -52,48 +49,28 @@ def _pure(graph: PyTree, state: PyTree) -> tuple[Any, Any]:
     given = nnx.merge(graph, state, copy=True)
     function, args, kwargs = given
     for x in jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, nnx.Module)):
-        _name_energies(x)
+        for path, parent in modules(x):
+            for name, attend in vars(parent).items():
+                if isinstance(attend, AttentionFn) and attend.energy.name is None:
+                    where = f"{path}.{name}.energy".lstrip(".")
+                    setattr(parent, name, AttentionFn(with_name(attend.energy, where)))
     out = function(*args, **kwargs)
-    before = {path: _value(x) for path, x in nnx.to_flat_state(state)}
+    before = {
+        path: x.get_value() if isinstance(x, nnx.Variable) else x
+        for path, x in nnx.to_flat_state(state)
+    }
     after = nnx.to_flat_state(nnx.state(given, nnx.Variable))  # with those that are new
     changed = [(path, x) for path, x in after if x.get_value() is not before.get(path)]
     return out, nnx.from_flat_state(changed)
 
 
-def _value(x: PyTree) -> Any:
-    from flax import nnx
-
-    return x.get_value() if isinstance(x, nnx.Variable) else x
-
-
-def _name_energies(model: PyTree) -> None:
-    """Names each energy of a module by its path."""
-    for path, parent, attend in attention_fns(model):
-        if attend.energy.name is None:
-            energy = with_name(attend.energy, f"{path}.energy")
-            setattr(parent, path.rpartition(".")[2], AttentionFn(energy))
-
-
-def attention_fns(model: PyTree) -> Iterator[tuple[str, Any, AttentionFn]]:
-    """The path, the module and the value of each of our `attention_fn`s in a model."""
-    for path, parent in modules(model):
-        for name, x in vars(parent).items():
-            if isinstance(x, AttentionFn):
-                yield f"{path}.{name}".lstrip("."), parent, x
-
-
 def modules(model: PyTree) -> Iterator[tuple[str, Any]]:
-    """The path and the value of each module in a model, in order."""
     from flax import nnx
 
     for path, x in nnx.iter_graph(model):
         if isinstance(x, nnx.Module):
-            yield _written(path), x
-
-
-def _written(path: Path) -> str:
-    """A path as Python writes it."""
-    return "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in path).lstrip(".")
+            steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+            yield "".join(steps).lstrip("."), x
 
 
 def with_energies(model: PyTree, energy: FreeEnergy) -> Any:
@@ -147,6 +124,5 @@ def _with(model: PyTree, attend: Callable[[str, Any], Any]) -> Any:
                 f"model.{path}: wanted flax.nnx.MultiHeadAttention itself, got a class derived from it, "
                 f"{type(layer).__name__}"
             )
-    for path, layer in layers:
         layer.attention_fn = attend(path, layer)
     return copy

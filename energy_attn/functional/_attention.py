@@ -69,9 +69,7 @@ def attention(
     $$\mathrm{out} = \nabla_\zeta F(\zeta)\big|_{\zeta = 0} = \sum_a P_a v_a, \qquad
       P = \mathrm{softmax}(\mathrm{scale}\; q \cdot k + b)$$
 
-    A drop-in replacement for `jax.nn.dot_product_attention`, whose arguments mean the same here. In
-    addition, value may have another width than key, queries and keys may have positions, and the
-    energy can be returned.
+    A drop-in replacement for `jax.nn.dot_product_attention`, whose arguments mean the same here.
 
     Args:
         query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.

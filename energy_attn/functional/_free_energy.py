@@ -1,6 +1,7 @@
 """The free energy, and attention as its gradient."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -38,7 +39,6 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 
 from ._citation import cite
-from ._directions import directional
 from ._options import AttentionOptions
 from ._tag import recorders, tagged
 
@@ -154,21 +154,17 @@ def prepare(
     if plan is not None:
         plan, policy = fit_plan(plan, parallel, policy, checked, mask, options)
     call, operands = StaticCall(policy, plan, checked.settings, checked.batched), checked.operands
-    _cite_call(call, operands)
+    if operands.sink is not None:
+        cite("sinks")
+    if not differentiated_by_jax(policy.kernels):
+        cite("milakov", "flash")
+    if plan is not None and plan.axes:
+        cite(plan.method.name)
     if source is not None:
         check_source(source, query, value)
     if name is not None and recorders.value:
         operands = operands._replace(query=tagged(operands.query, name, call, operands, source))
     return call, operands
-
-
-def _cite_call(call: StaticCall, operands: Operands) -> None:
-    if operands.sink is not None:
-        cite("sinks")
-    if not differentiated_by_jax(call.policy.kernels):
-        cite("milakov", "flash")
-    if call.plan is not None and call.plan.axes:
-        cite(call.plan.method.name)
 
 
 def energy_at(calls: Calls, source: Source, parts: Parts) -> Array:
@@ -193,7 +189,7 @@ def attention_and_energy(calls: Calls, parts: Parts, source: Source = None) -> t
 
 
 def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
-    """A source of zeros, and the calls, which know that it is zero."""
+    """The calls at a zero source, and that source."""
     value = parts[0].value
     shape = row_shape(calls[0], parts[0], value.shape[-1])
     zero: Any
@@ -222,7 +218,7 @@ def row_shape(call: StaticCall, operands: Operands, *widths: int) -> tuple[int, 
 
 
 def _varying(call: StaticCall, operands: Operands) -> frozenset[str]:
-    """The mesh axes of a surrounding `jax.shard_map` that the energies of a call vary over."""
+    """Mesh axes of a surrounding `jax.shard_map` that the energies of a call vary over."""
     varying = frozenset().union(*map(varying_axes, jax.tree.leaves(operands)))
     if call.plan is not None and call.plan.local and not call.plan.queries:
         varying -= frozenset(call.plan.sequence)  # what is merged does not vary
@@ -251,7 +247,7 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
 
 
 def both_computed(out: Array, lse: Array) -> tuple[Array, Array]:
-    """The same arrays, of which a traced program computes both if it uses one."""
+    """Returns both arrays unchanged; a traced program that uses one of them computes both."""
     return _both(out, lse) if isinstance(lse, jax.core.Tracer) else (out, lse)
 
 
@@ -309,3 +305,26 @@ def _energy_jvp(
         by_source = (found.out.astype(found.lse.dtype) * change.astype(found.lse.dtype)).sum(-1)
         rate = by_source if rate is None else by_source + rate
     return found.lse, jnp.zeros_like(found.lse) if rate is None else rate
+
+
+def unmoved(tree: Any) -> Any:
+    """Tangents of a constant tree: None for every leaf."""
+    return jax.tree.map(lambda _: None, tree)
+
+
+def directional(
+    function: Callable[[Any], Any], primals: Any, tangents: Any
+) -> tuple[Any, Any] | None:
+    """`jax.jvp` for tangents that are None or symbolic zeros where they are zero; None if all are."""
+    flat, tree = jax.tree.flatten(primals)
+    moving: dict[int, Array] = {}
+    for i, x in enumerate(tree.flatten_up_to(tangents)):
+        if x is not None and not isinstance(x, SymbolicZero):
+            moving[i] = x
+    if not moving:
+        return None
+
+    def of_moving(moved: dict[int, Array]) -> Any:
+        return function(tree.unflatten({**dict(enumerate(flat)), **moved}.values()))
+
+    return jax.jvp(of_moving, ({i: flat[i] for i in moving},), (moving,))

@@ -1,4 +1,4 @@
-"""The options of an energy: those of the kernels, and how keys are sharded."""
+"""Options of an energy: the options of the kernels, and how keys are sharded."""
 
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import MergedScoreOptions, RowOptions

@@ -22,38 +22,26 @@ def progress_of(what: str, wanted: bool | Progress | None) -> Iterator[Progress]
     terminal; False: nothing; None: a bar if standard error is a terminal. Raises `TypeError` for
     anything else.
     """
-    if wanted is None:
-        wanted = sys.stderr.isatty()
     if callable(wanted):
         yield wanted
-    elif not isinstance(wanted, bool):
+        return
+    if not isinstance(wanted, bool | None):
         raise TypeError(f"progress: wanted True, False, None or a function, got {received(wanted)}")
-    elif not wanted:
-        yield lambda done, note: None
-    elif not sys.stderr.isatty():
-        yield _lines(what)
-    else:
-
-        def show(done: float, note: str) -> None:
-            bar = "█" * round(done * _WIDTH)
-            sys.stderr.write(f"\r\x1b[K{what} │{bar:<{_WIDTH}}│ {done:4.0%}  {note}")
-            sys.stderr.flush()
-
-        try:
-            yield show
-        finally:
-            sys.stderr.write("\n")
-
-
-def _lines(what: str) -> Progress:
-    """A few plain lines, for a log."""
-    shown = -1.0
+    is_terminal, shown = wanted is not False and sys.stderr.isatty(), -1.0
+    wanted = is_terminal if wanted is None else wanted
 
     def show(done: float, note: str) -> None:
         nonlocal shown
-        if done >= 1.0 or done - shown >= 1 / _LINES:
+        if is_terminal:
+            bar = "█" * round(done * _WIDTH)
+            sys.stderr.write(f"\r\x1b[K{what} │{bar:<{_WIDTH}}│ {done:4.0%}  {note}")
+        elif done >= 1.0 or done - shown >= 1 / _LINES:
             shown = done
             sys.stderr.write(f"{what} {done:4.0%}  {note}\n")
-            sys.stderr.flush()
+        sys.stderr.flush()
 
-    return show
+    try:
+        yield show if wanted else lambda done, note: None
+    finally:
+        if wanted and is_terminal:
+            sys.stderr.write("\n")

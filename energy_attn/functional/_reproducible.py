@@ -1,4 +1,4 @@
-"""Functions of one's own, in one set of bits."""
+"""Custom functions whose bits do not depend on the program around them."""
 
 import functools
 from collections.abc import Callable
@@ -12,10 +12,10 @@ Function = TypeVar("Function", bound=Callable[..., object])
 def reproducible(function: Function) -> Function:
     """The function, with results whose bits do not depend on the program that it is part of.
 
-    XLA computes `a * b + c` with one rounding where it fuses the two, and with two elsewhere: it depends on what is
-    computed beside it, and on the number of devices. Here each product is rounded. For what is neither attention nor a
-    layer, such as the update of an optimiser, in which weights are whole on every device. A program for a TPU or a GPU
-    raises `NotImplementedError` for operations whose order is XLA's there, loops and branches among them.
+    XLA computes `a * b + c` with one rounding where it fuses the two, and with two elsewhere, depending on the program
+    and the number of devices. Here each product is rounded. For what is neither attention nor a layer, such as the
+    update of an optimiser, in which weights are whole on every device. A program for a TPU or a GPU raises
+    `NotImplementedError` for operations whose order is XLA's there, loops and branches among them.
 
     Args:
         function: of trees of arrays, made of JAX's operations. Its own loops and branches are left as they are.

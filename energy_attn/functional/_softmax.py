@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.kernels.internal import (
     check_axis,
     check_boolean,
+    check_broadcastable,
     check_floating,
     received,
     safe_shift,
@@ -83,19 +84,12 @@ def shifted_energy(
        shift of this function is therefore held constant.
 
     Args:
-        scores: of any shape and floating dtype; minus infinity hides a key.
-        shift: $m$, of the shape of `scores` less `axis`; None takes the maximum, held constant
+        scores: as in [`safe_softmax`][energy_attn.safe_softmax], with its errors; likewise `where` and `axis`.
+        shift: $m$, floating, of the shape of `scores` less `axis`; None takes the maximum, held constant
             (0 in a fully masked row).
-        where: boolean, broadcastable to `scores`; False hides a key.
-        axis: the axis of the keys.
 
     Returns:
         `(energy, shift)`, both of the shape of `scores` less `axis`, in float32 (float64).
-
-    Raises:
-        TypeError: `scores` or `shift` is not a floating array, `where` not a boolean one or `axis`
-            not an integer.
-        ValueError: `axis` is out of range, or shapes do not match.
 
     Source: Tree Attention (arXiv 2408.04093), Appendix 11; its statement that the gradient is the
     same holds only for a constant $m$.
@@ -127,12 +121,13 @@ def _rows(scores: Array, where: Array | None, axis: int) -> Array:
     axis = check_axis("axis", axis, scores.ndim, "scores")
     rows = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
     if where is not None:
-        check_boolean("where", where)
-        try:
-            where = jnp.broadcast_to(where, scores.shape)
-        except ValueError:
-            raise ValueError(
-                f"where: wanted a shape broadcastable to {scores.shape}, got {received(where)}"
-            ) from None
-        rows = jnp.where(where, rows, -jnp.inf)
+        rows = jnp.where(included(where, scores.shape), rows, -jnp.inf)
     return jnp.moveaxis(rows, axis, -1)
+
+
+def included(where: Array | None, shape: tuple[int, ...]) -> Array:
+    """The argument `where=`, checked and broadcast to a shape; None includes everything."""
+    if where is None:
+        return jnp.ones(shape, bool)
+    check_broadcastable("where", check_boolean("where", where), shape, leading=False)
+    return jnp.broadcast_to(where, shape)

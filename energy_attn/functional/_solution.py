@@ -19,12 +19,13 @@ from energy_attn.kernels.internal import (
     linear_call,
 )
 
+from ._free_energy import Calls
+
 
 class Result(enum.IntEnum):
     """How a solver ended, for each of the problems that it solved together.
 
-    An integer with a message: `solution.result == Result.converged` is a boolean array, and
-    `Result(int(r)).message` explains an entry in words.
+    `solution.result == Result.converged` is a boolean array; `Result(int(r)).message` explains an entry.
 
     Examples:
         >>> import energy_attn as ea
@@ -66,8 +67,7 @@ class Solution(eqx.Module):
     Examples:
         >>> import jax
         >>> import energy_attn as ea
-        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 4))
-        >>> F = ea.FreeEnergy().at(q, k, v)
+        >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 1, 9, 2, 4)))
         >>> solution = F.conjugate(F.attention())
         >>> bool(solution.converged.all())
         True
@@ -81,7 +81,7 @@ class Solution(eqx.Module):
 
     @property
     def converged(self) -> Bool[Array, "..."]:
-        """For each problem, whether the solver converged."""
+        """Whether the solver converged, for each problem."""
         return self.result == int(Result.converged)
 
     def __repr__(self) -> str:
@@ -103,27 +103,28 @@ class Solution(eqx.Module):
 _FAILURES = (Result.max_steps_reached, Result.not_finite, Result.energy_rose)
 
 
-def raise_on_failure(
-    solution: Solution, throw: bool, what: str, *, collective: bool = False
-) -> Solution:
+def raise_on_failure(solution: Solution, throw: bool, what: str, calls: Calls) -> Solution:
     """Returns the solution; if `throw` is set, raises `RuntimeError` if any of its problems failed.
 
     Outside jit it raises at once; inside jit when the program runs and uses the solution, as
-    `equinox.error_if` does. A program with collectives (`collective`) does not raise inside jit,
-    since a device that raises would leave the others waiting: the values of failed problems are NaN.
+    `equinox.error_if` does. A program with collectives does not raise inside jit, since a device that
+    raises would leave the others waiting: the values of failed problems are NaN.
     """
     if not throw:
         return solution
+    collective = any(call.plan is not None for call in calls)
     for result in _FAILURES:
         failed = solution.result == int(result)
+        more = "raise max_steps of its solver, or " if result == Result.max_steps_reached else ""
+        complaint = f"{what}: {result.message}; {more}throw=False returns what it has"
         if not isinstance(failed, jax.core.Tracer):
             if bool(np.asarray(failed.any())):
-                raise RuntimeError(_complaint(what, result))
+                raise RuntimeError(complaint)
         elif collective:
             value = jnp.where(failed, jnp.nan, solution.value)
             solution = dataclasses.replace(solution, value=value)
         else:
-            solution = eqx.error_if(solution, failed.any(), _complaint(what, result))
+            solution = eqx.error_if(solution, failed.any(), complaint)
     return solution
 
 
@@ -158,24 +159,16 @@ class _Unknown(AbstractLinearMap):
     what: str
 
     def apply(self, fixed: dict[str, Array], moving: list[Array | None]) -> dict[str, Array]:
-        """NaN for each of the statistics."""
         return {name: x * jnp.nan for name, x in fixed.items()}
 
     def plain(self, fixed: dict[str, Array], moving: list[Array | None]) -> dict[str, Array]:
-        """The same."""
         return self.apply(fixed, moving)
 
     def transpose(
         self, fixed: dict[str, Array], moving: Any, cotangent: dict[str, Array | None]
     ) -> NoReturn:
-        """Raises `RuntimeError`, which names the statistics whose derivative is wanted."""
         wanted = [name for name, x in cotangent.items() if x is not None]
         raise RuntimeError(
             f"stats: wanted no derivative, as those of {self.what} have none, got one of "
             f"{', '.join(wanted)}"
         )
-
-
-def _complaint(what: str, result: Result) -> str:
-    more = "raise max_steps of its solver, or " if result == Result.max_steps_reached else ""
-    return f"{what}: {result.message}; {more}throw=False returns what it has"

@@ -1,4 +1,4 @@
-"""Where recordings find the energies that run: a primitive that a program has only while it is recorded."""
+"""The primitive that marks energies in a program while the program is recorded."""
 
 import abc
 import contextlib
@@ -34,10 +34,9 @@ def placed(place: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def tagged(query: Array, name: str, call: Any, operands: Any, source: Any) -> Array:
-    """The query, which carries what the recorders at work ask of a prepared call.
+    """The query, which carries what the recorders at work ask of a prepared call, as side inputs of a primitive.
 
-    The query itself when nothing is recorded. The values are side inputs of a primitive that the call
-    then depends on, so that no transformation of JAX drops them while the call is there.
+    The call then depends on it, so that no transformation of JAX drops them while the call is there.
     """
     active, place = recorders.value, _place.value
     if place and not name.startswith(place):  # as the path of an energy in the model does

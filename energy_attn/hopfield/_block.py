@@ -47,12 +47,10 @@ class EnergyAttentionBlock(eqx.Module):
 
     The first term is attention whose values are the keys; the second pushes a token towards the
     queries that attend to it. This is the *other* sense of "energy attention": the energy is
-    differentiated in the block's input, through queries and keys, whereas
-    [`free_energy`][energy_attn.free_energy] is differentiated in its source. No array of size $T^2$ is
-    formed: $E$ costs one kernel pass, the update two more.
+    differentiated in the block's input, whereas [`free_energy`][energy_attn.free_energy] is
+    differentiated in its source. $E$ costs one kernel pass, the update two more; no array is $T^2$ large.
 
-    The block is the paper's attention alone, without the layer norm that computes $g$ from a token
-    and without the Hopfield network beside it; like the paper's, it has no biases. Tokens that see
+    The block is the paper's attention alone, without its layer norm and Hopfield network. Tokens that see
     no other token add nothing to $E$.
 
     Args:
@@ -61,8 +59,7 @@ class EnergyAttentionBlock(eqx.Module):
         head_width: of queries and keys in a head; `width // num_heads` if None.
         exclude_self: whether to hide a token from itself, as in the paper.
         free_energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of every head. Its `scale` is
-            $\beta$, positive, by default $1/\sqrt{\mathtt{head\_width}}$; its mask, kernel and
-            `parallel` are the block's.
+            $\beta$, positive, by default $1/\sqrt{\mathtt{head\_width}}$; mask and `parallel` are the block's.
         dtype: of the parameters; JAX's default floating dtype if None.
         key: a `jax.random.key` for the initial parameters, normal of variance 1 / `width`.
 
@@ -131,8 +128,7 @@ class EnergyAttentionBlock(eqx.Module):
 
         Args:
             x: tokens $g$, `[B, T, width]` or `[T, width]`; 16-bit tokens are promoted to float32.
-            mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, of four axes,
-                each 1 or that of `[B, num_heads, T, T]`: which token (third axis) sees which (fourth).
+            mask: as in [`free_energy`][energy_attn.free_energy]: which token sees which.
             lengths: `[B]` integers; tokens from this index on are absent.
 
         Returns:
@@ -157,7 +153,9 @@ class EnergyAttentionBlock(eqx.Module):
         whole = softmax(jnp.stack(parts, -1)).lse if parts else jnp.full((), -jnp.inf, x.dtype)
         seen = holds_keys(whole)
         whole = jnp.broadcast_to(jnp.where(seen, whole, 0.0), query.shape[:-1])
-        return -whole.sum((-2, -1)) / self._beta(x.dtype)
+        scale = self.free_energy.scale
+        beta = jnp.asarray(self.head_width**-0.5 if scale is None else scale, x.dtype)
+        return -whole.sum((-2, -1)) / beta
 
     def __call__(
         self,
@@ -180,10 +178,6 @@ class EnergyAttentionBlock(eqx.Module):
                 f"x: wanted shape (B, T, {self.width}) or (T, {self.width}), got {received(x)}"
             )
         return jnp.asarray(x, lse_dtype(x.dtype))
-
-    def _beta(self, dtype: jnp.dtype) -> Array:
-        scale = self.free_energy.scale
-        return jnp.asarray(self.head_width**-0.5 if scale is None else scale, dtype)
 
     def _passes(
         self, x: Array, mask: Array | AbstractMask | None, lengths: Array | None

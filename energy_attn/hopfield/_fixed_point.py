@@ -18,8 +18,7 @@ from energy_attn.kernels.internal import (
     product,
 )
 
-from ..functional._directions import directional, unmoved
-from ..functional._free_energy import StaticCall
+from ..functional._free_energy import StaticCall, directional, unmoved
 from ..observables._at_source import covariance_at, mean_over_keys, state_at, support_at
 
 # The allowed rounding error of energies, in multiples of the dtype's precision.
@@ -37,37 +36,29 @@ class RetrievalOptions(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The state of the iteration for each row; `passes` counts the steps of all rows together.
+    """The state of the iteration for each row."""
 
-    `path[k]` is the energy after k steps, for k below `passes`, and `last` that of the last pass.
-    `rose`: whether an energy rose by more than rounding. `running`: whether the row still moves.
-    """
-
-    passes: Array
+    passes: Array  # the number of steps of all rows together
     steps: Array
     residual: Array
-    path: Array
-    last: Array
-    rose: Array
-    running: Array
+    path: Array  # path[k] is the energy after k steps, for k below `passes`
+    last: Array  # the energy of the last pass
+    rose: Array  # whether an energy rose by more than rounding
+    running: Array  # whether the row still moves
 
 
 class MemoryStats(NamedTuple):
-    """The constants of each row's energy: the logarithm of the number of memories that it sees, and
-    the squared length of the longest one.
-    """
+    """The constants of each row's energy, of the memories that it sees."""
 
-    log_count: Array
-    square: Array
+    log_count: Array  # the logarithm of their number
+    square: Array  # the squared length of the longest one
 
 
 def state_at_point(call: StaticCall, beta: Array, operands: Operands, point: Array) -> Any:
-    """The state of the memories at a point: their weighted mean, and F."""
     return state_at((call,), None, (operands._replace(query=beta * point),))
 
 
 def memory_stats(call: StaticCall, operands: Operands) -> MemoryStats:
-    """The number and the largest squared length of the memories that each row sees."""
     squares = (operands.value**2).sum(-1, keepdims=True)
     one = jnp.ones_like(operands.query[..., :1])
     # with zero scores all memories have equal weights, and F is the logarithm of their number
@@ -77,7 +68,6 @@ def memory_stats(call: StaticCall, operands: Operands) -> MemoryStats:
 
 
 def point_energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> Array:
-    """E of a point whose free energy is `lse`; plus infinity in fully masked rows."""
     empty = jnp.isneginf(stats.log_count)
     entropic = jnp.where(empty, 0.0, stats.log_count) - jnp.where(empty, 0.0, lse)
     energies = 0.5 * (point**2).sum(-1) + entropic / beta + 0.5 * stats.square
@@ -88,18 +78,13 @@ def point_energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> A
 #     dx = J dx + ∂G/∂θ dθ,   J = ∂G/∂x = β Cov_P(m),   dx = (1 - J)⁻¹ ∂G/∂θ dθ.
 # The rule consists of differentiable calls, this function among them, so that it can be differentiated
 # again.
-def fixed_point(
-    static: RetrievalOptions, beta: Array, operands: Operands, stats: MemoryStats
-) -> tuple[Array, Progress]:
-    """The fixed point of each row, starting from the query of `operands`, and the iteration's state.
-
-    Differentiable in the point alone; the caller must stop derivatives of the rest.
-    """
-    return function_call(_Retrieval(static), (beta, operands, stats))
-
-
 @dataclasses.dataclass(frozen=True)
-class _Retrieval(AbstractFunction):
+class FixedPointMap(AbstractFunction):
+    """The fixed point of each row, starting from the query of the operands, and the iteration's state.
+
+    Only the point has a derivative; the caller must stop derivatives of the rest.
+    """
+
     static: RetrievalOptions
 
     def apply(self, args: tuple[Array, Operands, MemoryStats]) -> tuple[Array, Progress]:
@@ -107,10 +92,11 @@ class _Retrieval(AbstractFunction):
 
     def jvp(self, primals: tuple[Array, Operands, MemoryStats], tangents: Any) -> tuple[Any, Any]:
         beta, operands, _ = primals
-        found = fixed_point(self.static, *primals)
+        found: tuple[Array, Progress] = function_call(self, primals)
         call = self.static.call
         # The iteration stops within tolerance / (1 - contraction) of the fixed point; a step of Newton ends closer.
-        step = _newton_step(call, beta, operands, found[0])
+        jacobian, mean = _linearised(call, beta, operands, found[0])
+        step = jnp.linalg.solve(jacobian, (mean - found[0])[..., None])[..., 0]
         point = found[0] + jnp.where(found[1].running[..., None], 0.0, step)
         # the point has taken the query's place
         inputs, changes = ((x[0], x[1]._replace(query=None)) for x in (primals, tangents))
@@ -129,11 +115,6 @@ def _linearised(
     state = covariance_at((call,), None, (operands._replace(query=beta * point),))
     one = jnp.eye(point.shape[-1], dtype=point.dtype)
     return jnp.expand_dims(one, range(point.ndim - 1)) - beta * state.covariance, state.out
-
-
-def _newton_step(call: StaticCall, beta: Array, operands: Operands, point: Array) -> Array:
-    jacobian, mean = _linearised(call, beta, operands, point)
-    return jnp.linalg.solve(jacobian, (mean - point)[..., None])[..., 0]
 
 
 def _iterate(

@@ -15,33 +15,28 @@ from energy_attn.kernels.internal import (
     check_floating,
     check_positive,
     check_shape,
+    function_call,
     holds_keys,
     received,
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..core._keys import prepare_at
-from ..core._module import FreeEnergy
+from ..core._gibbs import prepare_at
+from ..core._module import FreeEnergy, energy_of
 from ..functional._citation import cite
 from ..functional._solution import Result, Solution, raise_on_failure, without_derivative
 from ..observables._at_source import promoted
 from ..solvers import FixedPoint
-from ..solvers._solvers import check_solver
+from ..solvers._solvers import check_solver, tolerance_in
 from ._fixed_point import (
+    FixedPointMap,
     RetrievalOptions,
     energy_rises,
-    fixed_point,
     memory_stats,
     nearest_memory,
     point_energy,
     state_at_point,
 )
-
-# The default tolerance: the relative length of a step at which a state counts as a fixed point.
-_TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
-
-# The scale is applied to the state.
-_UNIT = FreeEnergy(scale=1.0)
 
 
 def retrieve(
@@ -67,17 +62,15 @@ def retrieve(
 
     `point` and `value` are differentiable in the memories and $\beta$, in both modes and to any
     order, by the implicit function theorem,
-    $\mathrm{d}x = (1 - \beta\,\mathrm{Cov}_P(m))^{-1}\, \partial \nabla F$: no step is stored, and one
-    `H×H` system is solved for each row. A fixed point does not change with the state that leads to
-    it, so the derivative in `state` is 0. The stats `steps`, `residual` and `path` have no
-    derivative: differentiating them in reverse mode raises, and in forward mode yields NaN.
+    $\mathrm{d}x = (1 - \beta\,\mathrm{Cov}_P(m))^{-1}\, \partial \nabla F$: one `H×H` system for each row.
+    A fixed point does not change with the state that leads to it, so the derivative in `state` is 0. The
+    stats `steps`, `residual` and `path` have no derivative.
 
     Args:
         state: the first $x$, `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
             The arithmetic is in float32 or wider.
         memories: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
-        mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, of four axes,
-            each 1 or that of `[B, N, T, S]`; True where a state may see a memory.
+        mask: as in [`free_energy`][energy_attn.free_energy]: which state sees which memory.
         scale: $\beta$, positive, the inverse temperature: how sharply memories are told apart. None is
             that of `energy`, or 1 without one.
         energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of states and memories: its `scale` is
@@ -102,8 +95,7 @@ def retrieve(
 
         The point lies within tolerance / $(1 - c)$ of the fixed point, in units of $M$, where $c$ is the contraction of
         a step there, the largest eigenvalue of $\beta\,\mathrm{Cov}_P(m)$: close to 1 near a critical temperature.
-        Derivatives in memories and scale are those of the fixed point itself, which a step of Newton refines, up to
-        rounding of about $\epsilon / (1 - c)^2$.
+        Derivatives are those of the fixed point itself, up to rounding of about $\epsilon / (1 - c)^2$.
 
     Raises:
         TypeError: an argument is not an array or has the wrong dtype, another solver, or an unknown
@@ -127,37 +119,30 @@ def retrieve(
     """
     _check_arrays(state, memories)
     energy, beta = _energy_and_beta(energy, scale, state.shape[-1])
-    solver = check_solver(solver, FixedPoint)
+    solver = check_solver(solver, (), FixedPoint)
     throw = check_flag("throw", throw)
     call, operands = prepare_at(energy, state, memories, memories, None, mask, rows)
     (operands,) = promoted((operands,))
     dtype = operands.query.dtype
-    tolerance = _TOLERANCE[dtype.name] if solver.tolerance is None else float(solver.tolerance)
     cite("ramsauer")
-    static = RetrievalOptions(call, solver.max_steps, tolerance)
+    static = RetrievalOptions(call, solver.max_steps, tolerance_in(dtype, solver))
     solution = _solve(static, jnp.asarray(beta, dtype), operands)
-    return raise_on_failure(solution, throw, "retrieve", collective=call.plan is not None)
+    return raise_on_failure(solution, throw, "retrieve", (call,))
 
 
 def _energy_and_beta(
     energy: FreeEnergy | None, scale: float | Array | None, width: int
 ) -> tuple[FreeEnergy, float | Array]:
     """The energy at a scale of one, and β. A step multiplies its state by β, which may be differentiated."""
-    if energy is None:
-        return _UNIT, 1.0 if scale is None else check_positive("scale", scale)
-    if not isinstance(energy, FreeEnergy):
-        raise TypeError(f"energy: wanted a FreeEnergy or None, got {received(energy)}")
+    beta = 1.0 if energy is None else width**-0.5
+    energy = energy_of(energy, {})
     if scale is not None and energy.scale is not None:
         raise ValueError(
             f"scale: wanted None where energy has the scale {received(energy.scale)}, "
             f"got {received(scale)}"
         )
-    if scale is not None:
-        beta = check_positive("scale", scale)
-    elif energy.scale is not None:
-        beta = check_positive("energy.scale", energy.scale)
-    else:
-        beta = width**-0.5
+    for name, x in (("scale", scale), ("energy.scale", energy.scale)):
+        beta = beta if x is None else check_positive(name, x)
     return dataclasses.replace(energy, scale=1.0), beta
 
 
@@ -182,18 +167,13 @@ def _check_arrays(state: Array, memories: Array) -> None:
         )
 
 
-def _unbatched(solution: Solution) -> Solution:
-    first = jax.tree.map(lambda x: x[0], solution)
-    return dataclasses.replace(first, stats=first.stats | {"path": solution.stats["path"][:, 0]})
-
-
 # Compiled here, so that a call outside jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=0)
 def _solve(static: RetrievalOptions, beta: Array, operands: Operands) -> Solution:
     batched, call = static.call.batched, static.call._replace(batched=True)
     static = static._replace(call=call)
     memory = memory_stats(call, operands)
-    found: Any = fixed_point(static, beta, operands, memory)
+    found: Any = function_call(FixedPointMap(static), (beta, operands, memory))
     point, progress = found
     here = state_at_point(call, beta, operands, point)
     value = point_energy(beta, point, here.lse, memory)
@@ -217,4 +197,7 @@ def _solve(static: RetrievalOptions, beta: Array, operands: Operands) -> Solutio
     result = jnp.where(jnp.isfinite(value), result, int(Result.not_finite))
     result = jnp.where(jnp.isneginf(memory.log_count), int(Result.no_keys), result)
     solution = Solution(value, None, point, result.astype(jnp.int32), stats)
-    return solution if batched else _unbatched(solution)
+    if batched:
+        return solution
+    first = jax.tree.map(lambda x: x[0], solution)
+    return dataclasses.replace(first, stats=first.stats | {"path": stats["path"][:, 0]})

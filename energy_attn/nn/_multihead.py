@@ -1,6 +1,7 @@
 """Multi-head attention as an Equinox module, each head the gradient of a free energy."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -20,15 +21,13 @@ from energy_attn.kernels.internal import (
     check_floating_dtype,
     check_integer,
     check_key,
-    check_options,
     check_shape,
     join_masks,
     received,
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..core._dropout import attention_with_dropout
-from ..core._module import FreeEnergy
+from ..core._module import FreeEnergy, attention_with_dropout, energy_of
 from ..functional._options import ModuleOptions
 
 
@@ -75,15 +74,12 @@ class MultiheadAttention(eqx.Module):
         output_size: the width of the result; `query_size` if None.
         qk_size: the width of queries and keys in a head; `query_size // num_heads` if None.
         vo_size: the width of values in a head; `query_size // num_heads` if None.
-        use_query_bias: whether the query projection has a bias; likewise the next three.
-        use_key_bias: see `use_query_bias`.
-        use_value_bias: see `use_query_bias`.
-        use_output_bias: see `use_query_bias`.
+        use_query_bias: whether the query projection has a bias; likewise `use_key_bias`, `use_value_bias` and
+            `use_output_bias`.
         dropout_p: the probability that an attention weight is dropped.
         inference: whether dropout is off; `equinox.nn.inference_mode` toggles it.
         dtype: of the parameters; JAX's default floating dtype if None.
-        num_kv_heads: the number of key/value heads, a divisor of `num_heads`; `num_heads` if
-            None.
+        num_kv_heads: the number of key/value heads, a divisor of `num_heads`; `num_heads` if None.
         energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of every head.
         key: a `jax.random.key` for the initial parameters.
         **options: instead of `energy`, the options of one.
@@ -155,18 +151,10 @@ class MultiheadAttention(eqx.Module):
             raise ValueError(
                 f"num_kv_heads: wanted a divisor of num_heads = {num_heads}, got {num_kv_heads}"
             )
-        check_options(options, ModuleOptions)
-        if energy is None:
-            energy = FreeEnergy(**options)
-        elif not isinstance(energy, FreeEnergy):
-            raise TypeError(f"energy: wanted a FreeEnergy, got {received(energy)}")
-        elif options:
-            raise ValueError(
-                f"energy: wanted either it or its options, got both, {', '.join(options)}="
-            )
         if not 0 <= check_finite_number("dropout_p", dropout_p) <= 1:
             raise ValueError(f"dropout_p: wanted a probability, got {dropout_p}")
         dtype = None if dtype is None else check_floating_dtype("dtype", dtype)
+        self.energy = energy_of(energy, options)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         # a head has the width query_size // num_heads by default
         least = num_heads if qk_size is None or vo_size is None else 1
@@ -180,23 +168,16 @@ class MultiheadAttention(eqx.Module):
         self.use_key_bias = check_flag("use_key_bias", use_key_bias)
         self.use_value_bias = check_flag("use_value_bias", use_value_bias)
         self.use_output_bias = check_flag("use_output_bias", use_output_bias)
-        keys = jax.random.split(check_key("key", key), 4)
-        # keys in the order of Equinox, so that equal keys give equal parameters
-        self.query_proj, self.key_proj, self.value_proj, self.output_proj = (
-            eqx.nn.Linear(wide, narrow, use_bias=use_bias, dtype=dtype, key=key)
-            for (wide, narrow, use_bias), key in zip(
-                (
-                    (query_size, num_heads * self.qk_size, use_query_bias),
-                    (self.key_size, num_kv_heads * self.qk_size, use_key_bias),
-                    (self.value_size, num_kv_heads * self.vo_size, use_value_bias),
-                    (num_heads * self.vo_size, self.output_size, use_output_bias),
-                ),
-                keys,
-                strict=True,
-            )
-        )
+        # in the order of Equinox, so that equal keys give equal parameters
+        seeds = jax.random.split(check_key("key", key), 4)
+        linear = functools.partial(eqx.nn.Linear, dtype=dtype)
+        queries, results = num_heads * self.qk_size, num_heads * self.vo_size
+        keys, values = num_kv_heads * self.qk_size, num_kv_heads * self.vo_size
+        self.query_proj = linear(query_size, queries, use_query_bias, key=seeds[0])
+        self.key_proj = linear(self.key_size, keys, use_key_bias, key=seeds[1])
+        self.value_proj = linear(self.value_size, values, use_value_bias, key=seeds[2])
+        self.output_proj = linear(results, self.output_size, use_output_bias, key=seeds[3])
         self.dropout = eqx.nn.Dropout(dropout_p, inference=check_flag("inference", inference))
-        self.energy = energy
 
     @overload
     def __call__(
@@ -256,8 +237,14 @@ class MultiheadAttention(eqx.Module):
             ValueError: shapes that do not match; a mask of scores to add, with negative numbers, where it is known.
             RuntimeError: dropout is on but no key is given.
         """
-        if unknown := options.keys() - LayerOptions.__annotations__.keys():
-            raise _unknown(min(unknown))
+        for name in sorted(options.keys() - LayerOptions.__annotations__.keys()):
+            wanted = f"mask, {', '.join(LayerOptions.__annotations__)}, return_energy, got {name!r}"
+            if name in ModuleOptions.__annotations__:
+                wanted = (
+                    f"it where the layer is made, as MultiheadAttention(..., {name}=...) or "
+                    f"replace_attention(model, {name}=...), got it in a call"
+                )
+            raise TypeError(f"{name}: wanted {wanted}")
         inference, deterministic = options.get("inference"), options.get("deterministic")
         if deterministic is not None:
             warnings.warn("deterministic: use inference instead", DeprecationWarning, stacklevel=2)
@@ -267,8 +254,27 @@ class MultiheadAttention(eqx.Module):
             mask = as_visible("mask", mask)
         process_heads = options.get("process_heads")
         heads = self.project(query, key_, value, mask=mask, process_heads=process_heads)
-        positions = {name: options.get(name) for name in ("query_positions", "key_positions")}
-        out, energy = self._attend(heads, mask, positions, options.get("key"), inference)
+        rows: Any = {name: options.get(name) for name in ("query_positions", "key_positions")}
+        attend = self.energy
+        if isinstance(mask, AbstractMask):
+            attend, mask = dataclasses.replace(attend, mask=join_masks(attend.mask, mask)), None
+        if inference is None:
+            inference = self.dropout.inference
+        else:
+            check_flag("inference", inference)
+        if inference or self.dropout.p == 0:
+            out, energy = attend.attention(*heads, mask=mask, return_energy=True, **rows)
+        else:
+            key, chance = options.get("key"), 1 - self.dropout.p
+            if key is None:
+                raise RuntimeError("key: wanted a jax.random.key, as dropout is on; got None")
+            # random keys as in Equinox, one per head
+            shape = (self.num_heads, query.shape[0], key_.shape[0])
+            keep = jax.vmap(lambda key: jax.random.bernoulli(key, chance, shape[1:]))(
+                jax.random.split(check_key("key", key), self.num_heads)
+            )
+            mask = None if mask is None else jnp.broadcast_to(mask, shape)
+            out, energy = attention_with_dropout(attend, *heads, None, mask, keep, chance, rows)
         out = jax.vmap(self.output_proj)(out.reshape(query.shape[0], self.num_heads * self.vo_size))
         return (out, energy) if return_energy else out
 
@@ -317,45 +323,6 @@ class MultiheadAttention(eqx.Module):
             raise ValueError(f"process_heads: wanted shapes {wanted} back, got {shapes}")
         query, key_, value = processed
         return query, key_, value
-
-    def _attend(
-        self,
-        heads: tuple[Array, ...],
-        mask: Array | AbstractMask | None,
-        options: Any,
-        key: PRNGKeyArray | None,
-        inference: bool | None,
-    ) -> tuple[Array, Array]:
-        query, key_, value = heads
-        attend = self.energy
-        if isinstance(mask, AbstractMask):
-            attend, mask = dataclasses.replace(attend, mask=join_masks(attend.mask, mask)), None
-        shape = (self.num_heads, query.shape[0], key_.shape[0])
-        if inference is None:
-            inference = self.dropout.inference
-        else:
-            check_flag("inference", inference)
-        if inference or self.dropout.p == 0:
-            return attend.attention(query, key_, value, mask=mask, return_energy=True, **options)
-        if key is None:
-            raise RuntimeError("key: wanted a jax.random.key, as dropout is on; got None")
-        # random keys as in Equinox, one per head
-        chance = 1 - self.dropout.p
-        keep = jax.vmap(lambda key: jax.random.bernoulli(key, chance, shape[1:]))(
-            jax.random.split(check_key("key", key), self.num_heads)
-        )
-        mask = None if mask is None else jnp.broadcast_to(mask, shape)
-        return attention_with_dropout(attend, query, key_, value, None, mask, keep, chance, options)
-
-
-def _unknown(name: str) -> TypeError:
-    if name in ModuleOptions.__annotations__:
-        return TypeError(
-            f"{name}: wanted it where the layer is made, as MultiheadAttention(..., {name}=...) or "
-            f"replace_attention(model, {name}=...), got it in a call"
-        )
-    known = ", ".join(LayerOptions.__annotations__)
-    return TypeError(f"{name}: wanted mask, {known}, return_energy, got {name!r}")
 
 
 def _project(linear: eqx.nn.Linear, x: Array, heads: int) -> Array:

@@ -5,15 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels.internal import (
-    check_boolean,
-    check_broadcastable,
-    check_finite_number,
-    check_floating,
-    holds_keys,
-)
+from energy_attn.kernels.internal import check_finite_number, check_floating, holds_keys
 
 from ..functional._citation import cite
+from ..functional._softmax import included
 
 
 def lse_penalty(
@@ -23,9 +18,8 @@ def lse_penalty(
 
     $$L = \frac{1}{|R|} \sum_{i \in R} F_i^2$$
 
-    over the rows $R$ that see a key and that `where` includes. A fully masked row has
-    $F = -\infty$; it is left out, and its gradient is zero. An energy that is NaN makes the penalty
-    NaN.
+    over the rows $R$ that see a key ($F > -\infty$) and that `where` includes. An energy that is NaN makes
+    the penalty NaN.
 
     Args:
         energy: in nats, as [`free_energy`][energy_attn.free_energy] and
@@ -49,8 +43,7 @@ def lse_penalty(
     """
     cite("zloss")
     energy = check_floating("energy", energy)
-    included = _included(energy, where) & holds_keys(energy)
-    return _mean(jnp.where(included, energy, 0.0) ** 2, included)
+    return _mean_square(energy, included(where, energy.shape) & holds_keys(energy))
 
 
 def entropy_penalty(
@@ -64,8 +57,7 @@ def entropy_penalty(
 
     $$L = \frac{1}{|R|} \sum_{i \in R} \max(H_{low} - H_i,\ 0,\ H_i - H_{high})^2$$
 
-    A lower bound keeps heads from collapsing onto single keys, an upper bound from averaging over
-    all keys.
+    A lower bound keeps heads from collapsing onto single keys, an upper one from averaging over all.
 
     Args:
         entropy: in nats, as [`Gibbs.entropy`][energy_attn.Gibbs.entropy] returns it, of any shape.
@@ -103,16 +95,9 @@ def entropy_penalty(
         if low is not None and low > high:
             raise ValueError(f"low: wanted at most high = {high}, got {low}")
         apart = apart + jnp.maximum(entropy - high, 0.0)
-    included = _included(entropy, where)
-    return _mean(jnp.where(included, apart, 0.0) ** 2, included)
+    return _mean_square(apart, included(where, entropy.shape))
 
 
-def _included(x: Array, where: Array | None) -> Array:
-    if where is None:
-        return jnp.ones(x.shape, bool)
-    check_broadcastable("where", check_boolean("where", where), x.shape, leading=False)
-    return jnp.broadcast_to(where, x.shape)
-
-
-def _mean(x: Array, included: Array) -> Array:
-    return x.sum() / jnp.maximum(included.sum(dtype=x.dtype), 1.0)
+def _mean_square(x: Array, rows: Array) -> Array:
+    total = (jnp.where(rows, x, 0.0) ** 2).sum()
+    return total / jnp.maximum(rows.sum(dtype=total.dtype), 1.0)

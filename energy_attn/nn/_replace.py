@@ -1,6 +1,7 @@
 """Equinox's and Flax's attention layers in any model, replaced by ours, and back."""
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar, Unpack
 
@@ -37,9 +38,8 @@ def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
 
     Every `equinox.nn.MultiheadAttention` in the pytree becomes a
     [`MultiheadAttention`][energy_attn.nn.MultiheadAttention] with the projections and the dropout of the
-    old one: weights, biases, probability and inference flag are the same objects. It is called in the
-    same way, and gives the same outputs, gradients and random dropout to rounding (but for fully masked
-    rows, which are zero before the output projection), and the energies too. Layers that were
+    old one, the same objects. It gives the same outputs, gradients and random dropout to rounding (but for
+    fully masked rows, which are zero before the output projection), and the energies too. Layers that were
     stacked by `jax.vmap`, for a scan, stay stacked, and each of them has its own copy of the options' arrays.
 
     In a model of Flax's NNX every `flax.nnx.MultiHeadAttention` gets an
@@ -90,11 +90,9 @@ def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
 
 
 def restore_attention(model: Model) -> Model:
-    """A model with Equinox's attention in place of ours: what `replace_attention` did, undone.
+    """A model with Equinox's or Flax's attention in place of ours: what `replace_attention` did, undone.
 
-    Every [`MultiheadAttention`][energy_attn.nn.MultiheadAttention] in the pytree becomes an
-    `equinox.nn.MultiheadAttention` with the projections and the dropout of the old one. Which
-    `implementation` the layer used is forgotten.
+    Layers keep projections and dropout; which `implementation` they used is forgotten.
 
     Args:
         model: any pytree, which stays as it is.
@@ -141,18 +139,14 @@ def _check_plain(path: str, energy: FreeEnergy) -> None:
 
 
 def _with_fields_of(layer: Any, kind: type, **sizes: int) -> Any:
-    names = (*_SIZES, *_BIASES)
-    sizes |= {name: getattr(layer, name) for name in names}
+    sizes |= {name: getattr(layer, name) for name in (*_SIZES, *_BIASES)}
     made = eqx.filter_eval_shape(kind, **sizes, key=jax.random.key(0))
-
-    def modules(x: Any) -> list[Any]:
-        return [getattr(x, name) for name in _MODULES]
-
+    modules = operator.attrgetter(*_MODULES)
     return eqx.tree_at(modules, made, modules(layer))
 
 
 def _replaced(model: Model, kind: type, new: Callable[[Any, str], Any]) -> Model:
-    """The model with each layer of one class replaced; a layer in two places by the same new one."""
+    """Replaces each layer of one class; a layer in two places by the same new one."""
     made: dict[int, Any] = {}
 
     def one(path: Any, x: Any) -> Any:

@@ -27,7 +27,6 @@ from energy_attn.kernels.internal import (
     Operands,
     Settings,
     Tokens,
-    attention_and_expectation,
     centred,
     check_floating,
     check_shape,
@@ -46,7 +45,7 @@ from ..functional._free_energy import Calls, Parts, Source, StaticCall, row_shap
 
 
 def promoted(parts: Parts) -> Parts:
-    """Arrays with 16-bit ones promoted to float32, the precision of energies."""
+    """Promotes the arrays to the precision of energies."""
     dtype = lse_dtype(*(x.query.dtype for x in parts))
 
     def promote(x: Array) -> Array:
@@ -66,7 +65,6 @@ def check_row_vectors(name: str, x: object, calls: Calls, parts: Parts) -> Array
 
 
 def covariance_at(calls: Calls, source: Source, parts: Parts) -> CovarianceState:
-    r"""$\nabla^2 F$, $\nabla F$ and $F$ at a source. Raises as the kernels do."""
     return _over_parts(
         lambda call: HashablePartial(covariance, (call.policy.kernels,)),
         *(fold_states, merge, calls, source, parts),
@@ -79,7 +77,7 @@ def covariance_product(
     r"""The state at a source, and $\nabla^2 F\, u$: attention and its pullback along $u$.
 
     The Hessian is symmetric, so the pullback of a cotangent by $\nabla F$ is the derivative of
-    $\nabla F$ along it. Raises as the kernels do.
+    $\nabla F$ along it.
     """
     middle, origin = centred_parts(parts)
     origin = origin if calls[0].batched else origin[0]
@@ -88,27 +86,16 @@ def covariance_product(
         lambda source: state_at(calls, source, middle), zero if source is None else source
     )
     (product,) = pull_back(AttentionState(tangent, jnp.zeros_like(found.lse)))
-    number = parts[0].query.shape[-2]
-    heads = *origin.shape[:-1], number // origin.shape[-2], origin.shape[-1]
-    origin = jnp.broadcast_to(origin[..., None, :], heads)
-    origin = origin.reshape(*origin.shape[:-3], number, origin.shape[-1])
+    origin = jnp.repeat(origin, parts[0].query.shape[-2] // origin.shape[-2], -2)
     out = jnp.where(holds_keys(found.lse)[..., None], found.out + origin, 0.0)
     lse = found.lse if source is None else found.lse + (source * origin).sum(-1)
     return AttentionState(out, lse), product
 
 
 def centred_parts(parts: Parts) -> tuple[Parts, Array]:
-    """All values relative to the middle of the range of the first part's, and that origin."""
+    """Values relative to the middle of the range of the first part's, and that origin."""
     first, origin = centred(parts[0])
     return (first, *(x._replace(value=x.value - origin) for x in parts[1:])), origin
-
-
-def attention_and_mean_over_keys(
-    call: StaticCall, operands: Operands, term: BlockTerm, width: int
-) -> AttentionState:
-    """The state of a call, and behind its `out` the mean of a block term: two walks over the keys."""
-    find = HashablePartial(attention_and_expectation, (term, width, call.policy.kernels))
-    return run_reduction(call, Reduction(find, fold_states), None, operands)
 
 
 def mean_over_keys(
@@ -118,7 +105,7 @@ def mean_over_keys(
 
     The means of parts and devices, each with weights of its own keys alone, are merged by their shares: of a function
     of the weights that is not linear that is another number, and `sum_over_keys` the right way. `rows` are
-    `[*B, T, N, W]`. See `kernels.internal.expectation`. Raises as the kernels do.
+    `[*B, T, N, W]`.
     """
     return _over_parts(
         lambda call: HashablePartial(expectation, (term, width, call.policy.kernels)),
@@ -132,7 +119,6 @@ def sum_over_keys(
     """The sum over all keys of `term(scores, value, *rows)`, `[*B, T, N, width]`: of any function of a score.
 
     What the function needs to know of all keys, as the energy of a row in `exp(s - F)`, are `rows`, `[*B, T, N, W]`.
-    See `kernels.internal.score_sums`.
     """
     find = HashablePartial(score_sums, (term, width))
     return _over_parts(lambda _: find, fold_sums, operator.add, calls, source, parts, *rows)
@@ -169,7 +155,6 @@ def _over_parts(
     parts: Parts,
     *rows: Array,
 ) -> Any:
-    """Joins the reductions of all calls, each folded over its mesh."""
     found = (
         run_reduction(call, Reduction(find(call), fold), source, operands, *rows)
         for call, operands in zip(calls, parts, strict=True)

@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -75,9 +75,8 @@ def cross_scores(mine: tuple[Calls, Parts], theirs: tuple[Calls, Parts]) -> Cros
     for call, operands, pair in zip(calls, parts, pairs, strict=True):
         if pair is None:  # a sink that the other has not
             state = state_at((call,), None, (operands,))
-            states.append(
-                AttentionState(jnp.zeros((*state.lse.shape, 2), state.lse.dtype), state.lse)
-            )
+            nothing = jnp.zeros((*state.lse.shape, 2), state.lse.dtype)
+            states.append(AttentionState(nothing, state.lse))
             hidden.append(holds_keys(state.lse))
             continue
         state, missing = _of_part((call, operands), (other_calls[pair], others[pair]))
@@ -85,21 +84,15 @@ def cross_scores(mine: tuple[Calls, Parts], theirs: tuple[Calls, Parts]) -> Cros
         hidden += [] if missing is None else [missing]
     means, lse = functools.reduce(merge, states)
     other_lse = state_at(other_calls, None, others).lse
-    return CrossScores(
-        means[..., 0],
-        means[..., 1],
-        functools.reduce(jnp.logical_or, hidden, jnp.zeros(lse.shape, bool)),
-        lse,
-        other_lse,
-    )
+    some = functools.reduce(jnp.logical_or, hidden, jnp.zeros(lse.shape, bool))
+    return CrossScores(means[..., 0], means[..., 1], some, lse, other_lse)
 
 
 def _check(mine: tuple[Calls, Parts], theirs: tuple[Calls, Parts]) -> None:
-    def shape(of: tuple[Calls, Parts]) -> tuple[Any, ...]:
-        calls, parts = of
-        return row_shape(calls[0], parts[0]), tuple(x.key.shape[1] for x in parts)
-
-    wanted, got = shape(mine), shape(theirs)
+    wanted, got = (
+        (row_shape(calls[0], parts[0]), tuple(x.key.shape[1] for x in parts))
+        for calls, parts in (mine, theirs)
+    )
     if wanted != got:
         raise ValueError(
             f"other: wanted a measure of the rows {wanted[0]} over parts of {wanted[1]} keys, "
@@ -178,8 +171,7 @@ def _linear(mine: Part, theirs: Part) -> AttentionState:
     joined = operands._replace(value=jnp.concatenate([operands.key, other.key], -1))
     out, lse = state_at((call,), None, (joined,))
     width = operands.key.shape[-1]
-    own = call.settings.scale * dot_rows(queries_of(call, operands, lse), out[..., :width])
-    apart = other_call.settings.scale * dot_rows(
-        queries_of(other_call, other, lse), out[..., width:]
-    )
+    query, also = queries_of(call, operands, lse), queries_of(other_call, other, lse)
+    own = call.settings.scale * dot_rows(query, out[..., :width])
+    apart = other_call.settings.scale * dot_rows(also, out[..., width:])
     return AttentionState(jnp.stack([own, apart], -1), lse)

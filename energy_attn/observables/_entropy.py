@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from energy_attn.distributed.internal import Reduction, fold_states
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     Operands,
     ScoreBlock,
+    attention_and_expectation,
     check_finite_number,
     dot_rows,
     holds_keys,
@@ -24,9 +26,9 @@ from energy_attn.kernels.internal import (
 from ..functional._free_energy import Calls, Parts, StaticCall, both_computed, state_at
 from ._at_source import (
     HashablePartial,
-    attention_and_mean_over_keys,
     covariance_product,
     mean_over_keys,
+    run_reduction,
     score_maximum_at,
     sum_over_keys,
 )
@@ -85,16 +87,10 @@ class RowObservables(NamedTuple):
 
 
 def row_observables(calls: Calls, parts: Parts) -> RowObservables:
-    """Energy, entropy, heat capacity and trace of the covariance of each row, and attention."""
     found = score_statistics(calls, parts)
     trace = mean_over_keys(calls, None, parts, _squared_distance_term, 1, found.out).out[..., 0]
-    return RowObservables(
-        found.lse,
-        entropy_of(found.scores.mean, found.lse),
-        found.scores.variance,
-        jnp.maximum(trace, 0.0),
-        found.out,
-    )
+    (mean, variance), trace = found.scores, jnp.maximum(trace, 0.0)
+    return RowObservables(found.lse, entropy_of(mean, found.lse), variance, trace, found.out)
 
 
 def entropy_of(mean: Array, lse: Array) -> Array:
@@ -105,7 +101,7 @@ def entropy_of(mean: Array, lse: Array) -> Array:
 
 
 def mean_score(calls: Calls, parts: Parts) -> tuple[Array, Array]:
-    mean, lse = _merged([*map(_mean_score, calls, parts)])
+    mean, lse = _merged([_mean_score(*x, False) for x in zip(calls, parts, strict=True)])
     return mean[..., 0], lse
 
 
@@ -125,25 +121,28 @@ def _merged(parts: list[AttentionState]) -> AttentionState:
 
 
 def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
-    found = _merged([*map(_attention_and_score, calls, parts)])
+    found = _merged([_mean_score(*x, True) for x in zip(calls, parts, strict=True)])
     out, lse = both_computed(*found)
     mean = out[..., -1]
     return AttentionStatistics(out[..., :-1], lse, entropy_of(mean, lse), mean)
 
 
-def _attention_and_score(call: StaticCall, operands: Operands) -> AttentionState:
+def _mean_score(call: StaticCall, operands: Operands, with_values: bool) -> AttentionState:
+    """The energies and the mean of the scores, which follows attention `with_values`."""
     if not is_linear(call, operands):
-        return attention_and_mean_over_keys(call, operands, _score_term, 1)
-    width = operands.value.shape[-1]
-    out, lse, mean = _with_keys(call, operands, jnp.concatenate([operands.value, operands.key], -1))
-    return AttentionState(jnp.concatenate([out[..., :width], mean[..., None]], -1), lse)
-
-
-def _with_keys(call: StaticCall, operands: Operands, value: Array) -> tuple[Array, Array, Array]:
-    """Attention over values that end in the keys, the energies, and the mean of linear scores."""
+        if not with_values:
+            return mean_over_keys((call,), None, (operands,), _score_term, 1)
+        # two walks over the keys
+        find = HashablePartial(attention_and_expectation, (_score_term, 1, call.policy.kernels))
+        return run_reduction(call, Reduction(find, fold_states), None, operands)
+    # attention with the keys as values yields their mean
+    value, width = operands.key, 0
+    if with_values:
+        width = operands.value.shape[-1]
+        value = jnp.concatenate([operands.value, value], -1)
     out, lse = state_at((call,), None, (operands._replace(value=value),))
-    query = queries_of(call, operands, lse)
-    return out, lse, call.settings.scale * dot_rows(query, out[..., -query.shape[-1] :])
+    mean = call.settings.scale * dot_rows(queries_of(call, operands, lse), out[..., width:])
+    return AttentionState(jnp.concatenate([out[..., :width], mean[..., None]], -1), lse)
 
 
 def queries_of(call: StaticCall, operands: Operands, lse: Array) -> Array:
@@ -156,14 +155,6 @@ def is_linear(call: StaticCall, operands: Operands) -> bool:
     return operands.bias is None and call.settings.score is None
 
 
-def _mean_score(call: StaticCall, operands: Operands) -> AttentionState:
-    if not is_linear(call, operands):
-        return mean_over_keys((call,), None, (operands,), _score_term, 1)
-    # attention with the keys as values yields their mean
-    _, lse, mean = _with_keys(call, operands, operands.key)
-    return AttentionState(mean[..., None], lse)
-
-
 class ScoreStatistics(NamedTuple):
     """Moments of the scores and values of each row under its attention weights."""
 
@@ -174,7 +165,7 @@ class ScoreStatistics(NamedTuple):
 
 
 def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) -> ScoreStatistics:
-    """The statistics with the first `width` numbers of the values; None: all. Raises as the kernels do."""
+    """The statistics with the first `width` numbers of the values; None: all."""
     parts = tuple(x._replace(value=x.value[..., :width]) for x in parts)
     if parts[1:] or not is_linear(calls[0], parts[0]):
         return _in_two_passes(calls, parts)
@@ -230,14 +221,15 @@ def _squared_distance_term(block: ScoreBlock, mean: Array) -> Array:
 
 
 def renyi(calls: Calls, parts: Parts, order: float) -> Array:
-    order = _checked(order)
+    infinite = isinstance(order, float) and order == math.inf
+    if not infinite and (order := check_finite_number("order", order)) < 0:
+        raise ValueError(f"order: wanted at least 0, got {received(order)}")
     if order == 1:
         return entropy_of(*mean_score(calls, parts))
     largest = score_maximum_at(calls, parts)
     seen = holds_keys(largest)
     largest = jnp.where(seen, largest, 0.0)
     # The scores of both sums are rounded alike, and neither result depends on the score that is taken from all.
-    infinite = math.isinf(order)
     shift = largest if infinite else lax.stop_gradient(largest)
     power = HashablePartial(_powers, (1.0 if infinite else order,))
     sums = sum_over_keys(calls, None, parts, power, 2, shift[..., None])
@@ -245,14 +237,6 @@ def renyi(calls: Calls, parts: Parts, order: float) -> Array:
     found = total if infinite else (other - order * total) / (1 - order)
     # a difference of two numbers, which only rounding makes negative
     return jnp.where(seen, jnp.maximum(found, 0.0), 0.0)
-
-
-def _checked(order: object) -> float:
-    infinite = isinstance(order, float) and order == math.inf
-    number = math.inf if infinite else check_finite_number("order", order)
-    if number < 0:
-        raise ValueError(f"order: wanted at least 0, got {received(order)}")
-    return number
 
 
 def _powers(order: float, scores: Array, value: Array, largest: Array) -> Array:

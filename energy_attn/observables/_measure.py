@@ -1,12 +1,25 @@
 """The observables of a Gibbs measure, as methods."""
 
+import functools
+import itertools
+import math
 from collections.abc import Sequence
-from typing import overload
+from typing import NamedTuple, overload
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from . import _cumulants
-from ._at_source import check_row_vectors, covariance_at, covariance_product, score_maximum_at
+from energy_attn.kernels.internal import ScoreBlock, outer, precision, received
+
+from ..functional._free_energy import Calls, Parts, both_computed, state_at
+from ._at_source import (
+    centred_parts,
+    check_row_vectors,
+    covariance_at,
+    covariance_product,
+    mean_over_keys,
+    score_maximum_at,
+)
 from ._entropy import (
     AttentionStatistics,
     ScoreMoments,
@@ -18,6 +31,9 @@ from ._entropy import (
 )
 from ._of_keys import AbstractWeights
 
+# The work doubles with each order.
+_HIGHEST_ORDER = 8
+
 
 class AbstractMeasure(AbstractWeights):
     r"""The measure $P_a = e^{s_a - F}$ of each row over its keys, and its moments.
@@ -26,9 +42,10 @@ class AbstractMeasure(AbstractWeights):
     merged over the mesh on which the keys lie. The arithmetic is in float32, or float64 for float64 arrays. All but
     `sample` are differentiable. A fully masked row yields zeros (index -1 from `sample`).
 
-    A sink is one more outcome of the measure, of value zero and score $b$: it is part of every mean,
-    of the entropy and of the hull of the values. In a union each part has its own. One of plus infinity
-    has all the weight; in the observables its score is the largest finite number.
+    Scores have the bias, the `score` and the source of a tilted measure in them. A sink is one more outcome of the
+    measure, of value zero and score $b$: it is part of every mean, of the entropy and of the hull of the values. In a
+    union each part has its own. One of plus infinity has all the weight; in the observables its score is the largest
+    finite number.
     """
 
     @overload
@@ -40,8 +57,7 @@ class AbstractMeasure(AbstractWeights):
 
         $$\nabla^2 F = \mathrm{Cov}_P(v) = \sum_a P_a\, (v_a - \mathrm{out})(v_a - \mathrm{out})^T$$
 
-        The matrix is summed block by block, with $O(T N H_v^2)$ numbers in memory, and is merged
-        over a mesh by the law of total covariance in one reduction, as a
+        The matrix takes $O(T N H_v^2)$ numbers in memory, and is merged over a mesh in one reduction, as a
         [`CovarianceState`][energy_attn.kernels.CovarianceState]. Its product with a tangent costs
         one flash pass in addition to attention.
 
@@ -85,8 +101,7 @@ class AbstractMeasure(AbstractWeights):
 
         $$\kappa = \sum_{\pi} (-1)^{|\pi| - 1} (|\pi| - 1)! \prod_{b \in \pi} \mu_b,$$
 
-        over the partitions $\pi$ of the tangents into parts of at least two. The moments are summed
-        block by block in $2^n$ products.
+        over the partitions $\pi$ of the tangents into parts of at least two: $2^n$ products for a block of keys.
 
         Args:
             tangents: the directions $u_i$, one to eight arrays `[B, T, N, Hv]`. An array may be
@@ -112,7 +127,35 @@ class AbstractMeasure(AbstractWeights):
             >>> F.cumulant([u, u, u]).shape  # the third central moment: skewness
             (5, 2)
         """
-        return _cumulants.cumulant(*self._prepared(), tangents)
+        calls, parts = self._prepared()
+        directions = _check_tangents(tangents, calls, parts)
+        if len(directions) == 1:
+            return (_mean(calls, parts) * directions[0]).sum(-1)
+        if len(directions) == 2:
+            return (covariance_product(calls, None, parts, directions[0])[1] * directions[1]).sum(
+                -1
+            )
+        parts, _ = centred_parts(parts)
+        mean = state_at(calls, None, parts).out
+        # a repeated tangent has the same moments
+        kinds = [next(j for j, y in enumerate(tangents) if y is x) for x in tangents]
+        numbers = range(len(directions))
+        groups = {
+            group: tuple(kinds[i] for i in group)
+            for size in range(2, len(directions) + 1)
+            for group in itertools.combinations(numbers, size)
+        }
+        wanted = tuple(dict.fromkeys(groups.values()))
+        term = _CentredProducts(wanted)
+        found = mean_over_keys(calls, None, parts, term, len(wanted), mean, *directions).out
+        moments = {group: found[..., wanted.index(kind)] for group, kind in groups.items()}
+        terms = [
+            (-1) ** (len(blocks) - 1)
+            * math.factorial(len(blocks) - 1)
+            * functools.reduce(jnp.multiply, (moments[block] for block in blocks))
+            for blocks in _partitions(tuple(numbers))
+        ]
+        return functools.reduce(jnp.add, terms)
 
     def moment(self, tangents: Sequence[Float[Array, "*B T N Hv"]]) -> Float[Array, "*B T N"]:
         r"""The joint moment of the values along tangents: a derivative of the partition function.
@@ -134,7 +177,13 @@ class AbstractMeasure(AbstractWeights):
             >>> bool(jnp.allclose(variance, F.cumulant([u, u]), atol=1e-5))
             True
         """
-        return _cumulants.moment(*self._prepared(), tangents)
+        calls, parts = self._prepared()
+        directions = _check_tangents(tangents, calls, parts)
+        if len(directions) == 1:
+            return (_mean(calls, parts) * directions[0]).sum(-1)
+        term = _CentredProducts((tuple(range(len(directions))),))
+        origin = jnp.zeros_like(directions[0])
+        return mean_over_keys(calls, None, parts, term, 1, origin, *directions).out[..., 0]
 
     def entropy(self) -> Float[Array, "*B T N"]:
         r"""The entropy of each attention row.
@@ -170,9 +219,8 @@ class AbstractMeasure(AbstractWeights):
             = \frac{F_\alpha - \alpha F}{1 - \alpha}, \qquad F_\alpha = \log \sum_a e^{\alpha s_a}$$
 
         which falls with $\alpha$: the logarithm of the number of keys at 0, the
-        [`entropy`][energy_attn.Gibbs.entropy] at 1, minus the logarithm of the sum of squared weights at 2,
-        $F - \max_a s_a$, minus that of the largest weight, at infinity. $F_\alpha$ is a free energy at the inverse
-        temperature $\alpha$, so that unions and devices add up: two walks over the keys, each of one product.
+        [`entropy`][energy_attn.Gibbs.entropy] at 1, minus the logarithm of the sum of squared weights at 2, and
+        $F - \max_a s_a$, minus that of the largest weight, at infinity. Two walks over the keys, each of one product.
 
         Args:
             order: $\alpha \ge 0$, a number or `math.inf`.
@@ -190,8 +238,7 @@ class AbstractMeasure(AbstractWeights):
         Examples:
             >>> import jax
             >>> import energy_attn as ea
-            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-            >>> F = ea.FreeEnergy().at(q, k, v)
+            >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 5, 2, 4)))
             >>> bool((F.renyi(2) < F.entropy()).all()), float(F.renyi(0)[0, 0])  # log 5
             (True, 1.609...)
         """
@@ -203,9 +250,8 @@ class AbstractMeasure(AbstractWeights):
         $$\mathrm{out} = \mathbb{E}_P[v], \qquad F, \qquad H = F - \mathbb{E}_P[s], \qquad
           \mathbb{E}_P[s] = \mathrm{scale}\; q \cdot \mathbb{E}_P[k]$$
 
-        The values of the pass are $[v, k]$: three products where attention alone has two. A `bias` or a
-        `score` is not linear in the keys; the mean then takes a second walk over the keys, of one
-        product. Sinks are parts of one key each.
+        The values of the pass are $[v, k]$: three products where attention alone has two. With a `bias` or a
+        `score` the mean takes a second walk over the keys, of one product.
 
         Returns:
             An [`AttentionStatistics`][energy_attn.AttentionStatistics], in float32 (float64).
@@ -218,8 +264,7 @@ class AbstractMeasure(AbstractWeights):
         Examples:
             >>> import jax, jax.numpy as jnp
             >>> import energy_attn as ea
-            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-            >>> F = ea.FreeEnergy(is_causal=True).at(q, k, v)
+            >>> F = ea.FreeEnergy(is_causal=True).at(*jax.random.normal(jax.random.key(0), (3, 5, 2, 4)))
             >>> out, energy, entropy, mean = F.statistics()
             >>> bool(jnp.allclose(entropy, F.entropy(), atol=1e-5)), out.shape
             (True, (5, 2, 4))
@@ -231,13 +276,9 @@ class AbstractMeasure(AbstractWeights):
 
         $$\max_a s_a, \qquad s_a = \mathrm{scale}\; q \cdot k_a + b_a$$
 
-        over the keys that the row sees, with the bias, the `score` and the source of a tilted measure. A
-        sink does not count: it is no score of a query and a key. One walk over the keys in XLA, of one
-        product; merged by maximum over parts and devices. Training that clips weights where scores
-        grow, QK-clip, reads it.
-
-        Differentiable by a subgradient: the derivative of the largest score, and where several are equal
-        a mean of theirs. Under `jax.lax.stop_gradient` it is a constant.
+        over the keys that the row sees; a sink does not count, as it is no score of a query and a key. One walk over
+        the keys in XLA, of one product. Training that clips weights where scores grow, QK-clip, reads it. The
+        derivative is a subgradient: that of the largest score, and where several are equal a mean of theirs.
 
         Returns:
             `[B, T, N]` in nats; minus infinity for a fully masked row.
@@ -259,7 +300,7 @@ class AbstractMeasure(AbstractWeights):
         $$\mathbb{E}_P[s] = \frac{\partial F}{\partial\beta}, \qquad
           \mathrm{Var}_P(s) = \frac{\partial^2 F}{\partial\beta^2}, \qquad s \to \beta s,\ \beta = 1$$
 
-        A bias and the source of a tilted measure are part of the scores. Two flash passes.
+        Two flash passes.
 
         Returns:
             `(mean, variance)`, `[B, T, N]` each, in nats and their square.
@@ -282,7 +323,7 @@ class AbstractMeasure(AbstractWeights):
         $$\frac{\partial}{\partial\beta} \nabla F = \mathrm{Cov}_P(s, v)
           = \sum_a P_a (s_a - \mathbb{E}_P[s])\, v_a, \qquad s \to \beta s,\ \beta = 1$$
 
-        A bias and the source of a tilted measure are part of the scores. Two flash passes.
+        Two flash passes.
 
         Returns:
             `[B, T, N, Hv]`, value's unit times nats.
@@ -300,3 +341,50 @@ class AbstractMeasure(AbstractWeights):
             True
         """
         return score_statistics(*self._prepared()).cross_covariance
+
+
+def _mean(calls: Calls, parts: Parts) -> Array:
+    # one pass with attention and the energies
+    return both_computed(*state_at(calls, None, parts))[0]
+
+
+def _check_tangents(tangents: object, calls: Calls, parts: Parts) -> list[Array]:
+    if not isinstance(tangents, Sequence):
+        raise TypeError(f"tangents: wanted a sequence of arrays, got {received(tangents)}")
+    if not 1 <= len(tangents) <= _HIGHEST_ORDER:
+        raise ValueError(
+            f"tangents: wanted from one to {_HIGHEST_ORDER} arrays, got {len(tangents)}"
+        )
+    return [check_row_vectors(f"tangents[{i}]", x, calls, parts) for i, x in enumerate(tangents)]
+
+
+class _CentredProducts(NamedTuple):
+    """A block term: means of products of the numbers $u_i \\cdot (v - \\mathrm{mean})$, one per group."""
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def __call__(self, block: ScoreBlock, mean: Array, *tangents: Array) -> Array:
+        value, exact = block.value, precision(block.value.dtype)
+        used = {i: tangents[i] for group in self.groups for i in group}
+        along = {
+            i: outer(u, value, exact) - (u * mean).sum(-1, keepdims=True) for i, u in used.items()
+        }
+
+        def product(group: tuple[int, ...]) -> Array:
+            factors = (along[i] for i in group)
+            return functools.reduce(jnp.multiply, factors, block.weights).sum(-1)
+
+        return jnp.stack([product(group) for group in self.groups], -1)
+
+
+def _partitions(items: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
+    """All partitions into groups of at least two."""
+    if not items:
+        return [[]]
+    first, *others = items
+    found: list[list[tuple[int, ...]]] = []
+    for size in range(1, len(others) + 1):
+        for mates in itertools.combinations(others, size):
+            rest = tuple(x for x in others if x not in mates)
+            found += [[(first, *mates), *parts] for parts in _partitions(rest)]
+    return found

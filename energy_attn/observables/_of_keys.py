@@ -1,15 +1,54 @@
 """Weights of keys, their sums, draws of keys, and the divergence of another measure."""
 
 import abc
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from energy_attn.kernels.internal import check_integer, check_key, received
+from energy_attn.distributed.internal import (
+    Axes,
+    Reduction,
+    ShardingPlan,
+    as_invariant,
+    fold_sums,
+    whole_along,
+)
+from energy_attn.kernels.internal import (
+    Draw,
+    Operands,
+    Settings,
+    check_flag,
+    check_floating,
+    check_integer,
+    check_key,
+    check_shape,
+    exp_from,
+    holds_keys,
+    is_static,
+    lse_dtype,
+    merge_draws,
+    received,
+    sample,
+    take_rows,
+    weights_of_keys,
+)
 
-from ..functional._free_energy import Calls, Parts
-from . import _divergence, _weights
-from ._weights import Selection
+from ..functional._free_energy import Calls, Parts, StaticCall, energy_at, row_shape, state_at
+from . import _divergence
+from ._at_source import HashablePartial, run_reduction, sinks_as_keys, sum_over_keys
+
+MOST_WEIGHTS = 64_000_000
+
+# One index, some of them, or a slice; of arrays, one axis.
+Selection = int | slice | Sequence[int] | Array | np.ndarray
 
 
 class AbstractWeights(eqx.Module):
@@ -30,13 +69,12 @@ class AbstractWeights(eqx.Module):
 
         $$P_{ia} = e^{s_{ia} - F_i}, \qquad i \in \text{rows},\ a \in \text{keys}$$
 
-        The only answer that holds a matrix: $B R N J$ numbers of four bytes (eight for float64 arrays), for
-        interpretability and pictures. The energies of all rows are of one flash pass. Rows and keys
-        are counted in the arrays, also where they lie on many devices.
+        The only answer that holds a matrix, $B R N J$ numbers, for interpretability and pictures. Rows and keys are
+        counted in the arrays, also where they lie on many devices.
 
         Args:
             rows: which queries: an integer, a slice or one axis of integers, negative ones from the end; None: all.
-            keys: which keys, likewise; in a union those of the first measure, then those of the second. None: all.
+            keys: which keys, likewise; in a union those of the first measure, then those of the second.
 
         Returns:
             `[B, R, N, J]` or `[R, N, J]`, float32 or float64; zero for a key that a row does not see. With all keys a
@@ -51,14 +89,50 @@ class AbstractWeights(eqx.Module):
         Examples:
             >>> import jax
             >>> import energy_attn as ea
-            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-            >>> F = ea.FreeEnergy(is_causal=True).at(q, k, v)
+            >>> F = ea.FreeEnergy(is_causal=True).at(*jax.random.normal(jax.random.key(0), (3, 5, 2, 4)))
             >>> F.weights(rows=-1, keys=slice(0, 3)).shape  # of the first three keys in the last row
             (1, 2, 3)
             >>> F.weights(rows=0)[0, 0].tolist()  # the first query sees the first key alone
             [1.0, 0.0, 0.0, 0.0, 0.0]
         """
-        return _weights.weights(*self._prepared_keys(), rows, keys)
+        calls, parts = self._prepared_keys()
+        batch, time, heads = parts[0].query.shape[:3]
+        total = sum(map(_key_count, calls, parts))
+        chosen, index = _indices("rows", rows, time), _indices("keys", keys, total)
+        shape = batch, time if chosen is None else len(chosen), heads, len(index)
+        if is_static(*shape) and np.prod(shape, dtype=object) > MOST_WEIGHTS:
+            raise ValueError(
+                f"rows: wanted at most {MOST_WEIGHTS} weights, which are all in memory, got {shape} of "
+                "[batch, rows, heads, keys]; choose rows= and keys=, or ask importance(), sample() or "
+                "entropy(), which need no matrix"
+            )
+        calls, parts = sinks_as_keys(calls, parts)
+        # [*B, T, N]: of all rows, as a device may have some of them
+        lse = lax.stop_gradient(state_at(calls, None, parts).lse)
+        if chosen is not None:
+            lse = jnp.take(whole_along(lse, lse.ndim - 2), chosen, lse.ndim - 2, mode="fill")
+            calls, parts = zip(
+                *map(functools.partial(_with_rows, chosen), calls, parts), strict=True
+            )
+        sizes = list(map(_key_count, calls, parts))
+        if keys is None:
+            index = jnp.arange(sum(sizes), dtype=jnp.int32)
+        found, first = jnp.zeros((), lse.dtype), 0
+        for call, operands, size in zip(calls, parts, sizes, strict=True):
+            axes = () if call.plan is None else call.plan.sequence
+            reduction = Reduction(HashablePartial(weights_of_keys, (axes,)), fold_sums)
+            at = jnp.broadcast_to(index - first, (*lse.shape, len(index)))
+            # the weights of the keys of one part, and zeros for the others
+            found = found + run_reduction(call, reduction, None, operands, lse, at)
+            first += size
+        # Energies are rounded, and so are the scores of another kernel: the weights are divided by their own sum.
+        if keys is None:
+            whole = found.sum(-1, keepdims=True)
+            found, index = found[..., :total], index[:total]
+        else:
+            whole = sum_over_keys(calls, None, parts, _weight_sum, 1, lse[..., None])
+        found = found / jnp.where(whole == 0, 1.0, whole)
+        return jnp.where((index >= 0) & (index < total), found, jnp.nan)
 
     def importance(
         self, rows: Float[Array, "*B T N"] | None = None, *, grouped: bool = False
@@ -88,12 +162,34 @@ class AbstractWeights(eqx.Module):
         Examples:
             >>> import jax, jax.numpy as jnp
             >>> import energy_attn as ea
-            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-            >>> F = ea.FreeEnergy(is_causal=True).at(q, k, v)
+            >>> F = ea.FreeEnergy(is_causal=True).at(*jax.random.normal(jax.random.key(0), (3, 5, 2, 4)))
             >>> bool(jnp.allclose(F.importance(), F.weights().sum(0).T, atol=1e-5))
             True
         """
-        return _weights.importance(*self._prepared_keys(), rows, grouped)
+        calls, parts = self._prepared_keys()
+        check_flag("grouped", grouped)
+        first, shape = parts[0], row_shape(calls[0], parts[0])
+        dtype = lse_dtype(first.query.dtype)
+        factor = jnp.ones(shape, dtype)
+        if rows is not None:
+            check_shape("rows", check_floating("rows", rows), shape)
+            factor = jnp.asarray(rows, dtype)
+        heads = first.query.shape[2]
+        # A source along values of the keys: a column for each head of a group, whose derivative is of its scores alone.
+        group = heads // first.key.shape[2]
+        columns = np.broadcast_to(np.tile(np.eye(group), (heads // group, 1)), (*shape, group))
+        columns = jnp.asarray(columns, dtype)
+        # they vary inside a `jax.shard_map` as the keys do, where the derivative would else be a sum over devices
+        zeros = [lax.full_like(x.key, 0.0, dtype, (*x.key.shape[:3], group)) for x in parts]
+
+        def total(added: list[Array]) -> Array:
+            scored = tuple(x._replace(value=y) for x, y in zip(parts, added, strict=True))
+            energies = energy_at(calls, columns, scored)
+            return (factor * jnp.where(holds_keys(energies), energies, 0.0)).sum()
+
+        found = jnp.concatenate(jax.grad(total)(zeros), 1)
+        found = found.sum(-1) if grouped else found.reshape(*found.shape[:2], heads)
+        return found if calls[0].batched else found[0]
 
     def sample(self, *, key: PRNGKeyArray, count: int = 1) -> Int[Array, "*B T N count"]:
         r"""Draws keys for each query and head from its attention weights.
@@ -102,19 +198,17 @@ class AbstractWeights(eqx.Module):
 
         One pass over blocks of keys, by XLA's operations: a draw is the key of the largest sum of its score and of
         noise of Gumbel's distribution. The noise depends on `key`, the row, the index of the key and the draw. So draws
-        are the same on any mesh, and those from a union are those from all its keys together, but where two sums are
-        equal up to their rounding. Draws are independent, with replacement; the mean of the drawn values converges to
-        attention. There is no derivative. Each draw takes a number of noise for each key.
+        are the same on any mesh and of a union or all its keys together, but where two sums are equal up to rounding.
+        Draws are independent, with replacement, and have no derivative.
 
         Args:
             key: a `jax.random.key`.
             count: draws for each query and head.
 
         Returns:
-            int32 `[B, T, N, count]`: indices along the axis of the keys (in a union, those of the
-            first measure's keys, then those of the second's); -1 for a fully masked row. A sink has the
-            index after those of all keys (in a union, the sinks in the order of the measures), for which
-            `jnp.take(..., mode="fill", fill_value=0)` reads its value.
+            int32 `[B, T, N, count]`: indices of keys (in a union, of the first measure's, then of the second's),
+            and after all of these of sinks; -1 for a fully masked row. `jnp.take(..., mode="fill", fill_value=0)`
+            reads a sink's value.
 
         Raises:
             TypeError: `key` is not a key, or `count` not an integer.
@@ -132,7 +226,17 @@ class AbstractWeights(eqx.Module):
         """
         check_integer("count", count, least=1)
         check_key("key", key)
-        return _weights.sample_keys(*self._prepared(), key, count)
+        calls, parts = self._prepared()
+        parts = lax.stop_gradient(parts)
+        seeds = jax.random.bits(key, row_shape(calls[0], parts[0], 2), jnp.uint32)
+        drawn, first = [], 0
+        for call, operands in zip(calls, parts, strict=True):
+            axes = () if call.plan is None else call.plan.sequence
+            find = HashablePartial(_drawn, (count, first, axes))
+            reduction = Reduction(find, _fold_draws)
+            drawn.append(run_reduction(call, reduction, None, operands, seeds))
+            first += operands.key.shape[1]
+        return functools.reduce(merge_draws, drawn).indices
 
     def kl(self, other: "AbstractWeights") -> Float[Array, "*B T N"]:
         r"""The Kullback-Leibler divergence of another measure over the same keys from this one.
@@ -145,8 +249,7 @@ class AbstractWeights(eqx.Module):
         sees a key that the other hides. For indexers that imitate attention, distillation, and heads that say the same.
 
         Where scores are products of queries and keys, and both have the same mask (the same arrays, if it has any): two
-        flash passes, the first with the keys of both in the place of the values. Otherwise the second is
-        a walk over blocks of both scores, by XLA's operations. Never a matrix of weights.
+        flash passes. Otherwise the second is a walk over blocks of both scores, by XLA's operations.
 
         Args:
             other: $Q$, a measure of as many rows and keys; a union is compared part by part, a sink with the sink of
@@ -202,3 +305,62 @@ class AbstractWeights(eqx.Module):
         if not isinstance(other, AbstractWeights):
             raise TypeError(f"other: wanted a Gibbs, got {received(other)}")
         return _divergence.cross_scores(self._prepared_keys(), other._prepared_keys())
+
+
+def _weight_sum(scores: Array, value: Array, lse: Array) -> Array:
+    del value
+    return exp_from(scores, jnp.where(holds_keys(lse), lse, jnp.inf)).sum(-1, keepdims=True)
+
+
+def _key_count(call: StaticCall, operands: Operands) -> int:
+    """Counts the keys of a part on all devices, also inside a `jax.shard_map`."""
+    devices = 1 if call.plan is None or not call.plan.local else call.plan.devices
+    return operands.key.shape[1] * devices
+
+
+def _with_rows(chosen: Array, call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]:
+    whole = {
+        name: None if (x := getattr(operands, name)) is None else whole_along(x, axis)
+        for name, axis in (("query", 1), ("bias", 2), ("mask", 2))
+    }
+    plan = call.plan
+    if plan is not None and not plan.local:
+        plan = plan._replace(queries=False)
+    operands = take_rows(call.settings, operands._replace(**whole), chosen)
+    return call._replace(plan=plan), operands
+
+
+def _indices(name: str, given: object, size: int) -> Any:
+    """int32 indices from 0 on; None: rows that are all of them. Those that are traced are not checked."""
+    if given is None:
+        return None if name == "rows" else jnp.arange(size, dtype=jnp.int32)
+    if isinstance(given, slice):
+        return jnp.arange(size, dtype=jnp.int32)[given]
+    array: Any = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
+    if array.size == 0:
+        array = array.astype(np.int32)
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim > 1:
+        raise TypeError(
+            f"{name}: wanted an integer, a slice or integers of one axis, got {received(given)}"
+        )
+    array = array.reshape(-1)
+    if not isinstance(array, jax.core.Tracer) and not np.all((-size <= array) & (array < size)):
+        raise ValueError(f"{name}: wanted indices below {size}, got {received(given)}")
+    array = jnp.asarray(array, jnp.int32)
+    return jnp.where(array < 0, array + size, array)
+
+
+def _drawn(
+    count: int, first: int, axes: Axes, settings: Settings, operands: Operands, seeds: Array
+) -> Draw:
+    start = jnp.asarray(first, jnp.int32)
+    if axes:  # devices hold equal numbers of keys, in order
+        start = start + lax.axis_index(axes).astype(jnp.int32) * operands.key.shape[1]
+    return sample(count, settings, operands, seeds, start)
+
+
+def _fold_draws(mine: Draw, axes: Axes, plan: ShardingPlan) -> Draw:
+    del plan
+    parts: Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), mine)
+    each = (Draw(*(x[i] for x in parts)) for i in range(lax.axis_size(axes)))
+    return as_invariant(functools.reduce(merge_draws, each), axes)

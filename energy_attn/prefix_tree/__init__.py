@@ -21,9 +21,9 @@ from ._accept import accept_sampling as accept_sampling
 from ._accept import verify as verify
 from ._decode import commit as commit
 from ._decode import tree_decode as tree_decode
-from ._pack import pack as pack
 from ._shapes import grow as grow
 from ._shapes import token_tree as token_tree
 from ._shapes import tree_from_parents as tree_from_parents
 from ._tree import PrefixTree as PrefixTree
+from ._tree import pack as pack
 from ._tree import unpack as unpack

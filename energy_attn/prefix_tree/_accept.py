@@ -11,11 +11,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.kernels.internal import (
     as_int32,
-    check_floating,
     check_integer,
     check_key,
     check_positive,
-    check_shape,
     lse_dtype,
 )
 
@@ -33,11 +31,10 @@ def process_logits(
 
     $$\ell \mapsto (\ell - \max \ell) / T$$
 
-    Then the `top_k` largest are kept (all, if there are fewer), and of these the fewest whose
-    probability reaches `top_p`, at least one. Ties go to the lower token, so that exactly that many
-    are kept. Of these, those are kept that are at least `min_p` times as likely as the likeliest. The
-    result is in float32 or wider. A row of minus infinities is unchanged; NaN is never excluded. The
-    settings must have passed `check_sampling`.
+    Then the `top_k` largest are kept, of these the fewest whose probability reaches `top_p`, at least one,
+    and of these those that are at least `min_p` times as likely as the likeliest. Ties go to the lower token,
+    so that exactly that many are kept. The result is in float32 or wider. A row of minus infinities is
+    unchanged; NaN is never excluded. The settings must have passed `check_sampling`.
     """
     dtype = lse_dtype(logits.dtype)
     logits = logits.astype(dtype)
@@ -77,7 +74,6 @@ def sample_tokens(
     top_k: int | None,
     top_p: float | Array | None,
 ) -> Array:
-    """Draws an int32 token from each row of `logits` `[..., V]`, after `process_logits`."""
     processed = process_logits(logits, temperature, top_k, top_p)
     return jax.random.categorical(key, processed, axis=-1).astype(jnp.int32)
 
@@ -158,7 +154,7 @@ def accept_greedy(
         >>> accepted.length.tolist(), accepted.token.tolist()  # the root, and the token after it
         ([1], [7])
     """
-    _check_logits(tree, logits, context_logits)
+    check_logits(tree, logits, context_logits)
     context = None if context_logits is None else _largest(context_logits)
     return longest_chosen_path(tree, _largest(logits), context)
 
@@ -178,13 +174,12 @@ def accept_sampling(
     $$y_n \sim P(\cdot \mid n), \qquad n \to \text{the child that holds } y_n, \text{ else emit } y_n$$
 
     One token is drawn for each node from its logits, after temperature, `top_k` and `top_p` (in this
-    order). The path descends while a child holds the drawn token, and ends where no child does. So
-    every token is a draw from the target distribution for any candidates; the candidates decide
-    only how many tokens a call yields.
+    order), and the path descends while a child holds the drawn token. So every token is a draw from the
+    target distribution; the candidates decide only how many tokens a call yields.
 
     Args:
         tree: the drafted candidates.
-        logits: `[B, L, V]`, floating: the model's after each node.
+        logits: as in [`accept_greedy`][energy_attn.prefix_tree.accept_greedy], with its result and errors.
         key: a `jax.random.key`.
         temperature: above 0; may be traced.
         top_k: how many of the likeliest tokens to keep, static; None or above `V` keeps all.
@@ -194,13 +189,9 @@ def accept_sampling(
             slot 0 counts as sampled already, and other roots are ignored (to choose the root with
             the longest path would change the distribution).
 
-    Returns:
-        Path, length and next token. With `context_logits` the length may be 0.
-
     Raises:
-        TypeError: `tree` is not a `PrefixTree`, logits are not a floating array, `key` is not a
-            key, or a setting is not a number.
-        ValueError: logits of another shape, an invalid tree, or a setting out of range.
+        TypeError: `key` is not a key, or a setting not a number.
+        ValueError: a setting out of range.
 
     Source: speculative sampling, Leviathan et al. (arXiv 2211.17192), with the drafts of a tree as
     fixed proposals.
@@ -213,7 +204,7 @@ def accept_sampling(
         >>> accept_sampling(tree, logits, jax.random.key(0), top_k=1).path.tolist()
         [[0, 3, 4]]
     """
-    _check_logits(tree, logits, context_logits)
+    check_logits(tree, logits, context_logits)
     check_key("key", key)
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p)
     context_key, node_key = jax.random.split(key)
@@ -278,10 +269,8 @@ def longest_chosen_path(tree: PrefixTree, choice: Array, context_choice: Array |
     is_first = ~(same_edge & (slot_index[:, None] < slot_index[..., None])).any(-1)
     is_root = tree.parent < 0
     chosen = jnp.take_along_axis(choice, jnp.where(is_root, 0, tree.parent), 1)
-    if context_choice is None:
-        chosen = jnp.where(is_root, tokens, chosen)
-    else:
-        chosen = jnp.where(is_root, context_choice[:, None], chosen)
+    roots = tokens if context_choice is None else context_choice[:, None]
+    chosen = jnp.where(is_root, roots, chosen)
     matched = used & is_first & (chosen == tokens)
     # a node is reached if it and all of its ancestors match
     reached = matched & ~(tree.mask & ~matched[:, None]).any(-1)
@@ -299,10 +288,3 @@ def longest_chosen_path(tree: PrefixTree, choice: Array, context_choice: Array |
 def _largest(logits: Array) -> Array:
     logits = jnp.asarray(logits)
     return lax.argmax(logits, logits.ndim - 1, jnp.int32)
-
-
-def _check_logits(tree: PrefixTree, logits: Array, context_logits: Array | None) -> None:
-    vocabulary = check_logits(tree, logits)
-    if context_logits is not None:
-        check_floating("context_logits", context_logits)
-        check_shape("context_logits", context_logits, (len(tree.tokens), vocabulary))

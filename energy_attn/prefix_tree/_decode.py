@@ -57,9 +57,9 @@ def tree_decode(
       s_{na} = \mathrm{scale}\; q_n \cdot k_a$$
 
     where $a \preceq n$ are the node itself and its ancestors. Every node sees the whole context, so
-    the part that is sharded over devices needs no tree mask: it is computed as by `cache.attend`,
-    with the same collectives. The tree's part is one more state, of `L` × `L` scores on each device,
-    merged once. The cache is unchanged; [`commit`][energy_attn.prefix_tree.commit] appends to it.
+    that part is computed as by `cache.attend`, with the same collectives. The tree's part is one more
+    state, of `L` × `L` scores on each device. The cache is unchanged;
+    [`commit`][energy_attn.prefix_tree.commit] appends to it.
 
     A node's position is `cache.lengths + tree.depth`. Differentiable in query, key,
     value, source, and in the cache's keys and values.
@@ -75,8 +75,7 @@ def tree_decode(
             None: there is none.
         scale: the factor of $q \cdot k$, a number, a scalar array or `[N]`; None is $1/\sqrt{H}$.
         local_window_size: `(left, right)` or one int: a node sees at most `left` positions before
-            its own, in the context and among its ancestors. None is the cache's window, if it has
-            one.
+            its own, in the context and among its ancestors. None is the cache's window, if any.
         score: a [score][energy_attn.kernels.scores.AbstractScore] of the scaled product, for context
             and nodes.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations], for the
@@ -173,13 +172,11 @@ def commit(
 ) -> KVCache:
     r"""Appends the keys and values of each row's accepted path to the cache.
 
-    `key[b, path[b, i]]` for $i <$ `length[b]` are appended to row $b$. Each device selects the tokens
-    that it stores, so that nothing is communicated, and at most `C` keys of a row are gathered.
+    `key[b, path[b, i]]` for $i <$ `length[b]` are appended to row $b$. Nothing is communicated.
 
     Args:
         cache: the cache that was passed to [`tree_decode`][energy_attn.prefix_tree.tree_decode].
-        accepted: the result of [`verify`][energy_attn.prefix_tree.verify]; rows may accept
-            different numbers of nodes, and none.
+        accepted: the result of [`verify`][energy_attn.prefix_tree.verify]; rows may accept none.
         key: `[B, L, K, H]` of the nodes, in the cache's `dtype`.
         value: `[B, L, K, Hv]`.
 

@@ -70,9 +70,9 @@ def tree_from_parents(
     depth, slots = check_integer("depth", depth, least=1), tokens.shape[1]
     if depth > slots:
         raise ValueError(f"depth: wanted at most the {slots} slots of tokens, got {depth}")
-    sizes = np.full(len(tokens), tokens.shape[1], np.int32) if size is None else size
+    sizes = np.full(len(tokens), slots, np.int32) if size is None else size
     check_shape("size", check_integral("size", sizes), tokens.shape[:1])
-    check_range("size", sizes, 0, tokens.shape[1])
+    check_range("size", sizes, 0, slots)
     _check_paths(parent, sizes, depth)
     above, used = (jnp.asarray(as_int32(x)) for x in (parent, sizes))
     return tree_from_checked_parents(depth, jnp.asarray(tokens), above, used)
@@ -122,22 +122,17 @@ def token_tree(
     paths = _check_choices(choices, *candidates.shape[1:])
     slot = {path: n for n, path in enumerate(paths, start=1)}
     parent = np.array([-1, *(slot.get(path[:-1], 0) for path in paths)], np.int32)
-    batch, depth = len(root), 1 + max(map(len, paths), default=0)
-    position, rank = (
-        np.array([(len(path) - 1, path[-1]) for path in paths], np.int32).reshape(-1, 2).T
-    )
-    tokens = jnp.concatenate(
-        [jnp.asarray(root)[:, None], jnp.asarray(candidates)[:, position, rank]], axis=1
-    )
+    depth = 1 + max(map(len, paths), default=0)
+    ends = np.array([(len(path) - 1, path[-1]) for path in paths], np.int32).reshape(-1, 2)
+    chosen = jnp.asarray(candidates)[:, ends[:, 0], ends[:, 1]]
+    tokens = jnp.concatenate([jnp.asarray(root)[:, None], chosen], axis=1)
     parent = jnp.broadcast_to(jnp.asarray(parent)[None], tokens.shape)
-    return tree_from_checked_parents(
-        depth, tokens, parent, jnp.full(batch, tokens.shape[1], jnp.int32)
-    )
+    size = jnp.full(len(root), tokens.shape[1], jnp.int32)
+    return tree_from_checked_parents(depth, tokens, parent, size)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def tree_from_checked_parents(depth: int, tokens: Array, parent: Array, size: Array) -> PrefixTree:
-    """Computes `tree_from_parents` of checked JAX arrays."""
     slots = tokens.shape[1]
     slot_index = jnp.arange(slots, dtype=jnp.int32)[None]
     used = slot_index < size[:, None]
@@ -204,10 +199,9 @@ def grow(tree: PrefixTree, logits: Float[Array, "B L V"], count: int) -> PrefixT
     $$\mathrm{score}(n) = \sum_{a \text{ on the path to } n,\ \text{no root}}
       \log P(x_a \mid \mathrm{parent}(a))$$
 
-    Candidates are all tokens under all nodes, except those in the tree already; their score is the
-    logarithm of the drafter's probability of the path after its root. To draft a tree, begin with
-    [`tree_from_parents`][energy_attn.prefix_tree.tree_from_parents] of a root in `L` slots, and grow
-    it once for each level.
+    Candidates are all tokens under all nodes, except those in the tree already. To draft a tree, begin
+    with [`tree_from_parents`][energy_attn.prefix_tree.tree_from_parents] of a root in `L` slots, and
+    grow it once for each level.
 
     Args:
         tree: a tree whose `unpacker` is `[B, L, C]`, as from `tree_from_parents`. Paths have at

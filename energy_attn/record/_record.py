@@ -15,8 +15,7 @@ from jaxtyping import Array, PyTree
 
 from energy_attn.kernels.internal import Operands, holds_keys, received
 
-from ..core._gibbs import Gibbs
-from ..core._keys import PreparedKeys
+from ..core._gibbs import Gibbs, PreparedKeys
 from ..core._module import FreeEnergy, with_name
 from ..flax._nnx import holds_nnx, is_pure, run_pure
 from ..functional._free_energy import Source, StaticCall

@@ -1,4 +1,4 @@
-"""Scores of one's own: functions of the product of a query and a key, with parameters that are learnt.
+"""Custom scores: functions of the product of a query and a key, with trainable parameters.
 
 Examples:
     >>> import jax

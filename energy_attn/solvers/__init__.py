@@ -6,8 +6,7 @@ A program is compiled once for all that are equal. Each function says which of t
 Examples:
     >>> import jax
     >>> import energy_attn as ea
-    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2, 4))
-    >>> F = ea.FreeEnergy().at(q, k, v)
+    >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
     >>> solution = F.map(solver=ea.solvers.Mirror(max_steps=40))
     >>> bool(solution.converged.all())
     True

@@ -5,9 +5,13 @@ import dataclasses
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from energy_attn.distributed.internal import is_explicit
 from energy_attn.kernels.internal import check_finite_number, check_integer, received
+
+from ..functional._free_energy import Calls
 
 
 class AbstractSolver(abc.ABC):
@@ -16,7 +20,12 @@ class AbstractSolver(abc.ABC):
     Attributes:
         max_steps: the largest number of steps of a row.
         tolerance: the largest residual that counts as converged; the function that is called says of
-            what, and relative to what. None is a default for the dtype.
+            what, and relative to what. None is 1e-10 in float64, and in float32 2e-6 (of `FixedPoint` 1e-5).
+
+    Raises:
+        TypeError: a field of the wrong type.
+        ValueError: `max_steps` below 1, a tolerance that is negative or not finite, or a step size that
+            is not above zero.
 
     Examples:
         >>> from energy_attn import solvers
@@ -26,6 +35,21 @@ class AbstractSolver(abc.ABC):
 
     max_steps: int
     tolerance: float | None
+
+    def __post_init__(self) -> None:
+        for name, x in vars(self).items():
+            if x is None and getattr(type(self), name, 0) is None:
+                continue  # the default of a field that may be None
+            if name == "max_steps":
+                check_integer(name, x, least=1)
+            elif name == "optimiser":
+                if not isinstance(x, optax.GradientTransformation):
+                    raise TypeError(
+                        f"{name}: wanted an optax.GradientTransformation, got {received(x)}"
+                    )
+            elif check_finite_number(name, x) < 0 or (name == "step_size" and x == 0):
+                least = "above" if name == "step_size" else "of at least"
+                raise ValueError(f"{name}: wanted a number {least} 0, got {x}")
 
 
 @jax.tree_util.register_static
@@ -38,14 +62,7 @@ class Newton(AbstractSolver):
     For a minimum the step length $t$ is searched (Armijo), and the damping $\mu$ vanishes with the
     gradient. For a saddle the steps are whole and undamped.
 
-    Args:
-        max_steps: the largest number of steps of a row.
-        tolerance: the largest residual that counts as converged; None is 1e-10 in float64 and 2e-6 in
-            float32.
-
-    Raises:
-        TypeError: a field of the wrong type.
-        ValueError: `max_steps` below 1, or a tolerance that is negative or not finite.
+    Fields and errors: see [`AbstractSolver`][energy_attn.solvers.AbstractSolver].
 
     Source: Nocedal and Wright, Numerical Optimization, chapter 3.
 
@@ -53,35 +70,24 @@ class Newton(AbstractSolver):
         >>> import jax
         >>> import energy_attn as ea
         >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
-        >>> solution = F.map(solver=ea.solvers.Newton(tolerance=1e-4))
-        >>> bool(solution.converged.all())
+        >>> bool(F.map(solver=ea.solvers.Newton(tolerance=1e-4)).converged.all())
         True
     """
 
     max_steps: int = 64
     tolerance: float | None = None
 
-    def __post_init__(self) -> None:
-        check_stopping(self)
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Mirror(AbstractSolver):
-    r"""Mirror descent: the source is halved in each step, and the point moves to that of the source.
+    r"""Mirror descent: each step halves the source, and the point follows it.
 
     $$\zeta \leftarrow \tfrac12 \zeta, \qquad z = \nabla F_\lambda(\zeta)$$
 
     The mirror map is $\nabla F_\lambda^*$ and the step length ½. A step solves nothing, and gains one bit.
 
-    Args:
-        max_steps: the largest number of steps of a row.
-        tolerance: the largest residual that counts as converged; None is 1e-10 in float64 and 2e-6 in
-            float32.
-
-    Raises:
-        TypeError: a field of the wrong type.
-        ValueError: `max_steps` below 1, or a tolerance that is negative or not finite.
+    Fields and errors: see [`AbstractSolver`][energy_attn.solvers.AbstractSolver].
 
     Source: Nemirovski and Yudin, Problem Complexity and Method Efficiency in Optimization (1983).
 
@@ -89,16 +95,12 @@ class Mirror(AbstractSolver):
         >>> import jax
         >>> import energy_attn as ea
         >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
-        >>> solution = F.map(solver=ea.solvers.Mirror())
-        >>> bool(solution.converged.all())
+        >>> bool(F.map(solver=ea.solvers.Mirror()).converged.all())
         True
     """
 
     max_steps: int = 64
     tolerance: float | None = None
-
-    def __post_init__(self) -> None:
-        check_stopping(self)
 
 
 @jax.tree_util.register_static
@@ -113,13 +115,8 @@ class Optax(AbstractSolver):
 
     Args:
         optimiser: an `optax.GradientTransformation`, such as `optax.lbfgs()`.
-        max_steps: the largest number of steps of a row.
-        tolerance: the largest residual that counts as converged; None is 1e-10 in float64 and 2e-6 in
-            float32.
 
-    Raises:
-        TypeError: a field of the wrong type.
-        ValueError: `max_steps` below 1, or a tolerance that is negative or not finite.
+    Other fields and errors: see [`AbstractSolver`][energy_attn.solvers.AbstractSolver].
 
     Examples:
         >>> import jax, optax
@@ -134,13 +131,6 @@ class Optax(AbstractSolver):
     max_steps: int = 256
     tolerance: float | None = None
 
-    def __post_init__(self) -> None:
-        check_stopping(self)
-        if not isinstance(self.optimiser, optax.GradientTransformation):
-            raise TypeError(
-                f"optimiser: wanted an optax.GradientTransformation, got {received(self.optimiser)}"
-            )
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -152,14 +142,8 @@ class Extragradient(AbstractSolver):
     Args:
         step_size: $\eta$, well below 1 and below the inverse of the largest eigenvalue of the
             covariance. None adapts the step of each row (Khobotov's rule).
-        max_steps: the largest number of steps of a row.
-        tolerance: the largest residual that counts as converged; None is 1e-10 in float64 and 2e-6 in
-            float32.
 
-    Raises:
-        TypeError: a field of the wrong type.
-        ValueError: a step size that is not above zero, `max_steps` below 1, or a tolerance that is
-            negative or not finite.
+    Other fields and errors: see [`AbstractSolver`][energy_attn.solvers.AbstractSolver].
 
     Source: Korpelevich (1976); Khobotov (1987) for the step size.
 
@@ -167,19 +151,13 @@ class Extragradient(AbstractSolver):
         >>> import jax
         >>> import energy_attn as ea
         >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
-        >>> solution = ea.bayes.saddle_attention(F, solver=ea.solvers.Extragradient(tolerance=1e-4))
-        >>> bool(solution.converged.all())
+        >>> bool(ea.bayes.saddle_attention(F, solver=ea.solvers.Extragradient(tolerance=1e-4)).converged.all())
         True
     """
 
     step_size: float | None = None
     max_steps: int = 4096
     tolerance: float | None = None
-
-    def __post_init__(self) -> None:
-        check_stopping(self)
-        if self.step_size is not None:
-            check_step_size(self.step_size)
 
 
 @jax.tree_util.register_static
@@ -192,16 +170,9 @@ class Optimistic(AbstractSolver):
     It is `optax.optimistic_gradient_descent` with the sign of the source's gradient reversed.
 
     Args:
-        step_size: $\eta$, well below 1 and below the inverse of the largest eigenvalue of the
-            covariance.
-        max_steps: the largest number of steps of a row.
-        tolerance: the largest residual that counts as converged; None is 1e-10 in float64 and 2e-6 in
-            float32.
+        step_size: $\eta$, as of [`Extragradient`][energy_attn.solvers.Extragradient], but not None.
 
-    Raises:
-        TypeError: a field of the wrong type.
-        ValueError: a step size that is not above zero, `max_steps` below 1, or a tolerance that is
-            negative or not finite.
+    Other fields and errors: see [`AbstractSolver`][energy_attn.solvers.AbstractSolver].
 
     Source: Daskalakis et al. (arXiv 1711.00141).
 
@@ -209,18 +180,13 @@ class Optimistic(AbstractSolver):
         >>> import jax
         >>> import energy_attn as ea
         >>> F = ea.FreeEnergy().at(*jax.random.normal(jax.random.key(0), (3, 9, 2, 4)))
-        >>> solution = ea.bayes.saddle_attention(F, solver=ea.solvers.Optimistic(tolerance=1e-3))
-        >>> bool(solution.converged.all())
+        >>> bool(ea.bayes.saddle_attention(F, solver=ea.solvers.Optimistic(tolerance=1e-3)).converged.all())
         True
     """
 
     step_size: float = 0.1
     max_steps: int = 4096
     tolerance: float | None = None
-
-    def __post_init__(self) -> None:
-        check_stopping(self)
-        check_step_size(self.step_size)
 
 
 @jax.tree_util.register_static
@@ -234,9 +200,7 @@ class FixedPoint(AbstractSolver):
         max_steps: the largest number of steps.
         tolerance: the longest step that counts as none; None is 1e-10 in float64 and 1e-5 in float32.
 
-    Raises:
-        TypeError: a field of the wrong type.
-        ValueError: `max_steps` below 1, or a tolerance that is negative or not finite.
+    Errors: see [`AbstractSolver`][energy_attn.solvers.AbstractSolver].
 
     Examples:
         >>> import jax
@@ -251,32 +215,31 @@ class FixedPoint(AbstractSolver):
     max_steps: int = 100
     tolerance: float | None = None
 
-    def __post_init__(self) -> None:
-        check_stopping(self)
-
 
 Solver = TypeVar("Solver", bound=AbstractSolver)
 
 
-def check_solver(x: object, *known: type[Solver]) -> Solver:
-    """Returns the solver; raises `TypeError` unless it is an instance of one of the classes `known`."""
+def check_solver(x: object, calls: Calls, *known: type[Solver]) -> Solver:
+    """Returns the solver of prepared calls; raises `TypeError` unless it is one of the `known` classes.
+
+    Raises `NotImplementedError` for Optax's methods on explicit mesh axes, where their branches cannot be batched.
+    """
     if not isinstance(x, known):
         wanted = " or ".join(f"energy_attn.solvers.{kind.__name__}(...)" for kind in known)
         raise TypeError(f"solver: wanted {wanted}, got {received(x)}")
+    plans = [call.plan for call in calls if call.plan is not None]
+    if isinstance(x, (Optax, Optimistic)) and any(is_explicit(y.mesh, y.axes) for y in plans):
+        raise NotImplementedError(
+            f"solver: wanted energy_attn.solvers.{Newton.__name__}(...) where arrays are split over "
+            f"explicit mesh axes, got {received(x)}"
+        )
     return x
 
 
-def check_stopping(solver: AbstractSolver) -> None:
-    """Raises `TypeError` if `max_steps` is not an integer or `tolerance` not a number, `ValueError`
-    for a number out of range.
-    """
-    check_integer("max_steps", solver.max_steps, least=1)
-    tolerance = solver.tolerance
-    if tolerance is not None and check_finite_number("tolerance", tolerance) < 0:
-        raise ValueError(f"tolerance: wanted a number of at least 0, got {tolerance}")
-
-
-def check_step_size(x: object) -> None:
-    """Raises `TypeError` if a step size is not a real number, `ValueError` if it is not above zero."""
-    if check_finite_number("step_size", x) <= 0:
-        raise ValueError(f"step_size: wanted a number above 0, got {x}")
+def tolerance_in(dtype: jnp.dtype, solver: AbstractSolver) -> float:
+    """The tolerance of a solver; None is the default for the dtype."""
+    if solver.tolerance is not None:
+        return float(solver.tolerance)
+    if dtype == jnp.float64:
+        return 1e-10
+    return 1e-5 if isinstance(solver, FixedPoint) else 2e-6

@@ -21,8 +21,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ..functional._citation import cite
-from ..functional._directions import directional, unmoved
-from ..functional._free_energy import Calls, Parts, Source
+from ..functional._free_energy import Calls, Parts, Source, directional, unmoved
 from ..observables._at_source import (
     HashablePartial,
     promoted,
@@ -47,12 +46,10 @@ class Tsallis:
 
     which is exactly zero for keys whose score is too low. As $\alpha \to 1$ this is the free energy; 2 is
     sparsemax. The threshold $\tau$ is the root of $\sum_a p_a = 1$: Newton's method from the left, where it
-    never overshoots, of which every step sums two numbers a row over the keys. Over a mesh each step is
-    an all-reduce of them, and no keys move. Derivatives, of any order and in both modes, are those of the
-    root, by the support. Nothing of the size of the scores is made.
+    never overshoots, each of whose steps sums two numbers a row over the keys, also over a mesh. Derivatives,
+    of any order and in both modes, are those of the root, by the support.
 
-    For [`FreeEnergy(regulariser=)`][energy_attn.FreeEnergy], whose call and `attention` take it; a measure of
-    Gibbs is another thing, so `at` does not.
+    For [`FreeEnergy(regulariser=)`][energy_attn.FreeEnergy], whose call and `attention` take it; `at` does not.
 
     Attributes:
         alpha: $\alpha$, above 1 and up to 2.
@@ -85,7 +82,6 @@ class Tsallis:
 def tsallis_state(
     regulariser: Tsallis, calls: Calls, source: Source, parts: Parts
 ) -> AttentionState:
-    r"""$\nabla F$ and $F$ at a source. Raises `NotImplementedError` for a call that it does not take."""
     for call in calls:
         if "blockwise" not in call.policy.kernels:
             raise NotImplementedError(
@@ -116,10 +112,7 @@ def tsallis_state(
 
 
 class _Threshold(NamedTuple):
-    r"""$\tau = (\alpha - 1) \max_a s_a + t$, in two numbers for each row.
-
-    For a large score their sum is rounded by more than the weights are.
-    """
+    r"""$\tau = (\alpha - 1) \max_a s_a + t$ of each row, whose sum is rounded by more than the weights are."""
 
     largest: Array  # $\max_a s_a$, held constant in derivatives; -inf in a fully masked row
     below: Array  # $t$, from -1 to 0, with the derivatives of $\tau$

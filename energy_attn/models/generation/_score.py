@@ -18,8 +18,7 @@ from energy_attn.kernels.internal import (
 )
 
 from ...prefix_tree import pack, unpack
-from ...prefix_tree._pack import check_beam
-from ...prefix_tree._tree import gather_slots
+from ...prefix_tree._tree import check_beam, gather_slots
 from ..decoder._by_rows import rows_of
 from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
