@@ -22,21 +22,15 @@ from ._arguments import check_queries, check_reach, check_room, check_scores
 from ._files import check_path, reload, write
 from ._fork import ForkedCache
 from ._layout import slots_for
-from ._rows import repeat_rows
 from ._tokens import AbstractTokens
-from ._write import blank
+from ._write import blank, repeat_rows
 
 Measure = TypeVar("Measure", covariant=True)
 
 
 @runtime_checkable
 class EnergyLike(Protocol[Measure]):
-    """The interface of an energy that a cache uses, such as `energy_attn.FreeEnergy`: a frozen dataclass.
-
-    Attributes:
-        local_window_size: how far from a query its keys may lie, or None.
-        parallel: how keys are sharded, or None.
-    """
+    """The interface of an energy that a cache uses, such as `energy_attn.FreeEnergy`: a frozen dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -54,9 +48,7 @@ class EnergyLike(Protocol[Measure]):
         *,
         query_positions: Int[Array, "B T"] | None,
         key_positions: Int[Array, "B S"] | None,
-    ) -> Measure:
-        """The energy of these queries and keys."""
-        ...
+    ) -> Measure: ...
 
 
 class KVCache(AbstractTokens):

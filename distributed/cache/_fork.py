@@ -19,8 +19,8 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.scores import AbstractScore, At
 
 from ._arguments import check_queries, check_scores
-from ._rows import repeat_rows
 from ._tokens import AbstractTokens
+from ._write import repeat_rows
 
 
 class ForkedCache(eqx.Module):
@@ -78,12 +78,12 @@ class ForkedCache(eqx.Module):
 
     @property
     def capacity(self) -> int:
-        """How many tokens each row has room for besides the prompt."""
+        """The number of tokens after the prompt for which each row has room."""
         return self.own.capacity
 
     @property
     def lengths(self) -> Int[Array, " B"]:
-        """The number of tokens of each row, with those of its prompt, and the position of the next one."""
+        """The number of tokens of each row and its prompt, which is the position of the next token."""
         return self.own.lengths
 
     def append(
@@ -93,7 +93,7 @@ class ForkedCache(eqx.Module):
         *,
         lengths: Int[Array, " B"] | None = None,
     ) -> "ForkedCache":
-        """The cache with new tokens after those of each row.
+        """The cache with new tokens after the tokens of each row.
 
         Arguments and errors are those of [`KVCache.append`][energy_attn.distributed.KVCache.append].
         """

@@ -1,4 +1,4 @@
-"""Where the tokens of a cache are: the slot of each token, and the devices that hold the slots."""
+"""The layout of a cache: the slot of each token, and the devices that hold the slots."""
 
 import math
 from collections.abc import Callable
@@ -138,7 +138,7 @@ class CacheSharding(NamedTuple):
         return CacheArrays(*[self.slots] * 4, starts=self.rows, lengths=self.rows)
 
     def own(self, slots: Slots) -> tuple[Array, Array]:
-        """Inside `map`, the index of this device along the sequence, and its slots among those of all, `[1, S]`."""
+        """Inside `map`, the index of this device along the sequence, and the indices of its slots, `[1, S]`."""
         device = lax.axis_index(self.sequence) if self.sequence else jnp.int32(0)
         slot = device * slots.per_device + jnp.arange(slots.per_device, dtype=jnp.int32)
         return device, slot[None]
@@ -157,19 +157,19 @@ class CacheSharding(NamedTuple):
         """
         if not self.axes:
             return function(*args)
+        axes = self.axes
+        if over_all:
+            kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+            axes = {axis for axis, kind in kinds if kind != AxisType.Manual}
         mapped = jax.shard_map(
             function,
             mesh=self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=self._all_axes() if over_all else self.axes,
+            axis_names=axes,
             check_vma=not over_all,  # the branch that raises returns results of an invariant type
         )
         return mapped(*self.put(args, in_specs))
-
-    def _all_axes(self) -> set[str]:
-        kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        return {axis for axis, kind in kinds if kind != AxisType.Manual}
 
     def put(self, tree: Any, specs: Any) -> Any:
         """Trees of arrays as `map` takes them."""

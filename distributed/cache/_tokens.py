@@ -33,9 +33,8 @@ from ._arguments import (
     check_whole,
 )
 from ._layout import CacheArrays, CacheSharding, Slots, cache_sharding
-from ._rows import empty_rows, keep_important, replace_rows
 from ._write import append as write_tokens
-from ._write import fitting, positions
+from ._write import empty_rows, fitting, keep_important, positions, replace_rows
 
 Tokens = TypeVar("Tokens", bound="AbstractTokens")
 
@@ -85,7 +84,7 @@ class AbstractTokens(eqx.Module):
         *,
         lengths: Int[Array, " B"] | None = None,
     ) -> Tokens:
-        """The cache with new tokens after those of each row.
+        """The cache with new tokens after the tokens of each row.
 
         Each device writes its own tokens, without communication. Rows may have different lengths.
         Differentiable from what is read to what was appended.
@@ -282,7 +281,7 @@ class AbstractTokens(eqx.Module):
         return dataclasses.replace(self, **arrays._asdict())
 
     def _traits(self) -> dict[str, object]:
-        """What caches that exchange rows have in common."""
+        """The facts that are equal in caches which exchange rows."""
         return {
             "slots": self.slots,
             "mesh axes along the sequence": self._sharding().sequence,

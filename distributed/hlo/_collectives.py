@@ -9,8 +9,7 @@ import jax
 from energy_attn.kernels.internal import received
 
 from ._groups import Groups, groups_of
-from ._loops import trip_count
-from ._parse import Instruction, Kind, Module, arrays, parse
+from ._parse import Instruction, Kind, Module, arrays, parse, trip_count
 
 _BRANCHES = "branch_computations", "true_computation", "false_computation"
 _KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}

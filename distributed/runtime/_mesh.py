@@ -11,6 +11,8 @@ from jax.sharding import AxisType, Mesh
 
 from energy_attn.kernels.internal import check_flag, check_integer, check_names, received
 
+_SLICE, _PROCESS = "slice_index", "process_index"  # of a device
+
 
 def make_mesh(
     shape: Sequence[int] | None = None,
@@ -83,24 +85,23 @@ def _default_shape(devices: Sequence[Any], names: tuple[str, ...]) -> tuple[int,
         return (len(devices),)
     if len(names) > 2:
         raise ValueError(f"shape: wanted the size of each of the axes {names}, got None")
-    sizes = _sizes(devices, _slice) or _sizes(devices, _process)
+    sizes = _sizes(devices, _SLICE) or _sizes(devices, _PROCESS)
     if len(set(sizes)) > 1:
         raise ValueError(
             "shape: wanted the size of each axis, as slices or processes have different numbers "
             f"of devices ({', '.join(map(str, sizes))}); got None"
         )
-    if sizes[0] == 1 and _slice(devices[0]) is not None:
+    if sizes[0] == 1 and getattr(devices[0], _SLICE, None) is not None:
         return (1, len(devices))  # a process for each device, on one fast network
     return (len(sizes), sizes[0])
 
 
 def _arranged(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
     """The devices as an array of that shape: the slow network along the first axes."""
-    if devices[0].platform == "tpu":
-        parts, by_process = _sizes(devices, _slice), False
-    else:
-        slices = _sizes(devices, _slice)
-        parts, by_process = slices or _sizes(devices, _process), not slices
+    parts = _sizes(devices, _SLICE)
+    by_process = not parts and devices[0].platform != "tpu"
+    if by_process:
+        parts = _sizes(devices, _PROCESS)
     if len(parts) <= 1:
         return _linked(mesh_utils.create_device_mesh, shape, devices)
     if len(set(parts)) > 1:
@@ -133,24 +134,16 @@ def _linked(arrange: Callable[..., np.ndarray], *args: Any, **options: Any) -> n
         return arrange(*args, **options, allow_split_physical_axes=True)
 
 
-def _sizes(devices: Sequence[Any], part: Callable[[Any], int | None]) -> list[int]:
+def _sizes(devices: Sequence[Any], part: str) -> list[int]:
     """The number of devices in each part; empty where devices have no slices."""
-    parts = [part(device) for device in devices]
-    distinct = len(set(parts)) > 1 or part is _process
+    parts = [getattr(device, part, None) for device in devices]
+    distinct = len(set(parts)) > 1 or part == _PROCESS
     return [parts.count(name) for name in dict.fromkeys(parts)] if distinct else []
 
 
 def network_part(device: Any) -> int:
     """The part of the slow network that a device is in: its slice if it has one; for CPUs, its process."""
-    part = None if device.platform == "cpu" else _slice(device)
+    part = None if device.platform == "cpu" else getattr(device, _SLICE, None)
     if part is None:
-        return 0 if device.platform == "tpu" else _process(device)
+        return 0 if device.platform == "tpu" else device.process_index
     return part
-
-
-def _process(device: Any) -> int:
-    return device.process_index
-
-
-def _slice(device: Any) -> int | None:
-    return getattr(device, "slice_index", None)

@@ -91,8 +91,8 @@ def join(participant: Participant) -> None:
         time.sleep(_PAUSE)
     raise RuntimeError(
         f"coordinator_address: process {participant.process} of {participant.processes} could not meet process 0 "
-        f"at {participant.coordinator} within {participant.timeout} s (the last attempt: {last}). Is it running, "
-        "does it call initialize(), and is its port open?"
+        f"at {participant.coordinator} within {participant.timeout} s (the last attempt: {last}). Check that it "
+        "calls initialize() too, that its host has this address as seen from here, and its firewall"
     )
 
 
@@ -110,10 +110,7 @@ def _gather(
     unread: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
-        while len(present) < participant.processes - 1:
-            left = end - time.monotonic()
-            if left <= 0:
-                return _missing(present, participant)
+        while len(present) < participant.processes - 1 and (left := end - time.monotonic()) > 0:
             for ready, _ in selector.select(left):
                 if ready.fileobj is listener:
                     connection = opened.enter_context(listener.accept()[0])
@@ -137,7 +134,15 @@ def _gather(
                     present[connection] = process
                     if wrong:
                         return wrong
-    return ""
+    missing = sorted(set(range(1, participant.processes)) - set(present.values()))
+    if not missing:
+        return ""
+    names = ", ".join(map(str, missing[:20])) + (", …" if len(missing) > 20 else "")
+    return (
+        f"process {names} of {participant.processes} did not come to the coordinator at "
+        f"{participant.coordinator} within {participant.timeout} s. Check that it was started, what it wrote "
+        "before it ended, that it calls initialize() with this address, and that it can reach it"
+    )
 
 
 def _wrong(
@@ -154,16 +159,6 @@ def _wrong(
             "in two of them"
         )
     return ""
-
-
-def _missing(present: dict[socket.socket, int], participant: Participant) -> str:
-    missing = sorted(set(range(1, participant.processes)) - set(present.values()))
-    names = ", ".join(map(str, missing[:20])) + (", …" if len(missing) > 20 else "")
-    return (
-        f"process {names} of {participant.processes} did not come to the coordinator at "
-        f"{participant.coordinator} within {participant.timeout} s. Check that it was started, what it wrote "
-        "before it ended, that it calls initialize() with this address, and that it can reach it"
-    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

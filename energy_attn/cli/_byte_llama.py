@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from ..models import Llama
-from ..models.checkpoint._config import DEMO
+from ..models.checkpoint._config import DEMO as FOLDER
 
-FOLDER = DEMO
 # Modules that examples/byte_llama leaves out of the training: long, and part of every Python from 3.11 on.
 HELD_OUT = ("argparse.py", "dataclasses.py", "tarfile.py", "typing.py")
 

@@ -18,7 +18,7 @@ def integer(text: str) -> int:
 
 
 def numbers(text: str, separator: str | None, expected: str) -> tuple[int, ...]:
-    """Integers of 32 bits between separators; an error says what was `expected`."""
+    """Integers of 32 bits between separators; an error names the `expected` text."""
     parts = [text] if separator is None else text.split(separator)
     try:
         found = tuple(map(int, parts))

@@ -128,7 +128,14 @@ def _run(args: argparse.Namespace, count: int) -> int:
         drafter: AbstractDrafter | None = PromptLookup() if args.speculative else None
         if args.draft_model is not None:
             drafter = ModelDrafter(load(args.draft_model, mesh=mesh, dtype=args.dtype))
-        watch = _Watch(shown=len(prompts) == 1 and not args.json)
+        is_shown, times = len(prompts) == 1 and not args.json, [time.perf_counter()]
+
+        def watch(texts: list[str]) -> None:
+            times.append(time.perf_counter())
+            if is_shown:
+                sys.stdout.write(texts[0])
+                sys.stdout.flush()
+
         generation = generate(
             model,
             rows,
@@ -156,7 +163,7 @@ def _run(args: argparse.Namespace, count: int) -> int:
         print("\n---\n".join(f"{prompt}{between}{text}" for prompt, text in texts))
     else:
         print()
-    print(_summary(watch.times, generation, sum(map(len, rows))), file=sys.stderr)
+    print(_summary(times, generation, sum(map(len, rows))), file=sys.stderr)
     return 0
 
 
@@ -186,21 +193,6 @@ def _tokens_of(args: argparse.Namespace, prompt: str, tokenizer: Tokenizer) -> l
             f"{option}: wanted text, as this tokenizer begins one with no token, got {prompt!r}"
         )
     return tokens
-
-
-class _Watch:
-    """Writes text when it comes, if it is shown, and records the times."""
-
-    times: list[float]
-
-    def __init__(self, shown: bool) -> None:
-        self.times, self._shown = [time.perf_counter()], shown
-
-    def __call__(self, texts: list[str]) -> None:
-        self.times.append(time.perf_counter())
-        if self._shown:
-            sys.stdout.write(texts[0])
-            sys.stdout.flush()
 
 
 def _write_json(

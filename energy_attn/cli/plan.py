@@ -1,4 +1,4 @@
-"""`python -m energy_attn plan`: whether a context fits on a mesh, by which method, in what time and memory."""
+"""`python -m energy_attn plan`: whether a context fits on a mesh, and the time and memory of each method."""
 
 import argparse
 import dataclasses
@@ -74,7 +74,7 @@ class Job:
         return operations * rows / (self.chip.efficiency * self.chip.flops)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of a device, by their use, besides one layer's attention.
+        """Bytes of a device for all but the attention of a layer, each with its use.
 
         Weights are split over all devices; trained ones have a gradient, and two moments in float32. Trained, the
         input of each layer is kept for the backward, else the keys and values of each.

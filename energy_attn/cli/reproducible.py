@@ -89,7 +89,12 @@ def run(args: argparse.Namespace) -> int:
     )
     lines = [*_lines(call), _one_core(call, args.dtype)]
     print(_table(lines), flush=True)
-    costs = _costs(call)
+    programs = {
+        "a prompt": _attend,
+        f"{STEPS} steps of a scan": _steps,
+        "gradients of a prompt": _gradients,
+    }
+    costs = [Cost(name, *_times(f, call)) for name, f in programs.items()]
     print("\nand what it costs, as a multiple of the time without\n")
     for cost in costs:
         print(
@@ -242,16 +247,13 @@ def _over_devices(call: Call) -> dict[str, Way]:
             found = jax.jit(partial(f, reproducible=reproducible, parallel=parallel))(mine)
             return jax.tree.map(lambda x: unshard_sequence(x, parallel), found)
 
-    kinds = [("tree", "contiguous"), ("ring", "zigzag"), ("gather", "striped")]
-    kinds += [("ulysses", "contiguous")] if HEADS % devices == 0 else []
-    names = {"contiguous": "", "zigzag": ", zigzag", "striped": ", striped"}
-    ways: dict[str, Way] = {
-        f"{devices} devices, {method}{names[layout]}": (
-            _attend,
-            partial(over, _attend, method, layout),
-        )
-        for method, layout in kinds
-    }
+    kinds = ["tree", "ring, zigzag", "gather, striped"]
+    kinds += ["ulysses"] if HEADS % devices == 0 else []
+    ways: dict[str, Way] = {}
+    for kind in kinds:
+        method, _, layout = kind.partition(", ")
+        way = partial(over, _attend, method, layout or "contiguous")
+        ways[f"{devices} devices, {kind}"] = _attend, way
     ways["gradients over the devices"] = _gradients, partial(over, _gradients, "ring", "zigzag")
     return ways
 
@@ -328,15 +330,6 @@ def _table(lines: list[EqualBits]) -> str:
         found = "✓ all bits" if line.reproducible == 1 else f"✗ {line.reproducible:.1%}"
         rows.append((line.way, found, f"{line.plain:.1%}"))
     return "\n".join(table(rows))
-
-
-def _costs(call: Call) -> list[Cost]:
-    programs = {
-        "a prompt": _attend,
-        f"{STEPS} steps of a scan": _steps,
-        "gradients of a prompt": _gradients,
-    }
-    return [Cost(name, *_times(f, call)) for name, f in programs.items()]
 
 
 def _times(f: Callable[..., Any], call: Call) -> tuple[float, float]:

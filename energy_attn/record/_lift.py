@@ -1,4 +1,4 @@
-"""Runs a program with tags, and returns the values of the tags beside its results.
+"""Runs a program with tags, and returns the values of the tags after the program's results.
 
 Tags stand inside `jit`, loops and their like, whose programs return only what their author returned.
 Here each of them runs with more results.
@@ -47,16 +47,9 @@ def traced(
     function: Callable[..., Any], *args: Array
 ) -> tuple[ClosedJaxpr, Callable[[list[Any]], Any]]:
     """Traces a function of arrays; returns the program, and a map from its outputs to the result of the function."""
-    rest: list[Any] = []
-
-    def run(*args: Array) -> Any:
-        arrays, others = eqx.partition(function(*args), eqx.is_array)
-        rest.append(others)
-        return arrays
-
-    program, types = jax.make_jaxpr(run, return_shape=True)(*args)
+    program, types, rest = eqx.filter_make_jaxpr(function)(*args)
     form = jax.tree.structure(types)
-    return program, lambda found: eqx.combine(jax.tree.unflatten(form, found), rest[0])
+    return program, lambda found: eqx.combine(jax.tree.unflatten(form, found), rest)
 
 
 def lift(program: ClosedJaxpr, args: Sequence[Any], asked: Asked) -> Results:

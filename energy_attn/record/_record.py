@@ -1,12 +1,13 @@
 """Records the energies of a model that runs, named by their places in it."""
 
 import collections
+import dataclasses
 import difflib
 import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -114,16 +115,14 @@ def record(
     return Partial(_recorded, (recorder(quantities, functions), function))
 
 
-class _Fields(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Recorder(AbstractRecorder):
+    """The figures and methods of given names, and functions of the measure."""
+
     names: tuple[str, ...]
     functions: tuple[tuple[str, Callable[[Gibbs], Any]], ...]
 
-
-class Recorder(_Fields, AbstractRecorder):
-    """The figures and methods of given names, and functions of the measure."""
-
     def observe(self, call: StaticCall, operands: Operands, source: Source) -> dict[str, Any]:
-        """The values by name."""
         measure = Gibbs((PreparedKeys(call, operands),))
         if source is not None:
             measure = measure.tilt(jnp.asarray(source))

@@ -159,8 +159,6 @@ def _check_rules(program: ClosedJaxpr) -> None:
 def _scores_of(weights: Array, numbers: Array) -> Array:
     """The weight of each key's document, `[B or 1, S]`; zero without one, NaN for a number that is none."""
     weights, numbers = (x if x.ndim == 2 else x[None] for x in (weights, numbers))
-    rows = max(len(weights), len(numbers))
-    weights = jnp.broadcast_to(weights, (rows, weights.shape[1]))
-    numbers = jnp.broadcast_to(numbers, (rows, numbers.shape[1]))
-    taken = jax.vmap(lambda x, i: x.at[jnp.maximum(i, 0)].get(mode="fill", fill_value=jnp.nan))
-    return jnp.where(numbers < 0, 0.0, taken(weights, numbers))
+    options = {"mode": "fill", "fill_value": jnp.nan}
+    taken = jnp.take_along_axis(weights, jnp.maximum(numbers, 0), 1, **options)
+    return jnp.where(numbers < 0, 0.0, taken)

@@ -21,18 +21,22 @@ from ...models import Llama, LlamaConfig, shard
 from .._byte_llama import byte_llama, held_out_text
 from .._command import enough_devices, integer, refuse
 from .._command import table as aligned
-from ._checks import WINDOW, errors, expected, parameters, score
 from ._decode import (
+    WINDOW,
     Decoded,
     Parts,
     Sent,
     TimedLoop,
     compile_loop,
     decode,
+    errors,
+    expected,
     gathered,
     medians,
     one_device,
+    parameters,
     parts,
+    score,
     sent,
 )
 

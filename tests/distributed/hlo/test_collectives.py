@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives
-from energy_attn.distributed.hlo import _loops
+from energy_attn.distributed.hlo import _parse
 from energy_attn.distributed.hlo._collectives import collectives_in
 from tests.support.selection import few
 
@@ -560,7 +560,7 @@ def test_counters_are_followed(options, trips):
 )
 def test_counters_that_cannot_be_followed(options, monkeypatch):
     """A step that is an argument, a counter that rounds, a loop without an end: none of them may hang or guess."""
-    monkeypatch.setattr(_loops, "_STEPS", 100)
+    monkeypatch.setattr(_parse, "_STEPS", 100)
     text = loop(**{"start": 0, "step": 1, "limit": 7, **options})
     known = options.get("direction") == "GE"  # 0 ≥ 7 fails at once
     assert counts(text) == {

@@ -16,13 +16,13 @@ import energy_attn as ea
 import energy_attn.cli.demo as demo
 from energy_attn import __main__ as command
 from energy_attn.cli import _byte_llama, _command
-from energy_attn.cli.demo import _checks, _decode
+from energy_attn.cli.demo import _decode
 from energy_attn.cli.info import EXAMPLES, choice
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import Llama, LlamaConfig
 from tests.support.flags import environment
 
-SETTINGS = {"context": 2 * _checks.WINDOW + 7, "tokens": 6, "parts": False}
+SETTINGS = {"context": 2 * _decode.WINDOW + 7, "tokens": 6, "parts": False}
 TINY = LlamaConfig(*(256, 16, 24, 1, 2, 1), tie_word_embeddings=True, max_position_embeddings=512)
 BOUND = 1.0  # nats per held-out byte
 
@@ -79,7 +79,7 @@ def pieces():
 
     functions = {
         "byte_llama": lambda: model,
-        "score": lambda *args: _checks.Score(2.0, 1.0, "blockwise"),
+        "score": lambda *args: _decode.Score(2.0, 1.0, "blockwise"),
         "decode": remember("decode", decode),
         "compile_loop": remember("loop", compile_loop),
         "held_out_text": lambda: text,
@@ -116,7 +116,7 @@ def wrong_tokens(monkeypatch, which):
 
 
 def wrong_float64(monkeypatch, energy=0.0, out=0.0):
-    right = _checks.float64_attention
+    right = _decode.float64_attention
 
     def wrong(*args):
         outs, energies, scores = right(*args)
@@ -124,11 +124,11 @@ def wrong_float64(monkeypatch, energy=0.0, out=0.0):
         energies[-1, -1] += energy
         return outs, energies, scores
 
-    monkeypatch.setattr(_checks, "float64_attention", wrong)
+    monkeypatch.setattr(_decode, "float64_attention", wrong)
 
 
 def wrong_cost(monkeypatch, operations=0, size=0):
-    a, b = _checks.expected(TINY)
+    a, b = _decode.expected(TINY)
     monkeypatch.setattr(demo, "expected", lambda config: (a + operations, b + size))
 
 
@@ -261,10 +261,10 @@ def test_weights(peer, user_settings):
     assert loss < BOUND
     model = _byte_llama.byte_llama()
     tokens = jnp.asarray(pieces, jnp.int32)
-    np.testing.assert_allclose(jax.jit(_checks.surprise)(model, tokens).mean(), loss, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(_decode.surprise)(model, tokens).mean(), loss, atol=1e-5)
     ours = jax.jit(lambda model, x: model(x).logits)(model, tokens[:2, :-1])
     np.testing.assert_allclose(ours, wanted[:2], atol=2e-6 * np.abs(wanted).max())
-    assert _checks.parameters(model) == 918_656
+    assert _decode.parameters(model) == 918_656
     files = {path.name: path.stat().st_size for path in _byte_llama.FOLDER.iterdir()}
     assert set(files) == {"config.json", "model.safetensors"} and sum(files.values()) <= 2e6
 
@@ -273,12 +273,12 @@ def test_weights(peer, user_settings):
 def test_score_sees_the_same_bytes():
     """With one window of text, the whole context is no better than all but its first half."""
     model = Llama(TINY, key=jax.random.key(0))
-    text = np.random.default_rng(0).integers(0, 256, 2 * _checks.WINDOW).astype(np.uint8)
-    near, far, kernels = _checks.score(model, text)
+    text = np.random.default_rng(0).integers(0, 256, 2 * _decode.WINDOW).astype(np.uint8)
+    near, far, kernels = _decode.score(model, text)
     read = jax.jit(lambda model, tokens: model(tokens).logits)
     logits = read(model, jnp.asarray(text[None, :-1], jnp.int32))
     wanted = -jax.nn.log_softmax(logits)[0, np.arange(len(text) - 1), text[1:]]
-    np.testing.assert_allclose(far, wanted[-_checks.WINDOW :].mean(), rtol=1e-5)
+    np.testing.assert_allclose(far, wanted[-_decode.WINDOW :].mean(), rtol=1e-5)
     assert near != far and abs(near - far) < 0.1
     assert kernels == "blockwise"
 
@@ -288,7 +288,7 @@ def test_float64_attention():
     query = np.array([[[1.0, 0.0], [0.0, 2.0]]])
     key = np.array([[[1.0, 1.0]], [[3.0, 0.0]], [[9.0, 9.0]]])
     value = np.array([[[1.0, 0.0]], [[0.0, 1.0]], [[5.0, 5.0]]])
-    out, energy, _ = _checks.float64_attention(query, key, value, np.array([[True, True, False]]))
+    out, energy, _ = _decode.float64_attention(query, key, value, np.array([[True, True, False]]))
     for head, scores in enumerate([(1.0, 3.0), (2.0, 0.0)]):
         weights = np.exp(np.array(scores) / np.sqrt(2))
         np.testing.assert_allclose(energy[0, head], np.log(weights.sum()), rtol=1e-15)
