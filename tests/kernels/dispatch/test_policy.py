@@ -2,7 +2,8 @@
 
 import pytest
 
-from energy_attn.kernels.internal import CallPolicy, call_policy, reproducible_kernels
+from energy_attn.kernels.dispatch._registry import reproducible_kernels
+from energy_attn.kernels.internal import CallPolicy, call_policy
 
 
 def test_calls_are_left_as_they_are():
@@ -10,10 +11,9 @@ def test_calls_are_left_as_they_are():
     policy = call_policy("blockwise")
     assert policy == CallPolicy(("blockwise",))
     assert policy.method is None and policy.run is None
-    assert not policy.folds_sinks and not policy.attention_only
-    assert policy.laid_out(256) is policy
+    assert not (policy.folds_sinks or policy.attention_only or policy.row_tiles or policy.leaf)
+    assert policy.laid_out(256) is policy and policy.reads_trees
     assert policy.bind(dict, 256)() == {}
-    assert (policy.row_tiles, policy.leaf, policy.reads_trees) == (False, None, True)
 
 
 @pytest.mark.parametrize("given", [(None, True), (reproducible_kernels(512),)])
@@ -27,5 +27,6 @@ def test_reproducible_calls(given):
     assert policy.bind(dict, 256)() == {"implementation": laid_out.kernels}
     assert (policy.row_tiles, policy.leaf, policy.reads_trees) == (True, 256, False)
     assert laid_out.laid_out(None) == call_policy(None, True)
-    assert call_policy(None) != policy
-    assert len({policy, laid_out, call_policy(*given)}) == 2  # static: compared and hashed
+    assert (
+        len({policy, laid_out, call_policy(*given), call_policy(None)}) == 3
+    )  # static: compared and hashed
