@@ -9,8 +9,7 @@ from energy_attn.kernels.internal import CallPolicy, call_policy
 def test_calls_are_left_as_they_are():
     """A default that changes the method or the kernels of a layout."""
     policy = call_policy("blockwise")
-    assert policy == CallPolicy(("blockwise",))
-    assert policy.method is None and policy.run is None
+    assert policy == CallPolicy(("blockwise",)) and policy.method is None and policy.run is None
     assert not (policy.folds_sinks or policy.attention_only or policy.row_tiles or policy.leaf)
     assert policy.laid_out(256) is policy and policy.reads_trees
     assert policy.bind(dict, 256)() == {}
@@ -25,8 +24,7 @@ def test_reproducible_calls(given):
     laid_out = policy.laid_out(256)
     assert laid_out.run == 256 and laid_out.kernels == reproducible_kernels(256)
     assert policy.bind(dict, 256)() == {"implementation": laid_out.kernels}
-    assert (policy.row_tiles, policy.leaf, policy.reads_trees) == (True, 256, False)
+    assert policy.row_tiles and policy.leaf == 256 and not policy.reads_trees
     assert laid_out.laid_out(None) == call_policy(None, True)
-    assert (
-        len({policy, laid_out, call_policy(*given), call_policy(None)}) == 3
-    )  # static: compared and hashed
+    # static: compared and hashed
+    assert len({policy, laid_out, call_policy(*given), call_policy(None)}) == 3
