@@ -202,7 +202,7 @@ def generate(
         raise ValueError(
             f"parallel: wanted batch= over automatic axes of the mesh, got the explicit {tuple(split)}"
         )
-    check_flag("reproducible", reproducible)
+    reproducible = check_flag("reproducible", reproducible)
     stops = stop_strings(stop)
     if tokenizer is None:
         if stops:
