@@ -25,7 +25,7 @@ from .generation._drafters import ModelDrafter as ModelDrafter
 from .generation._drafters import PromptLookup as PromptLookup
 from .generation._generate import Generation as Generation
 from .generation._generate import generate as generate
-from .generation._score import score_continuations as score_continuations
+from .generation._prompts import score_continuations as score_continuations
 from .llama._config import LlamaConfig as LlamaConfig
 from .llama._llama import Llama as Llama
 from .llama._rope import AbstractRope as AbstractRope

@@ -1,4 +1,9 @@
-"""The files of a checkpoint: the folder, the save that they belong to, and the JSON that describes the model."""
+"""The files of a checkpoint: its folder, the save that they belong to, and the JSON that describes its model.
+
+`save` writes files under new names, then replaces the file of weights, or the index of several, and then
+`config.json`. Until then the new `config.json` has a name with the identity of its save, which the weights contain as
+well. Readers prefer it to the old one, so that a save that is killed between the two replacements is complete.
+"""
 
 import contextlib
 import dataclasses
@@ -52,7 +57,6 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def family_of(entries: Mapping[str, Any], families: Mapping[str, Kind]) -> Kind:
-    """The entry of the family that a `config.json` names; raises `ValueError` for one that is not known."""
     kind = entries.get("model_type")
     if not isinstance(kind, str) or kind not in families:
         names = " or ".join(map(repr, families))
@@ -63,19 +67,6 @@ def family_of(entries: Mapping[str, Any], families: Mapping[str, Kind]) -> Kind:
 def end_tokens(entries: Mapping[str, Any]) -> tuple[int, ...]:
     tokens = entries.get("eos_token_id")
     return tuple(tokens) if isinstance(tokens, list) else () if tokens is None else (tokens,)
-
-
-def with_end_tokens(config: AbstractModelConfig, folder: Path) -> AbstractModelConfig:
-    """The configuration with the end tokens of a folder's generation_config.json, if it has any."""
-    path = folder / "generation_config.json"
-    if not isinstance(config, AbstractDecoderConfig) or not path.is_file():
-        return config
-    entries = read_json(path, path.name)
-    if "eos_token_id" not in entries:
-        return config
-    with naming(path):
-        own: Any = config
-        return dataclasses.replace(own, eos_token_id=end_tokens(entries))
 
 
 SAVE = "energy_attn_save"  # the key of the identity of a save, in metadata and config.json
@@ -116,26 +107,24 @@ _OF_NO_EFFECT = frozenset(
 )
 # Fields of other families, with the value that Llama has, or has in every layer.
 _ELSEWHERE: Mapping[str, Any] = {
-    "is_causal": True,
-    "is_encoder_decoder": False,
-    "add_cross_attention": False,
-    "tie_encoder_decoder": False,
-    "pruned_heads": {},
-    "rope_interleaved": False,
-    "lm_head_bias": False,
-    "full_attn_mod": 1,
-    "interpolate_factor": 1,
-    # of YaRN's first code, which transformers does not read
-    "attn_factor": 1,
-    "extrapolation_factor": 1,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "layer_types": "full_attention",
-    "no_rope_layers": 1,
+    **dict.fromkeys(
+        (
+            *(
+                "is_encoder_decoder",
+                "add_cross_attention",
+                "tie_encoder_decoder",
+                "rope_interleaved",
+            ),
+            *("lm_head_bias", "attention_bias", "mlp_bias", "use_sliding_window"),
+        ),
+        False,
+    ),
+    # `attn_factor` and `extrapolation_factor` are of YaRN's first code, which transformers does not read
+    **dict.fromkeys(
+        ("full_attn_mod", "interpolate_factor", "attn_factor", "extrapolation_factor"), 1
+    ),
+    **{"is_causal": True, "pruned_heads": {}, "layer_types": "full_attention", "no_rope_layers": 1},
 }
-
-
 # transformers' other names of the same functions.
 _SAME = {
     "swish": "silu",
@@ -146,7 +135,6 @@ _SAME = {
 
 
 def check_activation(name: str, entries: Mapping[str, Any], wanted: str) -> None:
-    """Raises `ValueError` for a field that names another activation than `wanted`."""
     given = entries.get(name, wanted)
     if not isinstance(given, str) or _SAME.get(given, given) != wanted:
         raise ValueError(f"{name}: wanted {wanted!r}, got {received(given)}")
@@ -217,7 +205,6 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def unfinished(name: str, save: str) -> str:
-    """The name of a file until it replaces the one called `name`."""
     return f"{name}.{save}{UNFINISHED}"
 
 
@@ -225,28 +212,31 @@ def read_config(
     folder: Path, families: Mapping[str, Family], save: str | None
 ) -> tuple[AbstractModelConfig, Family]:
     """The configuration that belongs to the weights of a save, and its family; raises as `models.load`."""
-    if save is not None:
-        waiting = inside(folder, unfinished(CONFIG, save))
-        if waiting.exists():
-            return _read(read_json(waiting, CONFIG), waiting, families)
     file = inside(folder, CONFIG)
+    if save is not None and (waiting := inside(folder, unfinished(CONFIG, save))).exists():
+        file, save = waiting, None  # which its name says
     entries = read_json(file, CONFIG)
-    loaded = _read(entries, file, families)
+    with naming(file):
+        family = family_of(entries, families)
+        config = family.read(entries)
     config_save = identity_of(entries)
     if None not in (save, config_save) and save != config_save:
         raise ValueError(
             f"{file}: wanted the one of the weights, whose {SAVE} is {save}, got {config_save}: "
             f"it is of another save; without {SAVE} it is taken for any weights"
         )
-    return loaded
+    path = folder / "generation_config.json"
+    if isinstance(config, AbstractDecoderConfig) and path.is_file():
+        own = read_json(path, path.name)
+        if "eos_token_id" in own:
+            with naming(path):
+                config = replaced(config, eos_token_id=end_tokens(own))
+    return config, family
 
 
-def _read(
-    entries: Mapping[str, Any], file: Path, families: Mapping[str, Family]
-) -> tuple[AbstractModelConfig, Family]:
-    with naming(file):
-        family = family_of(entries, families)
-        return family.read(entries), family
+def replaced(config: Any, **fields: Any) -> Any:
+    """A configuration, whose class is a dataclass, with other fields."""
+    return dataclasses.replace(config, **fields)
 
 
 def identity(folder: Path) -> str | None:
@@ -279,7 +269,7 @@ def read_index(folder: Path) -> tuple[dict[str, str], str | None]:
 
 
 def in_use(folder: Path) -> set[str]:
-    """The files of weights that a reader needs; raises `ValueError` as `index`."""
+    """The files of weights that a reader needs; raises `ValueError` as `read_index`."""
     save = identity(folder)
     waiting = set() if save is None else {unfinished(CONFIG, save)}
     if os.path.lexists(folder / WHOLE):

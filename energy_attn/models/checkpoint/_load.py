@@ -1,6 +1,5 @@
 """Reads a decoder from a folder with Hugging Face's `config.json` and safetensors files."""
 
-import dataclasses
 import os
 import re
 import warnings
@@ -10,6 +9,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp  # with ml_dtypes, by which NumPy knows bfloat16
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
@@ -35,9 +35,8 @@ from ._config import (
     located,
     read_config,
     read_index,
-    with_end_tokens,
+    replaced,
 )
-from ._mxfp4 import unpacked
 from ._shard import along, shardings
 
 _PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -68,26 +67,26 @@ def load(
     def read() -> tuple[AbstractModelConfig, Family, dict[str, Tensor]]:
         tensors, save = _stored(folder)
         config, family = read_config(folder, families, save)
-        return with_end_tokens(config, folder), family, unpacked(tensors)
+        return config, family, unpacked(tensors)
 
     config, family, stored_tensors = files.steady(folder, (WHOLE, INDEX, CONFIG), read)
     _check_layers(folder, config, stored_tensors)
     config = _with_own_head(config, stored_tensors)
     model = eqx.filter_eval_shape(family.build, config, key=jax.random.key(0))
-    names, leaves = named(model)
-    places = [config.stored(name, x.shape) for name, x in zip(names, leaves, strict=True)]
+    leaves = named(model)
+    places = {name: config.stored(name, x.shape) for name, x in leaves.items()}
     found = _matching(folder, stored_tensors, places, leaves, config, dtype)
     dtype = jax.dtypes.canonicalize_dtype(found if dtype is None else dtype)
     if mesh is None:
         in_force = jax.sharding.get_mesh()
         mesh = None if in_force.empty else in_force
     targets = [None] * len(leaves) if mesh is None else shardings(model, mesh, tensor)
-    total, done, arrays = sum(leaf.size for leaf in leaves), 0, []
+    total, done, arrays = sum(leaf.size for leaf in leaves.values()), 0, []
     with progress_of(f"reading {folder.name}", progress) as show:
-        for name, place, leaf, target in zip(names, places, leaves, targets, strict=True):
+        for (name, place), target in zip(places.items(), targets, strict=True):
             # one at a time, so that the host holds at most one weight
             kind = dtype if place.dtype is None else place.dtype
-            array = _array(stored_tensors, place, leaf.shape, target, kind)
+            array = _array(stored_tensors, place, leaves[name].shape, target, kind)
             arrays.append(jax.block_until_ready(array))
             done += arrays[-1].size
             show(done / total, name)
@@ -115,14 +114,13 @@ def _part(index: Any, shape: tuple[int, ...]) -> Part:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def named(model: AbstractModel) -> tuple[list[str], list[Any]]:
-    """The weights of a decoder, and their names; a checkpoint may have others."""
-    names, leaves = [], []
+def named(model: AbstractModel) -> dict[str, Any]:
+    """The weights of a decoder by their names; a checkpoint may have others."""
+    found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        names.append(name if name.startswith("lm_head.") else f"model.{name}")
-        leaves.append(leaf)
-    return names, leaves
+        found[name if name.startswith("lm_head.") else f"model.{name}"] = leaf
+    return found
 
 
 def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
@@ -175,8 +173,7 @@ def _with_own_head(
         f"although tie_word_embeddings is true in {CONFIG}",
         stacklevel=4,
     )
-    own: Any = config
-    return dataclasses.replace(own, tie_word_embeddings=False)
+    return replaced(config, tie_word_embeddings=False)
 
 
 def _check_layers(folder: Path, config: AbstractModelConfig, stored: Mapping[str, Tensor]) -> None:
@@ -204,8 +201,24 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _check_prefix(missing: list[str], stored: Mapping[str, Tensor]) -> None:
-    """Raises `ValueError` if a missing tensor is there under a longer or a shorter name."""
+def _matching(
+    folder: Path,
+    stored: Mapping[str, Tensor],
+    places: Mapping[str, StoredWeight],
+    leaves: Mapping[str, Any],
+    config: AbstractModelConfig,
+    dtype: np.dtype | None,
+) -> np.dtype:
+    shapes = {
+        tensor: place.shape(leaves[name].shape)
+        for name, place in places.items()
+        for tensor in place.names
+    }
+    own = {name for place in places.values() if place.dtype is not None for name in place.names}
+    unexpected = [
+        name for name in stored if name not in shapes and not config.ignores(name, stored)
+    ]
+    missing = [name for name in shapes if name not in stored]
     for name in missing[:_SHOWN]:
         for other, tensor in stored.items():
             if other.endswith(f".{name}"):
@@ -217,28 +230,6 @@ def _check_prefix(missing: list[str], stored: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"directory: wanted names such as {name}, got {other}, in {tensor.file}: {said}"
             )
-
-
-def _matching(
-    folder: Path,
-    stored: Mapping[str, Tensor],
-    places: list[StoredWeight],
-    leaves: list[Any],
-    config: AbstractModelConfig,
-    dtype: np.dtype | None,
-) -> np.dtype:
-    """Checks all tensors and returns their dtype; raises `ValueError` with the name of a wrong one."""
-    shapes = {
-        name: place.shape(leaf.shape)
-        for place, leaf in zip(places, leaves, strict=True)
-        for name in place.names
-    }
-    own = {name for place in places if place.dtype is not None for name in place.names}
-    unexpected = [
-        name for name in stored if name not in shapes and not config.ignores(name, stored)
-    ]
-    missing = [name for name in shapes if name not in stored]
-    _check_prefix(missing, stored)
     if missing:
         raise ValueError(
             f"directory: wanted all tensors of the model, got it without {_listed(missing)}, in "
@@ -269,3 +260,70 @@ def _matching(
     found = stored[first].dtype
     assert found is not None
     return found
+
+
+# Weights of four bits, by blocks of 32 that share a power of two, as gpt-oss has them; read as bfloat16. A weight
+# `[E, in, out]` lies in the file as `[E, out, in / 32, 16]` bytes, the earlier of two numbers in the lower half, beside
+# `[E, out, in / 32]` exponents. Source: OCP Microscaling Formats (MX), version 1.0, sections 5.2 and 6.3.
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_BIAS, _NAN = 127, 255  # of exponents
+_BLOCK = 32
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = np.array([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
+
+
+def unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, each pair of blocks and scales as one of bfloat16; raises `ValueError`."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith(_BLOCKS):
+            whole = name.removesuffix(_BLOCKS)
+            if whole in tensors:
+                raise ValueError(
+                    f"{whole}: wanted a weight or its {_BLOCKS} and {_SCALES}, got both, in {tensor.file}"
+                )
+            found[whole] = _weight(name, tensor, tensors.get(whole + _SCALES))
+        elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in tensors):
+            found[name] = tensor
+    return found
+
+
+def _weight(name: str, blocks: Tensor, scales: Tensor | None) -> Tensor:
+    if scales is None or len(blocks.shape) != 4 or blocks.shape != (*scales.shape, _BLOCK // 2):
+        given = None if scales is None else scales.shape
+        raise ValueError(
+            f"{name}: wanted {_BLOCK // 2} bytes for each of its scales in {blocks.file}, got "
+            f"{blocks.shape} beside {given}"
+        )
+    if (blocks.code, scales.code) != ("U8", "U8"):
+        raise ValueError(f"{name}: wanted U8 in {blocks.file}, got {blocks.code}, {scales.code}")
+    experts, out, groups = scales.shape
+    shape = experts, groups * _BLOCK, out
+    stored = _Packed(name, blocks.stored, scales.stored)
+    return Tensor(blocks.file, stored, shape, jnp.dtype(jnp.bfloat16), "BF16")
+
+
+class _Packed:
+    """Slices of a weight `[E, in, out]`, unpacked an expert at a time."""
+
+    def __init__(self, name: str, blocks: Any, scales: Any) -> None:
+        self._name, self._blocks, self._scales = name, blocks, scales
+
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> np.ndarray:
+        experts, inputs, outputs = index
+        first, last = inputs.start // _BLOCK, -(-inputs.stop // _BLOCK)
+        kept = slice(inputs.start - first * _BLOCK, inputs.stop - first * _BLOCK)
+        shape = [part.stop - part.start for part in index]
+        found = np.empty(shape, jnp.bfloat16)
+        for row, expert in zip(found, range(experts.start, experts.stop), strict=True):
+            place = slice(expert, expert + 1), outputs, slice(first, last)
+            row[...] = self._expert(place)[:, kept].T
+        return found
+
+    def _expert(self, place: tuple[slice, ...]) -> np.ndarray:
+        packed, scales = self._blocks[(*place, slice(None))][0], self._scales[place][0]
+        if (scales == _NAN).any():
+            raise ValueError(f"{self._name}: wanted scales that are numbers, got NaN")
+        halves = np.stack([packed & 15, packed >> 4], -1).reshape(*scales.shape, _BLOCK)
+        exponents = scales.astype(np.int32)[..., None] - _BIAS
+        return np.ldexp(_VALUES[halves], exponents).reshape(len(scales), -1)

@@ -33,19 +33,23 @@ _THEIRS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
-    """Writes a model into a folder, in files of at most `max_shard_size` bytes; raises as `Llama.save`."""
     folder = checked(directory)
     check_integer("max_shard_size", max_shard_size, 1, is_wide=True)
-    names, leaves = named(model)
-    for name, leaf in zip(names, leaves, strict=True):
+    leaves = named(model)
+    for name, leaf in leaves.items():
         if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
             raise TypeError(f"{name}: wanted an array that has been computed, got {received(leaf)}")
-    tensors = _tensors(model, names, leaves)
-    groups = _groups(tensors, max_shard_size)
+    tensors: dict[str, _Written] = {}
+    for name, leaf in leaves.items():
+        place = model.config.stored(name, leaf.shape)
+        for index, tensor in enumerate(place.names):
+            new = _Written(place.shape(leaf.shape), leaf.dtype, [])
+            weights = tensors.setdefault(tensor, new).weights
+            weights.append((place, leaf, index if place.is_split else None))
     first = jax.process_index() == 0
     with files.saving(folder, _OURS, in_use) as identity:
         metadata = {"format": "pt", SAVE: identity}
-        parts = {WHOLE: groups[0]} if len(groups) == 1 else _numbered(groups, identity)
+        parts = _files(tensors, max_shard_size, identity)
         arrays = map(_whole, tensors.values())
         with files.together(folder):
             try:
@@ -62,7 +66,7 @@ def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
                     pass
         with files.together(folder):
             if first:
-                _replace_weights(folder, WHOLE if len(groups) == 1 else INDEX, identity)
+                _replace_weights(folder, WHOLE if WHOLE in parts else INDEX, identity)
                 files.clean(folder, _THEIRS, in_use)
 
 
@@ -78,18 +82,9 @@ class _Written(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _tensors(model: AbstractModel, names: list[str], leaves: list[Array]) -> dict[str, _Written]:
-    found: dict[str, _Written] = {}
-    for name, leaf in zip(names, leaves, strict=True):
-        place = model.config.stored(name, leaf.shape)
-        for index, tensor in enumerate(place.names):
-            new = _Written(place.shape(leaf.shape), leaf.dtype, [])
-            weights = found.setdefault(tensor, new).weights
-            weights.append((place, leaf, index if place.is_split else None))
-    return found
-
-
-def _groups(tensors: dict[str, _Written], most: int) -> list[dict[str, _Written]]:
+def _files(
+    tensors: dict[str, _Written], most: int, identity: str
+) -> dict[str, dict[str, _Written]]:
     """The tensors of each file: at most `most` bytes, unless one tensor has more."""
     groups: list[dict[str, _Written]] = [{}]
     size = 0
@@ -99,14 +94,10 @@ def _groups(tensors: dict[str, _Written], most: int) -> list[dict[str, _Written]
             groups.append({})
             size = tensor.nbytes
         groups[-1][name] = tensor
-    return groups
-
-
-def _numbered(groups: list[dict[str, _Written]], identity: str) -> dict[str, dict[str, _Written]]:
-    return {
-        f"model-{identity}-{i:05d}-of-{len(groups):05d}.safetensors": group
-        for i, group in enumerate(groups, 1)
-    }
+    if len(groups) == 1:
+        return {WHOLE: groups[0]}
+    ending = f"of-{len(groups):05d}.safetensors"
+    return {f"model-{identity}-{i:05d}-{ending}": group for i, group in enumerate(groups, 1)}
 
 
 def _write_texts(
@@ -143,12 +134,12 @@ def _replace_weights(folder: Path, weights: str, identity: str) -> None:
 
 
 def _whole(tensor: _Written) -> np.ndarray:
-    place, leaf, index = tensor.weights[0]
-    if place.axis is None and not place.swapped:
-        return _host(leaf if index is None else leaf[index])
     out = np.empty(tensor.shape, tensor.dtype)
     for place, leaf, index in tensor.weights:
-        place.within(out, leaf.shape)[...] = _host(leaf if index is None else leaf[index])
+        data = _host(leaf if index is None else leaf[index])
+        if place.axis is None and not place.swapped:
+            return data
+        place.within(out, leaf.shape)[...] = data
     return out
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels.internal import received
 
-from ..decoder._config import AbstractExperts, AbstractModel, AbstractModelConfig
+from ..decoder._config import AbstractExperts, AbstractModel
 
 Model = TypeVar("Model", bound=AbstractModel)
 Leaf = Array | jax.ShapeDtypeStruct
@@ -95,7 +95,15 @@ def shardings(model: AbstractModel, mesh: object, tensor: object) -> list[NamedS
     if not isinstance(tensor, str):
         raise TypeError(f"tensor: wanted the name of a mesh axis, got {received(tensor)}")
     size = dict(mesh.shape).get(tensor, 1)
-    _check(model.config, mesh, tensor, size)
+    if size > 1:
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            if (count := getattr(model.config, name)) % size:
+                raise ValueError(
+                    f"mesh: wanted an axis {tensor!r} that divides {name} {count}, got {size} devices"
+                )
+        kind = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[tensor]
+        if kind != AxisType.Auto:
+            raise ValueError(f"mesh: wanted an automatic axis {tensor!r}, got {kind}")
     split = tensor if size > 1 else None
     vocabulary = split if model.config.vocab_size % size == 0 else None
 
@@ -121,17 +129,3 @@ def shardings(model: AbstractModel, mesh: object, tensor: object) -> list[NamedS
                 f"got {size} devices"
             )
     return found
-
-
-def _check(config: AbstractModelConfig, mesh: Mesh, tensor: str, size: int) -> None:
-    if size == 1:
-        return
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % size:
-            raise ValueError(
-                f"mesh: wanted an axis {tensor!r} that divides {name} {getattr(config, name)}, "
-                f"got {size} devices"
-            )
-    kind = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[tensor]
-    if kind != AxisType.Auto:
-        raise ValueError(f"mesh: wanted an automatic axis {tensor!r}, got {kind}")

@@ -143,7 +143,6 @@ def _from_tiles(x: Array, batch: int, time: int) -> Array:
 
 
 def _padded(x: Array, axis: int, count: int) -> Array:
-    """`x` with zeros behind an axis."""
     pads = [(0, 0)] * x.ndim
     pads[axis] = 0, count
     return jnp.pad(x, pads)

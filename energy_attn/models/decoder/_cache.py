@@ -194,19 +194,15 @@ def growing(stored: KVCache | ForkedCache) -> AbstractTokens:
     return stored.own if isinstance(stored, ForkedCache) else stored
 
 
-def _check_layers(name: str, wanted: int, given: int) -> None:
+def _check_layers(name: str, wanted: int, given: int, of: str = "cache") -> None:
     if given != wanted:
-        raise ValueError(f"{name}: wanted the {wanted} layers of the cache, got {given}")
+        raise ValueError(f"{name}: wanted the {wanted} layers of the {of}, got {given}")
 
 
 def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> None:
     if not isinstance(cache, DecoderCache):
         raise TypeError(f"cache: wanted a DecoderCache, got {received(cache)}")
-    if len(cache.layers) != config.num_hidden_layers:
-        raise ValueError(
-            f"cache: wanted the {config.num_hidden_layers} layers of the model, "
-            f"got {len(cache.layers)}"
-        )
+    _check_layers("cache", config.num_hidden_layers, len(cache.layers), "model")
     prefix = "own." if isinstance(cache.layers[0], ForkedCache) else ""
     stored = growing(cache.layers[0])
     for name, width in (("key", config.head_dim), ("value", config.value_dim)):

@@ -32,7 +32,6 @@ class StoredWeight:
     dtype: np.dtype | None = None
 
     def shape(self, weight: Shape) -> Shape:
-        """The shape of each tensor of a weight of this shape."""
         sizes = list(weight)
         if self.axis is not None:
             sizes[self.axis] = self.total
@@ -40,42 +39,39 @@ class StoredWeight:
             sizes[-2:] = sizes[:-3:-1]
         return tuple(sizes[self.is_split :])
 
-    def read(self, tensors: Mapping[str, Tensor], part: Part, dtype: np.dtype) -> np.ndarray:
-        """A part of the weight."""
-        if self.is_split:
-            (first, last), *rest = part
-            whole = dataclasses.replace(
-                self, is_split=False, axis=None if self.axis is None else self.axis - 1
-            )
-            out = np.empty([end - start for start, end in part], dtype)
-            for row, name in zip(out, self.names[first:last], strict=True):
-                one = dataclasses.replace(whole, names=(name,))
-                row[...] = one.read(tensors, tuple(rest), dtype)
-            return out
-        bounds = list(part)
+    def _slices(self, part: Part) -> tuple[slice, ...]:
+        """The slices of a tensor whose axes are in the weight's order, for a part of what it holds of the weight."""
+        slices = [slice(*bounds) for bounds in part]
         if self.axis is not None:
-            first, last = bounds[self.axis]
+            axis = self.axis - self.is_split
+            first, last = part[axis]
             start = self.start + first * self.step
-            bounds[self.axis] = start, max(start, self.start + (last - 1) * self.step + 1)
+            stop = max(start, self.start + (last - 1) * self.step + 1)
+            slices[axis] = slice(start, stop, self.step)
+        return tuple(slices)
+
+    def read(self, tensors: Mapping[str, Tensor], part: Part, dtype: np.dtype) -> np.ndarray:
+        slices = self._slices(part[self.is_split :])
+        bounds = [(x.start, x.stop) for x in slices]
         if self.swapped:
             bounds[-2:] = bounds[:-3:-1]
-        box = tuple(bounds)
-        data = safetensors.read(tensors[self.names[0]], box, dtype)
-        data = data.swapaxes(-1, -2) if self.swapped else data
-        every = [slice(None)] * data.ndim
-        if self.axis is not None:
-            every[self.axis] = slice(None, None, self.step)
-        return np.ascontiguousarray(data[tuple(every)])
+        box, steps = tuple(bounds), tuple(slice(None, None, x.step) for x in slices)
+
+        def one(name: str) -> np.ndarray:
+            data = safetensors.read(tensors[name], box, dtype)
+            return np.ascontiguousarray((data.swapaxes(-1, -2) if self.swapped else data)[steps])
+
+        if not self.is_split:
+            return one(self.names[0])
+        out = np.empty([end - start for start, end in part], dtype)
+        for row, name in zip(out, self.names[slice(*part[0])], strict=True):
+            row[...] = one(name)
+        return out
 
     def within(self, tensor: np.ndarray, weight: Shape) -> np.ndarray:
         """The view of a weight of this shape, or of one index of its first axis, in its tensor."""
         view = tensor.swapaxes(-1, -2) if self.swapped else tensor
-        if self.axis is None:
-            return view
-        every = [slice(None)] * view.ndim
-        end = self.start + (weight[self.axis] - 1) * self.step + 1
-        every[self.axis - self.is_split] = slice(self.start, end, self.step)
-        return view[tuple(every)]
+        return view[self._slices(tuple((0, size) for size in weight[self.is_split :]))]
 
 
 class AbstractModelConfig(abc.ABC):
@@ -146,8 +142,13 @@ def check_numbers(
             (check_positive if name in positive else check_finite_number)(name, x)
 
 
+def check_that(config: Any, name: str, holds: bool, wanted: str) -> None:
+    """Raises `ValueError` for a field of a dataclass, unless something holds of it."""
+    if not holds:
+        raise ValueError(f"{name}: wanted {wanted}, got {getattr(config, name)}")
+
+
 def check_positive(name: str, x: object) -> float:
-    """Returns `x`, a number above 0; raises `TypeError` or `ValueError` for anything else."""
     number = check_finite_number(name, x)
     if number <= 0:
         raise ValueError(f"{name}: wanted more than 0, got {x}")

@@ -169,7 +169,6 @@ def _stored(cache: KVCache) -> Stored:
 def _attend_causally(
     attend: Callable[..., Any], window: int | None, query: Array, stored: Stored, **options: Any
 ) -> Any:
-    """Attention to the tokens in a cache with this window."""
     key, value, positions = stored
     reach = check_reach(options.pop("local_window_size", None), window)
     options |= {"is_causal": True, "local_window_size": reach, "key_positions": positions}

@@ -23,7 +23,13 @@ from energy_attn.kernels.internal import check_floating_dtype, check_key, lse_dt
 from ...functional._tag import placed
 from ..checkpoint._config import check_activation, check_fields, check_only
 from ..checkpoint._save import save
-from ..decoder._config import AbstractModel, AbstractModelConfig, StoredWeight, check_numbers
+from ..decoder._config import (
+    AbstractModel,
+    AbstractModelConfig,
+    StoredWeight,
+    check_numbers,
+    check_that,
+)
 from ..decoder._decoder import Family
 from ..decoder._read import check_tokens
 from ..llama._layers import Embedding, Linear
@@ -91,13 +97,10 @@ class EncoderConfig(AbstractModelConfig):
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size: wanted a multiple of the {self.num_attention_heads} heads, "
-                f"got {self.hidden_size}"
-            )
-        if self.layer_norm_eps < 0:
-            raise ValueError(f"layer_norm_eps: wanted at least 0, got {self.layer_norm_eps}")
+        heads = self.num_attention_heads
+        fits = self.hidden_size % heads == 0
+        check_that(self, "hidden_size", fits, f"a multiple of the {heads} heads")
+        check_that(self, "layer_norm_eps", self.layer_norm_eps >= 0, "at least 0")
 
     @property
     def head_dim(self) -> int:
@@ -116,14 +119,12 @@ class EncoderConfig(AbstractModelConfig):
 
     def stored(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         """Returns the place in a checkpoint of the weight of this name and shape."""
-        del shape
         for ours, theirs in _RENAMED:
             name = re.sub(ours, theirs, name)
         return StoredWeight((name,))
 
     def ignores(self, name: str, names: Collection[str]) -> bool:
         """Whether a tensor of a checkpoint with these `names` has no weight of the encoder, and may be there."""
-        del names
         return _IGNORED.fullmatch(name) is not None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from energy_attn.kernels.internal import check_choice, check_flag, check_integer, received
 
 from ..checkpoint._config import check_only, renaming
-from ..decoder._config import StoredWeight, check_numbers
+from ..decoder._config import StoredWeight, check_numbers, check_that
 
 
 @dataclass(frozen=True)
@@ -70,22 +70,15 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         check_numbers(self, least={"n_shared_experts": 0, "first_k_dense_replace": 0})
         check_choice("scoring", self.scoring, ("softmax", "sigmoid"))
-        if self.num_experts % self.n_group:
-            raise ValueError(
-                f"n_group: wanted a divisor of the {self.num_experts} experts, got {self.n_group}"
-            )
-        if self.topk_group > self.n_group:
-            raise ValueError(
-                f"topk_group: wanted at most the {self.n_group} groups, got {self.topk_group}"
-            )
-        most = self.num_experts // self.n_group * self.topk_group
-        if self.num_experts_per_tok > most:
-            raise ValueError(
-                f"num_experts_per_tok: wanted at most the {most} experts of {self.topk_group} groups, "
-                f"got {self.num_experts_per_tok}"
-            )
-        if self.n_group > 1 and self.num_experts // self.n_group < 2:
-            raise ValueError(f"n_group: wanted groups of two or more experts, got {self.n_group}")
+        count, groups, best = self.num_experts, self.n_group, self.topk_group
+        each = count // groups
+        check_that(self, "n_group", count % groups == 0, f"a divisor of the {count} experts")
+        check_that(self, "topk_group", best <= groups, f"at most the {groups} groups")
+        fits = self.num_experts_per_tok <= each * best
+        wanted = f"at most the {each * best} experts of {best} groups"
+        check_that(self, "num_experts_per_tok", fits, wanted)
+        fits = groups == 1 or each >= 2
+        check_that(self, "n_group", fits, "groups of two or more experts")
 
 
 @dataclass(frozen=True)
@@ -127,46 +120,12 @@ class LatentConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, least={"qk_rope_head_dim": 2})
-        if self.qk_rope_head_dim % 2:
-            raise ValueError(
-                f"qk_rope_head_dim: wanted an even number, got {self.qk_rope_head_dim}"
-            )
+        check_that(self, "qk_rope_head_dim", self.qk_rope_head_dim % 2 == 0, "an even number")
 
     @property
     def head_dim(self) -> int:
         """The width of queries and keys."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-
-# `config` is a `LlamaConfig`, whose module imports this one.
-
-
-def check_latent(config: Any) -> None:
-    latent, heads = config.latent, config.num_attention_heads
-    if not isinstance(latent, LatentConfig):
-        raise TypeError(f"latent: wanted a LatentConfig or None, got {received(latent)}")
-    wanted: dict[str, tuple[Any, ...]] = {
-        "num_key_value_heads": (heads,),
-        "head_dim": (None, latent.head_dim),
-        "qk_norm": (False,),
-        "attention_sinks": (False,),
-    }
-    for name, allowed in wanted.items():
-        if (given := getattr(config, name)) not in allowed:
-            raise ValueError(
-                f"{name}: wanted {allowed[-1]} beside latent attention, got {received(given)}"
-            )
-
-
-def check_layers(config: Any, name: str, kinds: tuple[Any, ...]) -> None:
-    given, count = getattr(config, name), config.num_hidden_layers
-    if given is None:
-        return
-    if not isinstance(given, tuple):
-        raise TypeError(f"{name}: wanted a tuple or None, got {received(given)}")
-    if len(given) != count or any(x not in kinds for x in given):
-        wanted = " or ".join(map(repr, kinds))
-        raise ValueError(f"{name}: wanted {wanted} for each of {count} layers, got {given}")
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -179,8 +138,6 @@ _EXPERT = re.compile(r"(.*)\.experts\.(gate_proj|up_proj|down_proj)")
 
 
 class ExpertFields(NamedTuple):
-    """The fields of a file that describe experts."""
-
     # by the name in an `ExpertsConfig`: the name in the file, and its default there
     fields: Mapping[str, tuple[str, Any]]
     fixed: Mapping[str, Any] = {}  # what the experts of all the family have
@@ -191,7 +148,6 @@ class ExpertFields(NamedTuple):
         return (*(name for name, _ in self.fields.values()), *self.newer.values(), *_TRAINING)
 
     def read(self, values: Mapping[str, Any]) -> ExpertsConfig:
-        """The experts of a file, as wide as its MLP where no field says it."""
         found = {"intermediate_size": values["intermediate_size"], **self.fixed}
         for name, (theirs, default) in self.fields.items():
             found[name] = values.get(self.newer.get(name, theirs), values.get(theirs, default))
@@ -200,16 +156,6 @@ class ExpertFields(NamedTuple):
 
     def write(self, experts: ExpertsConfig) -> dict[str, Any]:
         return {theirs: getattr(experts, name) for name, (theirs, _) in self.fields.items()}
-
-
-def _nothing(values: Mapping[str, Any]) -> dict[str, Any]:
-    del values
-    return {}
-
-
-def _as_named(config: Any, name: str, shape: tuple[int, ...]) -> StoredWeight:
-    del config, shape
-    return StoredWeight((name,))
 
 
 class Variant(NamedTuple):
@@ -228,9 +174,9 @@ class Variant(NamedTuple):
     # names in a `config.json` that it has beside these and those of all families
     fields: tuple[str, ...] = ()
     # further attributes, from the fields and from the sizes, which have their values or defaults
-    read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
     # the fields that `read` reads, from the attributes
-    write: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
+    write: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
     rope: Mapping[str, Any] = {}  # the rotary embedding of a file that has none
     rope_types: Mapping[str, str] = {}  # its types under older names
     # the field with the original context, if it has one beside the rotary embedding
@@ -239,11 +185,12 @@ class Variant(NamedTuple):
     # whether its files may have more layers than the decoder, which draft tokens
     has_drafting_layers: bool = False
     # where a checkpoint has a weight, by the `LlamaConfig` and the weight's name and shape
-    stored: Callable[[Any, str, tuple[int, ...]], StoredWeight] = _as_named
+    stored: Callable[[Any, str, tuple[int, ...]], StoredWeight] = lambda config, name, shape: (
+        StoredWeight((name,))
+    )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The family's own names in a file."""
         experts = () if self.experts is None else self.experts.names
         return (*self.own, *self.only, *experts, *self.fields)
 
@@ -326,7 +273,6 @@ def each_expert(
     """Stacked weights of experts from a tensor for each, where a projection has the name in `names`."""
 
     def stored(config: Any, name: str, shape: tuple[int, ...]) -> StoredWeight:
-        del config
         match = _EXPERT.fullmatch(name)
         if match is None:
             kind = np.dtype(np.float32) if name.endswith(_CORRECTION) else None

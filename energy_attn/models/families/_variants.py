@@ -44,7 +44,6 @@ _MISSING: Mapping[str, tuple[int | None, ...]] = {
 
 
 def _missing(family: str, **others: Any) -> dict[str, Any]:
-    """The defaults of a family: its row of the table, and others."""
     row = zip(_SIZES, _MISSING[family], strict=True)
     return {name: x for name, x in row if x is not None} | others
 
@@ -54,11 +53,7 @@ _BIASES: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False}
 _LLAMA = Variant("LlamaForCausalLM", own=_BIASES)
 
 # Mistral (arXiv 2310.06825): a window in every layer, or none.
-_MISTRAL = Variant(
-    "MistralForCausalLM",
-    defaults=_missing("mistral"),
-    own={"sliding_window": 4096},
-)
+_MISTRAL = Variant("MistralForCausalLM", defaults=_missing("mistral"), own={"sliding_window": 4096})
 
 # OLMo 2 (arXiv 2501.00656): what attention and the MLP add is normed, and so are all queries and all keys together.
 _OLMO2 = Variant(
@@ -250,9 +245,8 @@ _QWEN3_MOE = _QWEN3._replace(
 _EXPERT = re.compile(r"(.*\.experts)\.(gate_proj|up_proj|down_proj)(_bias)?")
 
 
+# The experts' weights are `(in, out)`, with gate and up in turns.
 def _stored_in_turns(config: Any, name: str, shape: tuple[int, ...]) -> StoredWeight:
-    """The experts' weights are `(in, out)`, with gate and up in turns."""
-    del config
     name = name.replace(".mlp.gate.", ".mlp.router.")
     match = _EXPERT.fullmatch(name)
     if match is None:

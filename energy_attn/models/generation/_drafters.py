@@ -207,5 +207,4 @@ def last_of(text: Array, lengths: Array) -> Array:
 
 
 def _gather_tokens(text: Array, index: Array) -> Array:
-    """`text[b, index[b]]`, with indices clipped to the text."""
     return jnp.take_along_axis(text, jnp.clip(index, 0, text.shape[1] - 1), axis=1)

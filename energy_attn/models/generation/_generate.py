@@ -202,8 +202,15 @@ def generate(
         raise ValueError(
             f"parallel: wanted batch= over automatic axes of the mesh, got the explicit {tuple(split)}"
         )
-    check_flag("reproducible", reproducible)
-    stops = _check_text(tokenizer, stop)
+    reproducible = check_flag("reproducible", reproducible)
+    stops = stop_strings(stop)
+    if tokenizer is None:
+        if stops:
+            raise ValueError(f"tokenizer: wanted one beside stop={received(stop)}, got None")
+    elif not isinstance(tokenizer, Tokenizer):
+        raise TypeError(f"tokenizer: wanted None or a Tokenizer, got {received(tokenizer)}")
+    else:
+        check_untraced("tokenizer", tokenizer)
     check_padding(tokens, lengths, tokenizer)
     given_lengths = lengths
     tokens, lengths = prompts(encoded(tokens, tokenizer), lengths, model.config.vocab_size)
@@ -267,18 +274,6 @@ def _check_queue(rows: int, given: Any, parallel: SequenceParallel | None) -> No
             "batch_size: wanted None or the number of prompts where parallel.batch splits the rows "
             f"over {parallel.batch}, got {rows}"
         )
-
-
-def _check_text(tokenizer: object, stop: Any) -> tuple[str, ...]:
-    stops = stop_strings(stop)
-    if tokenizer is None:
-        if stops:
-            raise ValueError(f"tokenizer: wanted one beside stop={received(stop)}, got None")
-    elif not isinstance(tokenizer, Tokenizer):
-        raise TypeError(f"tokenizer: wanted None or a Tokenizer, got {received(tokenizer)}")
-    else:
-        check_untraced("tokenizer", tokenizer)
-    return stops
 
 
 def _text_streams(

@@ -98,7 +98,7 @@ def begin(
     left = jnp.where(invalid, 0, left)
     logprobs = jnp.zeros(text.shape, jnp.float32) if by.sampling.is_scored else None
     loop = Loop(text, lengths, lengths, left, cache, state, counts, numbers, seen, logprobs)
-    return _extended(by, loop, first, logits, *_ended(by, loop, first, jnp.minimum(loop.left, 1)))
+    return _extended(by, loop, first, logits, jnp.minimum(left, 1))[0]
 
 
 @functools.partial(jax.jit, donate_argnums=1)
@@ -116,14 +116,13 @@ def run(by: Decoding, loop: Loop, is_waiting: Array | bool | None = None) -> Loo
 
 
 def _read(by: Decoding, loop: Loop) -> Loop:
-    """Adds the next token of the rows that are not complete."""
     number = jnp.minimum(loop.left, 1)
     x, cache, _ = read_on(by.model, last_of(loop.text, loop.lengths), loop.cache, number, by.policy)
     logits = by.rows(by.model.logits, x)
     new = choose(by.sampling, by.rows, logits, loop.seen, loop.numbers, loop.lengths - 1, None)
     zeros = jnp.zeros_like(number)
     loop = loop._replace(cache=cache, counts=loop.counts + jnp.stack([number, zeros, zeros]))
-    return _extended(by, loop, new, logits, *_ended(by, loop, new, number))
+    return _extended(by, loop, new, logits, number)[0]
 
 
 def _verify(by: Decoding, loop: Loop) -> Loop:
@@ -148,19 +147,21 @@ def _verify(by: Decoding, loop: Loop) -> Loop:
     behind_root = jnp.roll(gather_slots(tree.tokens, accepted.path), -1, 1)
     is_next = level == accepted.length[:, None] - 1
     new = jnp.where(is_next, accepted.token[:, None], behind_root)
-    number, stopped = _ended(by, loop, new, jnp.minimum(accepted.length, loop.left))
+    logits = None if loop.logprobs is None else gather_slots(read.logits, accepted.path)
+    most = jnp.minimum(accepted.length, loop.left)
+    extended, number = _extended(by, loop, new, logits, most)
     num_accepted = jnp.minimum(number, accepted.length - 1)
     counts = jnp.stack([jnp.ones_like(num_accepted), tree.size - 1, num_accepted])
     counts = loop.counts + jnp.where((loop.left > 0)[None], counts, 0)
-    # StoredWeight: the root and all new tokens but the last, which is the next root.
+    # the root and all new tokens but the last, which is the next root
     cache = loop.cache.append_path(accepted.path, read, number)
-    loop = loop._replace(cache=cache, state=state, counts=counts)
-    logits = None if loop.logprobs is None else gather_slots(read.logits, accepted.path)
-    return _extended(by, loop, new, logits, number, stopped)
+    return extended._replace(cache=cache, state=state, counts=counts)
 
 
-def _ended(by: Decoding, loop: Loop, new: Array, number: Array) -> tuple[Array, Array]:
-    """`number` of `new` tokens cut off after the first that ends a row, and which rows end there.
+def _extended(
+    by: Decoding, loop: Loop, new: Array, logits: Array | None, number: Array
+) -> tuple[Loop, Array]:
+    """Appends `number` of `new` tokens, chosen from `logits`, up to the first that ends a row; returns how many.
 
     A token of `by.stop` ends a row, or the listener, which is told of the tokens.
     """
@@ -168,17 +169,11 @@ def _ended(by: Decoding, loop: Loop, new: Array, number: Array) -> tuple[Array, 
     stops = (new[:, :, None] == by.stop[None, None]).any(2) & (index < number[:, None])
     stopped = stops.any(1)
     number = jnp.where(stopped, lax.argmax(stops, 1, jnp.int32) + 1, number)
-    if by.watch is None:
-        return number, stopped
-    told = jnp.where(index < number[:, None], new, -1)
-    number, ended = tell_wrote(by.watch, told, stopped | (number >= loop.left), loop.numbers)
-    return number, stopped | ended
-
-
-def _extended(
-    by: Decoding, loop: Loop, new: Array, logits: Array | None, number: Array, stopped: Array
-) -> Loop:
-    """Appends the first `number` of `new` tokens, chosen from `logits`, to the text."""
+    if by.watch is not None:
+        told = jnp.where(index < number[:, None], new, -1)
+        is_last = stopped | (number >= loop.left)
+        number, ended = tell_wrote(by.watch, told, is_last, loop.numbers)
+        stopped |= ended
     slots = positions_from(loop.lengths, number, new.shape[1])
     outside = jnp.int32(loop.text.shape[1])
     rows = jnp.arange(len(new), dtype=jnp.int32)[:, None]
@@ -188,13 +183,11 @@ def _extended(
     if logprobs is not None and logits is not None:
         found = by.rows(log_probabilities, logits, new)
         logprobs = logprobs.at[place].set(found.astype(logprobs.dtype), mode="drop")
-    return loop._replace(
-        text=text,
-        lengths=loop.lengths + number,
-        left=jnp.where(stopped, 0, loop.left - number),
-        seen=with_new(loop.seen, new, slots >= 0),
-        logprobs=logprobs,
-    )
+    left = jnp.where(stopped, 0, loop.left - number)
+    seen = with_new(loop.seen, new, slots >= 0)
+    lengths = loop.lengths + number
+    loop = loop._replace(text=text, lengths=lengths, left=left, seen=seen, logprobs=logprobs)
+    return loop, number
 
 
 def serve(
@@ -246,7 +239,6 @@ def _begin(
     most: int,
     chunk_size: int,
 ) -> Loop:
-    """A loop of one row, which has read this prompt and chosen its first token."""
     slots, exact = len(tokens) + most, by.reproducible
     cache = by.model.empty_cache(1, slots, parallel=parallel, reproducible=exact)
     return begin(by, tokens[None], length[None], cache, most, chunk_size, number[None])

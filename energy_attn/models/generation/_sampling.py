@@ -155,19 +155,16 @@ class SeenTokens(NamedTuple):
 
 
 def seen_in(sampling: Sampling, tokens: Array, exists: Array, vocab: int) -> SeenTokens:
-    """The tokens of prompts `[B, T]`, as far as they exist."""
     nothing = jnp.zeros((len(tokens), vocab), bool)
     text = None if sampling.repetition_penalty is None else _marked(nothing, tokens, exists)
     return SeenTokens(text, None if sampling.presence_penalty is None else nothing)
 
 
 def with_new(seen: SeenTokens, new: Array, exists: Array) -> SeenTokens:
-    """The tokens seen, and `new` ones `[B, n]`, as far as they exist."""
     return SeenTokens(*(None if x is None else _marked(x, new, exists) for x in seen))
 
 
 def _marked(seen: Array, tokens: Array, exists: Array) -> Array:
-    """Returns `seen` `[B, V]` with True at all `tokens` `[B, n]` that exist."""
     rows = jnp.arange(len(seen), dtype=jnp.int32)[:, None]
     where = jnp.where(exists, tokens, seen.shape[1])
     return seen.at[rows, where].set(True, mode="drop")

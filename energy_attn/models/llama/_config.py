@@ -1,5 +1,6 @@
 """The sizes and constants of a Llama decoder, and the `config.json` that holds them."""
 
+import functools
 import os
 import re
 from collections.abc import Collection
@@ -9,15 +10,8 @@ from typing import Any
 from energy_attn.kernels.internal import check_choice, check_integer, received
 
 from ..checkpoint._config import naming, read_json
-from ..decoder._config import AbstractDecoderConfig, StoredWeight, check_numbers
-from ..families._variant import (
-    FULL,
-    SLIDING,
-    ExpertsConfig,
-    LatentConfig,
-    check_latent,
-    check_layers,
-)
+from ..decoder._config import AbstractDecoderConfig, StoredWeight, check_numbers, check_that
+from ..families._variant import FULL, SLIDING, ExpertsConfig, LatentConfig
 from ..families._variants import VARIANTS
 from ._json import read_fields, write_fields
 from ._rope import AbstractRope, DynamicRope, LinearRope
@@ -138,41 +132,32 @@ class LlamaConfig(AbstractDecoderConfig):
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         check_integer("num_attention_heads", heads, 1)
-        self._fill("num_key_value_heads", heads if kv_heads is None else kv_heads)
+        fill = functools.partial(object.__setattr__, self)
+        fill("num_key_value_heads", heads if kv_heads is None else kv_heads)
         check_numbers(self, _POSITIVE, {"head_dim": 2})
-        if heads % self.num_key_value_heads != 0:
-            raise ValueError(
-                f"num_key_value_heads: wanted a divisor of the {heads} heads, "
-                f"got {self.num_key_value_heads}"
-            )
+        fits = heads % self.num_key_value_heads == 0
+        check_that(self, "num_key_value_heads", fits, f"a divisor of the {heads} heads")
         if self.latent is not None:
-            check_latent(self)
-            self._fill("head_dim", self.latent.head_dim)
+            self._check_latent(self.latent)
+            fill("head_dim", self.latent.head_dim)
         if self.head_dim is None:
-            if self.hidden_size % heads != 0:
-                raise ValueError(
-                    f"hidden_size: wanted a multiple of the {heads} heads where head_dim is not "
-                    f"given, got {self.hidden_size}"
-                )
-            self._fill("head_dim", self.hidden_size // heads)
-        if check_integer("head_dim", self.head_dim, 2) % 2:
-            raise ValueError(f"head_dim: wanted an even number, got {self.head_dim}")
-        for name, least in (("rms_norm_eps", 0.0), ("rope_theta", 1.0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: wanted at least {least}, got {getattr(self, name)}")
+            wanted = f"a multiple of the {heads} heads where head_dim is not given"
+            check_that(self, "hidden_size", self.hidden_size % heads == 0, wanted)
+            fill("head_dim", self.hidden_size // heads)
+        is_even = check_integer("head_dim", self.head_dim, 2) % 2 == 0
+        check_that(self, "head_dim", is_even, "an even number")
+        check_that(self, "rms_norm_eps", self.rms_norm_eps >= 0, "at least 0.0")
+        check_that(self, "rope_theta", self.rope_theta >= 1, "at least 1.0")
         scaling = self.rope_scaling
         if not isinstance(scaling, AbstractRope | None):
             raise TypeError(
                 f"rope_scaling: wanted an AbstractRope or None, got {received(scaling)}"
             )
-        part = self.partial_rotary_factor
-        if not 0 < part <= 1 or (self.latent is not None and part != 1):
-            wanted = "1 beside latent attention" if self.latent else "more than 0 and at most 1"
-            raise ValueError(f"partial_rotary_factor: wanted {wanted}, got {part}")
-        if self.rotary_dim < 2 or self.rotary_dim % 2:
-            raise ValueError(
-                f"partial_rotary_factor: wanted an even part of a head of {self.head_dim}, got {part}"
-            )
+        name, part = "partial_rotary_factor", self.partial_rotary_factor
+        wanted = "1 beside latent attention" if self.latent else "more than 0 and at most 1"
+        check_that(self, name, part == 1 if self.latent else 0 < part <= 1, wanted)
+        is_even = self.rotary_dim >= 2 and self.rotary_dim % 2 == 0
+        check_that(self, name, is_even, f"an even part of a head of {self.head_dim}")
         if not isinstance(self.experts, ExpertsConfig | None):
             raise TypeError(
                 f"experts: wanted an ExpertsConfig or None, got {received(self.experts)}"
@@ -183,12 +168,35 @@ class LlamaConfig(AbstractDecoderConfig):
             check_integer("eos_token_id", token, 0)
         check_choice("model_type", self.model_type, tuple(VARIANTS))
         check_choice("hidden_act", self.hidden_act, _ACTIVATIONS)
-        if not (self.pre_norms or self.post_norms):
-            raise ValueError("post_norms: wanted True where pre_norms is False, got False")
-        check_layers(self, "layer_types", (FULL, SLIDING))
-        check_layers(self, "no_rope_layers", (0, 1))
-        if self.sliding_window is None and SLIDING in (self.layer_types or ()):
-            raise ValueError(f"sliding_window: wanted a size for layers of {SLIDING!r}, got None")
+        has_norms = self.pre_norms or self.post_norms
+        check_that(self, "post_norms", has_norms, "True where pre_norms is False")
+        self._check_layers("layer_types", (FULL, SLIDING))
+        self._check_layers("no_rope_layers", (0, 1))
+        has_size = self.sliding_window is not None or SLIDING not in (self.layer_types or ())
+        check_that(self, "sliding_window", has_size, f"a size for layers of {SLIDING!r}")
+
+    def _check_latent(self, latent: object) -> None:
+        if not isinstance(latent, LatentConfig):
+            raise TypeError(f"latent: wanted a LatentConfig or None, got {received(latent)}")
+        wanted: dict[str, tuple[Any, ...]] = {
+            "num_key_value_heads": (self.num_attention_heads,),
+            "head_dim": (None, latent.head_dim),
+            "qk_norm": (False,),
+            "attention_sinks": (False,),
+        }
+        for name, allowed in wanted.items():
+            if (given := getattr(self, name)) not in allowed:
+                raise ValueError(
+                    f"{name}: wanted {allowed[-1]} beside latent attention, got {received(given)}"
+                )
+
+    def _check_layers(self, name: str, kinds: tuple[Any, ...]) -> None:
+        given, count = getattr(self, name), self.num_hidden_layers
+        if not isinstance(given, tuple | None):
+            raise TypeError(f"{name}: wanted a tuple or None, got {received(given)}")
+        if given is not None and (len(given) != count or any(x not in kinds for x in given)):
+            wanted = " or ".join(map(repr, kinds))
+            raise ValueError(f"{name}: wanted {wanted} for each of {count} layers, got {given}")
 
     def window(self, layer: int) -> int | None:
         """How many tokens a query of a layer sees, its own among them; None: all before it.
@@ -341,6 +349,3 @@ class LlamaConfig(AbstractDecoderConfig):
             # by convention, max_position_embeddings is then the length before scaling
             return int(self.max_position_embeddings * self.rope_scaling.factor)
         return self.max_position_embeddings
-
-    def _fill(self, name: str, value: int) -> None:
-        object.__setattr__(self, name, value)

@@ -90,7 +90,6 @@ class Router(eqx.Module):
     def __call__(
         self, x: Float[Array, "tokens width"]
     ) -> tuple[Float[Array, "tokens chosen"], Int[Array, "tokens chosen"]]:
-        """The weights of the chosen experts, in float32 or wider, and their numbers."""
         config = self.config
         logits = dot(x, self.weight)
         if self.bias is not None:
@@ -154,28 +153,16 @@ def _linear(x: Array, weight: Array, bias: Array | None, expert: Array, sizes: A
 
 
 def new_experts(config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray) -> Experts:
-    experts = config.experts
+    experts, width = config.experts, config.hidden_size
     assert experts is not None
-    count, inner, width = experts.num_experts, experts.intermediate_size, config.hidden_size
-    keys = jax.random.split(key, 3)
+    count, inner = experts.num_experts, experts.intermediate_size
     up, down = (count, inner, width), (count, width, inner)
-
-    def weight(key: PRNGKeyArray, shape: tuple[int, int, int]) -> Array:
-        return 0.02 * jax.random.normal(key, shape, dtype)
-
-    def bias(shape: tuple[int, int, int]) -> Array | None:
-        return jnp.zeros(shape[:2], dtype) if experts.bias else None
-
-    return Experts(
-        gate_proj=weight(keys[0], up),
-        up_proj=weight(keys[1], up),
-        down_proj=weight(keys[2], down),
-        gate_proj_bias=bias(up),
-        up_proj_bias=bias(up),
-        down_proj_bias=bias(down),
-        config=experts,
-        activation=config.hidden_act,
-    )
+    arrays: dict[str, Any] = {}
+    parts = zip(("gate_proj", "up_proj", "down_proj"), (up, up, down), strict=True)
+    for part, (name, shape) in zip(jax.random.split(key, 3), parts, strict=True):
+        arrays[name] = 0.02 * jax.random.normal(part, shape, dtype)
+        arrays[f"{name}_bias"] = jnp.zeros(shape[:2], dtype) if experts.bias else None
+    return Experts(**arrays, config=experts, activation=config.hidden_act)
 
 
 class RoutedMLP(eqx.Module):
@@ -202,7 +189,12 @@ class RoutedMLP(eqx.Module):
         """The MLP's contribution to the residual stream; `parallel` says how `x` is sharded."""
         mesh = jax.sharding.get_abstract_mesh()
         axis = self.experts.axis if self.experts.axis in mesh.axis_names else None
-        parts = [] if parallel is None else _sharded(x, mesh, parallel)
+        # the axes that rows and tokens are sharded over, where they divide them
+        parts = []
+        split = () if parallel is None else (parallel.batch, parallel.axes)
+        for size, axes in zip(x.shape, split, strict=False):
+            count = math.prod(mesh.shape[name] for name in axes)
+            parts.append(axes if size % count == 0 else ())
         names = {name for part in parts for name in part} | ({axis} if axis else set())
         through = partial(_through, axis=axis)
         if names and not names & set(mesh.manual_axes):
@@ -216,15 +208,6 @@ class RoutedMLP(eqx.Module):
             )
         y = through(self.gate, self.experts, x)
         return y if self.shared_experts is None else y + self.shared_experts(x)
-
-
-def _sharded(x: Array, mesh: Any, parallel: SequenceParallel) -> list[tuple[str, ...]]:
-    """The axes that rows and tokens of `x` are sharded over, where they divide them."""
-    parts = []
-    for size, axes in zip(x.shape, (parallel.batch, parallel.axes), strict=False):
-        count = math.prod(mesh.shape[name] for name in axes)
-        parts.append(axes if size % count == 0 else ())
-    return parts
 
 
 def _through(gate: Router, experts: Experts, x: Array, *, axis: str | None) -> Array:

@@ -1,6 +1,6 @@
 """The fields of a `config.json`, and of the rotary embedding in it, read and written."""
 
-import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +30,12 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
     variant = family_of(entries, VARIANTS)
     for name in ("hidden_act", "hidden_activation"):
         check_activation(name, entries, variant.activation)
-    _check_quantization(entries.get("quantization_config"), variant.quantized)
+    if (given := entries.get("quantization_config")) is not None:
+        method = given.get("quant_method", given) if isinstance(given, Mapping) else given
+        known = variant.quantized
+        if known is None or method != known:
+            wanted = "weights that are not quantized" + (f", or by {known!r}" if known else "")
+            raise ValueError(f"quantization_config: wanted {wanted}, got {received(method)}")
     rope, local = read_rope(entries, variant)
     local_name = () if variant.local_theta is None else ("rope_local_base_freq",)
     read = *_SHARED, *_OTHERS, _PART, "eos_token_id", *variant.names, *local_name
@@ -55,15 +60,6 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
     original = entries.get(variant.original) if variant.original else None
     scaling = read_scaling(rope, sizes["max_position_embeddings"], original)
     return {**fields, "rope_scaling": scaling}
-
-
-def _check_quantization(given: Any, known: str | None) -> None:
-    if given is None:
-        return
-    method = given.get("quant_method", given) if isinstance(given, Mapping) else given
-    if known is None or method != known:
-        wanted = "weights that are not quantized" + (f", or by {known!r}" if known else "")
-        raise ValueError(f"quantization_config: wanted {wanted}, got {received(method)}")
 
 
 def write_fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,20 +92,13 @@ def write_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return entries | {"bos_token_id": None, "pad_token_id": None, "eos_token_id": ends}
 
 
-_KINDS: Mapping[str, type[AbstractRope]] = {
-    "linear": LinearRope,
-    "llama3": Llama3Rope,
-    "yarn": YarnRope,
-    "dynamic": DynamicRope,
-    "longrope": LongRope,
-}
-# Numbers that each kind has to have.
-_NEEDED: Mapping[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-    "dynamic": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
+# The scalings by transformers' names, and the numbers that each has to have.
+_KINDS: Mapping[str, tuple[type[AbstractRope], tuple[str, ...]]] = {
+    "linear": (LinearRope, ("factor",)),
+    "llama3": (Llama3Rope, ("factor", "low_freq_factor", "high_freq_factor")),
+    "yarn": (YarnRope, ("factor",)),
+    "dynamic": (DynamicRope, ("factor",)),
+    "longrope": (LongRope, ("short_factor", "long_factor")),
 }
 _CONTEXT, _LIMIT = "original_max_position_embeddings", "max_position_embeddings"
 # transformers' names of fields that have others here, and fields beside those of a scaling.
@@ -125,17 +114,15 @@ _OLDER = ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)
 
 
 def rope_entries(scaling: AbstractRope) -> dict[str, Any]:
-    """The object of a `config.json`."""
-    kind = next((name for name, x in _KINDS.items() if type(scaling) is x), None)
+    kind = next((name for name, (x, _) in _KINDS.items() if type(scaling) is x), None)
     if kind is None:
         raise ValueError(
             f"rope_scaling: wanted one of {', '.join(_KINDS)} in a checkpoint, got {received(scaling)}"
         )
-    values = {name: x for name, x in vars(scaling).items() if name != _LIMIT}
     return {"rope_type": kind} | {
         _THEIRS.get(name, name): list(x) if isinstance(x, tuple) else x
-        for name, x in values.items()
-        if x is not None
+        for name, x in vars(scaling).items()
+        if x is not None and name != _LIMIT
     }
 
 
@@ -199,12 +186,13 @@ def read_scaling(
     if kind != "default" and kind not in _KINDS:
         names = ", ".join(map(repr, ("default", *_KINDS)))
         raise ValueError(f"rope_type: wanted one of {names}, got {received(kind)}")
-    own = [] if kind == "default" else [x.name for x in _fields(_KINDS[kind])]
+    scaling, needed = _KINDS.get(kind, (None, ()))
+    own = () if scaling is None else inspect.signature(scaling).parameters
     names = {name: _THEIRS.get(name, name) for name in own}
     check_fields(rope, (*_BESIDE, *_OLDER, *names.values()))
-    if kind == "default":
+    if scaling is None:
         return None
-    for name in _NEEDED[kind]:
+    for name in needed:
         if rope.get(name) is None:
             raise ValueError(f"rope_scaling: wanted its {name}, got {received(dict(rope))}")
     values = {name: rope[x] for name, x in names.items() if rope.get(x) is not None}
@@ -214,12 +202,8 @@ def read_scaling(
     if kind == "dynamic":
         values[_LIMIT] = context
     if kind == "longrope":
-        lists = {name: as_tuple(name, values[name]) for name in _NEEDED[kind]}
+        lists = {name: as_tuple(name, values[name]) for name in needed}
         original = check_integer(_CONTEXT, values[_CONTEXT], 1)
         values = {"factor": context / original, **values, **lists}
     with renaming(_THEIRS):
-        return _KINDS[kind](**values)
-
-
-def _fields(kind: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(kind)
+        return scaling(**values)

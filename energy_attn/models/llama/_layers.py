@@ -1,6 +1,7 @@
 """The parts of a decoder: linear maps, embedding, norm, MLP, and the projections around attention."""
 
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -50,21 +51,16 @@ class Embedding(eqx.Module):
         self.scale = scale
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
-        rows = self._rows(tokens)
-        return rows if self.scale == 1 else rows * jnp.asarray(self.scale, rows.dtype)
-
-    def _rows(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch width"]:
         vocab = self.weight.shape[0]
         # negative indices would count from the end
         index = jnp.where((tokens < 0) | (tokens >= vocab), vocab, tokens)
-        rows = self.weight.at[index]
-        split = tuple(jax.typeof(index).sharding.spec)
-        if not any(split):
-            return rows.get(mode="fill")
-        # explicit sharding: JAX asks for the sharding of the rows of split tokens
-        mesh, width = jax.typeof(index).sharding.mesh, jax.typeof(self.weight).sharding.spec[1:]
-        sharding = NamedSharding(mesh, PartitionSpec(*split, *width))
-        return rows.get(mode="fill", out_sharding=sharding)
+        options: dict[str, Any] = {}
+        if any(split := tuple(jax.typeof(index).sharding.spec)):
+            # explicit sharding: JAX asks for the sharding of the rows of split tokens
+            mesh, width = jax.typeof(index).sharding.mesh, jax.typeof(self.weight).sharding.spec[1:]
+            options["out_sharding"] = NamedSharding(mesh, PartitionSpec(*split, *width))
+        rows = self.weight.at[index].get(mode="fill", **options)
+        return rows if self.scale == 1 else rows * jnp.asarray(self.scale, rows.dtype)
 
 
 class RMSNorm(eqx.Module):

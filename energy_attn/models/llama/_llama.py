@@ -60,15 +60,12 @@ class LlamaLayer(eqx.Module):
 
     def __init__(self, config: LlamaConfig, index: int, dtype: DTypeLike, *, key: PRNGKeyArray):
         window, cap = config.window(index), config.attn_logit_softcapping
-        options: dict[str, Any] = {}
-        scale = attention_scale(config)
-        if scale is not None:
-            options["scale"] = scale
-        if window is not None:
-            options["local_window_size"] = window - 1, 0
-        if cap is not None:
-            options["score"] = SoftCap(cap)
-        self.options = tuple(options.items())
+        options = {
+            "scale": attention_scale(config),
+            "local_window_size": None if window is None else (window - 1, 0),
+            "score": None if cap is None else SoftCap(cap),
+        }
+        self.options = tuple((name, x) for name, x in options.items() if x is not None)
         local = window is not None and config.rope_local_base_freq is not None
         self.rope = int(local) if config.rotates(index) else None
         attend, mlp = jax.random.split(key)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from energy_attn.kernels.internal import lse_dtype, received
 
-from ..decoder._config import check_numbers, check_positive
+from ..decoder._config import check_numbers, check_positive, check_that
 
 Frequencies = Float[np.ndarray, " half"]
 
@@ -116,7 +116,6 @@ class LinearRope(AbstractRope):
 
     def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The lowered frequencies, in the same dtype."""
-        del theta, length
         return frequencies / self.factor
 
 
@@ -156,14 +155,10 @@ class Llama3Rope(AbstractRope):
     def __post_init__(self) -> None:
         check_numbers(self, positive=("factor", "low_freq_factor"))
         low, high = self.low_freq_factor, self.high_freq_factor
-        if high <= low:
-            raise ValueError(
-                f"high_freq_factor: wanted more than low_freq_factor {low}, got {high}"
-            )
+        check_that(self, "high_freq_factor", high > low, f"more than low_freq_factor {low}")
 
     def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The lowered frequencies, in the same dtype."""
-        del theta, length
         turns = self.original_max_position_embeddings / (2 * math.pi / frequencies)
         low, high = self.low_freq_factor, self.high_freq_factor
         weight = np.clip((turns - low) / (high - low), 0, 1)
@@ -218,7 +213,6 @@ class YarnRope(AbstractRope):
 
     def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The lowered frequencies, in the same dtype."""
-        del length
         half = len(frequencies)
 
         def pair(turns: float) -> float:
@@ -283,8 +277,7 @@ class DynamicRope(AbstractRope):
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        if self.factor < 1:
-            raise ValueError(f"factor: wanted at least 1, got {self.factor}")
+        check_that(self, "factor", self.factor >= 1, "at least 1")
 
     def scaled(self, frequencies: Frequencies, theta: float, length: int) -> Frequencies:
         """The frequencies of the grown base, in the same dtype."""

@@ -91,7 +91,6 @@ def plain(name: str, x: Any) -> Any:
 
 
 def render(template: str, source: str, messages: list[dict[str, Any]], variables: Any) -> str:
-    """The text of messages."""
     program = _program(template, source)
     pieces, length = [], 0
     try:

@@ -1,4 +1,4 @@
-"""Tokens and the text that they stand for: the vocabulary and special tokens of a checkpoint, and text as it comes."""
+"""Tokens and their text: the vocabulary and special tokens of a checkpoint, and text as it comes."""
 
 import abc
 import contextlib
@@ -24,8 +24,6 @@ _LISTS = "additional_special_tokens", "extra_special_tokens"
 
 
 class Special(NamedTuple):
-    """Special tokens."""
-
     named: Mapping[str, str]  # by name, `bos_token`, `eos_token`, `pad_token` and others
     contents: tuple[str, ...]  # all of them, those without a name too
     # tokens that the vocabulary may lack, special or not, with their flags

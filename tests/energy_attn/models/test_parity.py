@@ -371,7 +371,7 @@ def test_gradients(pair, seen, tmp_path):
         for x in theirs.buffers():
             x.zero_()
     theirs.save_pretrained(tmp_path)
-    want = dict(zip(*named(load(tmp_path)), strict=True))
+    want = named(load(tmp_path))
 
     def loss(model, tokens, **options):
         logits = jax.nn.log_softmax(model(tokens, **options).logits[:, :-1])
@@ -385,7 +385,7 @@ def test_gradients(pair, seen, tmp_path):
     for kind, found in {"gradients": alone, "gradients_of_8": spread}.items():
         errors = {
             name: np.abs(leaf - want[name]).max() / max(np.abs(want[name]).max(), 1e-30)
-            for name, leaf in zip(*named(found), strict=True)
+            for name, leaf in named(found).items()
         }
         note(seen, pair, **{kind: float(max(errors.values()))})
         assert max(errors.values()) < 2e-5, max(errors, key=errors.__getitem__)

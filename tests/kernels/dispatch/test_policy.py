@@ -1,21 +1,18 @@
 """The policy of a call: which kernels, which method and which runs of keys, asked of one object."""
 
-from typing import Any
-
 import pytest
 
-from energy_attn.kernels.internal import CallPolicy, call_policy, reproducible_kernels
+from energy_attn.kernels.dispatch._registry import reproducible_kernels
+from energy_attn.kernels.internal import CallPolicy, call_policy
 
 
 def test_calls_are_left_as_they_are():
     """A default that changes the method or the kernels of a layout."""
     policy = call_policy("blockwise")
-    assert policy == CallPolicy(("blockwise",))
-    assert policy.method is None and policy.run is None
-    assert not policy.folds_sinks and not policy.attention_only
-    assert policy.laid_out(256) is policy
-    assert policy.bind(len, 256) is len
-    assert (policy.row_tiles, policy.leaf, policy.reads_trees) == (False, None, True)
+    assert policy == CallPolicy(("blockwise",)) and policy.method is None and policy.run is None
+    assert not (policy.folds_sinks or policy.attention_only or policy.row_tiles or policy.leaf)
+    assert policy.laid_out(256) is policy and policy.reads_trees
+    assert policy.bind(dict, 256)() == {}
 
 
 @pytest.mark.parametrize("given", [(None, True), (reproducible_kernels(512),)])
@@ -26,12 +23,8 @@ def test_reproducible_calls(given):
     assert policy.run == (None if given[0] is None else 512)
     laid_out = policy.laid_out(256)
     assert laid_out.run == 256 and laid_out.kernels == reproducible_kernels(256)
-    bound: Any = policy.bind(len, 256)
-    assert bound.keywords == {"implementation": laid_out.kernels}
-    assert (policy.row_tiles, policy.leaf, policy.reads_trees) == (True, 256, False)
+    assert policy.bind(dict, 256)() == {"implementation": laid_out.kernels}
+    assert policy.row_tiles and policy.leaf == 256 and not policy.reads_trees
     assert laid_out.laid_out(None) == call_policy(None, True)
-    assert len({policy, laid_out, call_policy(*given)}) == 2  # static: compared and hashed
-
-
-def test_the_default_is_no_reproducible_policy():
-    assert call_policy(None) != call_policy(None, True)
+    # static: compared and hashed
+    assert len({policy, laid_out, call_policy(*given), call_policy(None)}) == 3
