@@ -126,9 +126,9 @@ from .fold._tree import start as start
 from .masks._abstract import check_mask as check_mask
 from .masks._structure import window_structure as window_structure
 from .masks._visibility import may_meet as may_meet
-from .pallas.gpu._default import GPUTiles as GPUTiles
-from .pallas.gpu._default import KernelKind as KernelKind
 from .pallas.gpu._kernel import PallasGPU as PallasGPU
+from .pallas.gpu._plan import GPUTiles as GPUTiles
+from .pallas.gpu._plan import KernelKind as KernelKind
 from .program._operations import reads_first as reads_first
 from .program._read import REMAT as REMAT
 from .program._read import bind as bind

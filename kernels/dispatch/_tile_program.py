@@ -15,7 +15,7 @@ from jaxtyping import Array
 from .._varying import axes_of, vary_together
 from ..autodiff._function import run_compiled
 from ..call._target import lowered_for
-from ..pallas.gpu._chip import named_gpu
+from ..pallas.gpu._plan import named_gpu
 from ..pallas.tile_program import _evaluated as chips
 from ..program._read import evaluate_by, function_of, without_mesh
 from ..xla import _tile_program as cpu

@@ -3,13 +3,13 @@
 import functools
 import math
 import operator
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from ..call._operands import Operands, Settings, bound, hide_unreachable
+from ..call._operands import Operands, Settings
 from ..masks._abstract import AbstractMask
 from ..masks._interval import Interval, interval
 from ..masks._pairwise import Features, Pairwise, pairwise
@@ -39,29 +39,18 @@ def features_of(operands: Operands, pairs: Pairwise | None) -> Features:
 
 
 class Visibility(NamedTuple):
-    """Positions and segments of rows and of keys, from which a kernel computes its mask.
-
-    All fields but the last may be None.
-
-    Attributes:
-        row_positions: int32 `[B or 1, R]`; -1 for rows that pad a block.
-        key_positions: int32 `[B or 1, C]`; -1 for keys that pad a block.
-        row_segments: int32 `[B or 1, R]`.
-        key_segments: int32 `[B or 1, C]`.
-        features: other numbers that the mask compares, int32 likewise.
-    """
+    """Positions, -1 for rows and keys that pad a block, and segments, from which a kernel computes its mask."""
 
     row_positions: Int[Array, "b R"] | None
     key_positions: Int[Array, "b C"] | None
     row_segments: Int[Array, "b R"] | None
     key_segments: Int[Array, "b C"] | None
-    features: Features = Features()
+    features: Features = Features()  # other numbers that the mask compares
 
 
 def padded_visibility(
     operands: Operands, features: Features, row_tile: int, key_tile: int
 ) -> Visibility:
-    """Positions and segments of queries and keys, and the features of a mask, padded to whole tiles."""
 
     def padded(x: Array | None, tile: int, value: int) -> Any:
         return None if x is None else pad_to_blocks(x, 1, tile, value)
@@ -136,21 +125,14 @@ def block_run(visible: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Arr
 
 
 class BlockList(NamedTuple):
-    """A list of the blocks `y` that each block `x` meets, which need not be consecutive.
+    """A list of the blocks `y` that each block `x` meets, which need not be consecutive."""
 
-    Attributes:
-        order: the numbers of the blocks: those that need no mask, the others that meet, the rest.
-        stop: how many meet.
-        unmasked: how many of these need no mask.
-    """
-
-    order: Int[Array, "b x y"]
-    stop: Int[Array, "b x"]
-    unmasked: Int[Array, "b x"]
+    order: Int[Array, "b x y"]  # blocks that need no mask, the others that meet, the rest
+    stop: Int[Array, "b x"]  # how many meet
+    unmasked: Int[Array, "b x"]  # how many of these need no mask
 
 
 def block_list(meets: Bool[Array, "b x y"], all_visible: Bool[Array, "#b #x #y"]) -> BlockList:
-    """The list of the blocks that meet, given which of them need no mask."""
     all_visible = all_visible & meets
     number = meets.shape[-1]
     # sort one operand rather than two: XLA:TPU compiles the latter slowly
@@ -162,73 +144,6 @@ def block_list(meets: Bool[Array, "b x y"], all_visible: Bool[Array, "#b #x #y"]
 
 def pad_to_blocks(x: Array, axis: int, block: int, fill: float) -> Array:
     return pad(x, axis, math.ceil(x.shape[axis] / block) * block, fill)
-
-
-@runtime_checkable
-class Tiling(Protocol):
-    """The tiling of a plan.
-
-    Attributes:
-        settings: those of the call.
-        pairs: its mask for tiles, None if that is a window.
-        key_len: `S`.
-        row_times, keys: the queries and the keys of a tile.
-        key_tiles: how many tiles the keys have.
-        head_tiles: how many tiles the heads of a group have.
-    """
-
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def pairs(self) -> Pairwise | None: ...
-    @property
-    def key_len(self) -> int: ...
-    @property
-    def row_times(self) -> int: ...
-    @property
-    def keys(self) -> int: ...
-    @property
-    def key_tiles(self) -> int: ...
-    @property
-    def head_tiles(self) -> int: ...
-
-
-def visibility_of(operands: Operands, plan: Tiling) -> Visibility:
-    """Positions and segments of queries and of keys, padded to whole tiles.
-
-    Positions that are None stay None: the kernels then count from 0.
-    """
-    compared = operands.tokens.query_positions, operands.tokens.query_segments, plan.pairs
-    if any(x is not None for x in compared):
-        operands = hide_unreachable(operands, plan.settings)
-    return padded_visibility(operands, features_of(operands, plan.pairs), plan.row_times, plan.keys)
-
-
-def tile_ranges(
-    operands: Operands, visibility: Visibility, plan: Tiling, *, of_keys: bool
-) -> Int[Array, "4 b tiles"] | BlockList | None:
-    """The range of tiles that each tile of queries, or of keys, iterates over; None without arrays.
-
-    The four numbers are the first and one past the last tile that it might see, then the first and one
-    past the last of a run of tiles in which every present row sees every key, so that no mask is
-    needed. Under a mask that is not a window, returns a `BlockList` of tiles of queries.
-    """
-    mask = bound(plan.settings, operands)
-    may_meet = meeting_blocks(visibility, mask, plan.row_times, plan.keys)
-    if may_meet is None:
-        return None
-    all_visible = jnp.arange(plan.key_tiles, dtype=jnp.int32) < plan.key_len // plan.keys
-    all_visible = all_visible[None, None, :]
-    all_seen = open_blocks(visibility, mask, plan.row_times, plan.keys)
-    all_visible = all_visible if all_seen is None else all_visible & all_seen
-    all_visible = jnp.broadcast_to(all_visible, may_meet.shape)
-    if of_keys:
-        may_meet, all_visible = may_meet.swapaxes(1, 2), all_visible.swapaxes(1, 2)
-    if plan.pairs is not None:
-        return block_list(may_meet, all_visible)
-    ranges = jnp.stack([*block_spans(may_meet), *block_run(all_visible)])
-    # each tile of queries occurs once for every tile of heads
-    return ranges * plan.head_tiles if of_keys else ranges
 
 
 def moving_arrays(directions: Operands) -> dict[str, Any]:

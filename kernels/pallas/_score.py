@@ -41,28 +41,20 @@ def score_directions(
     directions_of_arrays = directions.score_arrays
     if program is None or all(x is None for x in directions_of_arrays):
         return None
-    arrays = _differentiable(operands)
-    tangents = [
-        jnp.zeros_like(x)
-        if directions_of_arrays[i] is None
-        else directions_of_arrays[i].astype(x.dtype)
-        for i, x in arrays.items()
-    ]
-    numbers_of = _numbers_of_moving(operands, program)
-    _, changes = jax.jvp(numbers_of, (list(arrays.values()),), (tangents,))
-    return changes
+    numbers_of, arrays = _moving_numbers(operands, program)
+    pairs = ((directions_of_arrays[i], x) for i, x in arrays.items())
+    tangents = [jnp.zeros_like(x) if d is None else d.astype(x.dtype) for d, x in pairs]
+    return jax.jvp(numbers_of, (list(arrays.values()),), (tangents,))[1]
 
 
 def score_cotangents(
     operands: Operands, program: ScoreProgram | None, rows: Numbers
 ) -> tuple[Array | None, ...]:
-    """The cotangents of the score's arrays, from those of its numbers `[B, T, N]` and tables for each row."""
+    """The cotangents of the score's arrays, from cotangents of its numbers `[B, T, N]` and tables for each row."""
     if program is None:
         return ()
-    differentiable = _differentiable(operands)
-    numbers, pullback = jax.vjp(
-        _numbers_of_moving(operands, program), list(differentiable.values())
-    )
+    numbers_of, arrays = _moving_numbers(operands, program)
+    numbers, pullback = jax.vjp(numbers_of, list(arrays.values()))
 
     def summed(x: Array, like: Array) -> Array:
         x = x.sum(1)
@@ -70,25 +62,18 @@ def score_cotangents(
         return x.sum(axes, keepdims=True)
 
     (array_cotangents,) = pullback(jax.tree.map(summed, rows._replace(fixed=()), numbers))
-    cotangents: list[Any] = [None] * len(operands.score_arrays)
-    for i, x in zip(differentiable, array_cotangents, strict=True):
-        cotangents[i] = x
-    return tuple(cotangents)
+    found = dict(zip(arrays, array_cotangents, strict=True))
+    return tuple(found.get(i) for i in range(len(operands.score_arrays)))
 
 
-def _differentiable(operands: Operands) -> dict[int, Array]:
-    return {i: x for i, x in enumerate(operands.score_arrays) if floating(x)}
+def _moving_numbers(operands: Operands, program: ScoreProgram) -> tuple[Any, dict[int, Array]]:
+    """The numbers that have derivatives, as a function of a list of the arrays that have, and these by index."""
+    moving = {i: x for i, x in enumerate(operands.score_arrays) if floating(x)}
 
-
-def _numbers_of_moving(operands: Operands, program: ScoreProgram) -> Any:
-    """The function from these arrays to the numbers that have derivatives."""
-    indices = tuple(_differentiable(operands))
-
-    def numbers_of(moving: Sequence[Array]) -> Numbers:
+    def numbers_of(moved: Sequence[Array]) -> Numbers:
         arrays = list(operands.score_arrays)
-        for i, x in zip(indices, moving, strict=True):
+        for i, x in zip(moving, moved, strict=True):
             arrays[i] = x
-        numbers = program.outside(arrays, *operands.part_indices())
-        return numbers._replace(fixed=())
+        return program.outside(arrays, *operands.part_indices())._replace(fixed=())
 
-    return numbers_of
+    return numbers_of, moving

@@ -4,6 +4,7 @@ The numbers and the tables are computed outside of the kernel, so that the kerne
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,24 +38,16 @@ _TYPES = "float32", "int32", "bool"
 
 
 class Target(NamedTuple):
-    """The primitives and dtypes that the compiler of a kernel supports, by name."""
-
     primitives: frozenset[str]
     dtypes: frozenset[str]
 
 
 class Numbers(NamedTuple):
-    """The inputs of a score that depend on batch and head alone.
-
-    Attributes:
-        floats: floating numbers.
-        tables: floating tables, with a last axis of entries.
-        fixed: int32 numbers, without derivatives.
-    """
+    """The inputs of a score that depend on batch and head alone."""
 
     floats: tuple[Any, ...] = ()
-    tables: tuple[Any, ...] = ()
-    fixed: tuple[Any, ...] = ()
+    tables: tuple[Any, ...] = ()  # floating, with a last axis of entries
+    fixed: tuple[Any, ...] = ()  # int32, without derivatives
 
 
 class _Lookup(NamedTuple):
@@ -76,13 +69,7 @@ class _Lookup(NamedTuple):
 
 
 class ScoreProgram:
-    """A score as a kernel computes it, on tiles that all have the same shape.
-
-    Attributes:
-        name: of the score.
-        compares: whether it reads positions.
-        sizes: the lengths of its tables.
-    """
+    """A score as a kernel computes it, on tiles that all have the same shape."""
 
     def __init__(self, structure: ScoreStructure, types: tuple[Any, ...]):
         self.name, self.compares = structure.name, structure.compares
@@ -98,7 +85,7 @@ class ScoreProgram:
         operations, (output,) = operations_of(program, inputs, foldable=1)
         for x in operations:
             self._sort(x)
-        self._output = self._of(output)
+        self._output = self._same.get(output, output)
         used = [y for x in self._inside for y in x.inputs]
         used += [x.place for x in self._lookups] + [self._output]
         numbers = [x for x in dict.fromkeys(used) if not x.reads & _INSIDE]
@@ -116,6 +103,7 @@ class ScoreProgram:
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """The lengths of its tables."""
         return tuple(x.size for x in self._lookups)
 
     def outside(self, arrays: Sequence[Array], batch: Array, head: Array) -> Numbers:
@@ -125,11 +113,9 @@ class ScoreProgram:
             values: dict[ProgramValue, Any] = dict(zip(self._arrays, arrays, strict=True))
             values |= {self._inputs["batch"]: batch, self._inputs["head"]: head}
             run(self._outside, values, bind_in_kernel)
-            floats = (values[x].reshape(()) for x in self._floats)
-            fixed = (values[x].reshape(()).astype(jnp.int32) for x in self._fixed)
-            return Numbers(
-                tuple(floats), tuple(_row(x, values) for x in self._lookups), tuple(fixed)
-            )
+            floats = tuple(values[x].reshape(()) for x in self._floats)
+            fixed = tuple(values[x].reshape(()).astype(jnp.int32) for x in self._fixed)
+            return Numbers(floats, tuple(_row(x, values) for x in self._lookups), fixed)
 
         def cut(x: Array, reads: frozenset[str]) -> Array:
             x = x if "batch" in reads else x[:1]
@@ -155,7 +141,7 @@ class ScoreProgram:
             found = (value_of(values, x.place) for x in self._lookups)
             return [jnp.broadcast_to(x, ()).astype(jnp.int32) for x in found]
 
-        indices = _each(one)(places, numbers)
+        indices = jax.vmap(jax.vmap(one))(places, numbers)
         return [
             index if x.fill else jnp.clip(index, 0, x.size - 1)
             for index, x in zip(indices, self._lookups, strict=True)
@@ -171,12 +157,11 @@ class ScoreProgram:
             run(self._inside, values, bind_in_kernel)
             return jnp.broadcast_to(value_of(values, self._output), ())
 
-        return _each(one)(raw, places, numbers)
+        return jax.vmap(jax.vmap(one))(raw, places, numbers)
 
     def _of_numbers(
         self, places: dict[str, Array], fixed: tuple[Any, ...]
     ) -> Callable[[Array, Any, Any], Array]:
-        """The score as a function of the products, floats and entries."""
         return lambda raw, floats, entries: self.score(raw, places, Numbers(floats, entries, fixed))
 
     def vjp(
@@ -219,11 +204,8 @@ class ScoreProgram:
             tangent = self.jvp(raw, places, numbers, raw, numbers)
             return self.indices(places, numbers), scores, pullback(raw), tangent
 
-        self._check(jax.make_jaxpr(self.score)(raw, places, numbers), target)
-        self._check(jax.make_jaxpr(derivatives)(raw, places, numbers), target)
-
-    def _check(self, program: ClosedJaxpr, target: Target) -> None:
-        for equation in equations(program):
+        programs = (jax.make_jaxpr(f)(raw, places, numbers) for f in (self.score, derivatives))
+        for equation in itertools.chain.from_iterable(map(equations, programs)):
             if (name := equation.primitive.name) not in target.primitives:
                 raise self._declined(f"functions that kernels compute, got {name}")
             types: list[Any] = [x.aval for x in equation.outvars]
@@ -235,9 +217,6 @@ class ScoreProgram:
     def _declined(self, reason: str) -> NotImplementedError:
         return NotImplementedError(f"score: wanted {reason} in {self.name} (blockwise takes it)")
 
-    def _of(self, x: ProgramValue) -> ProgramValue:
-        return self._same.get(x, x)
-
     def _inputs_of(self, places: dict[str, Array], numbers: Numbers) -> dict[ProgramValue, Any]:
         values: dict[ProgramValue, Any] = dict(self._constants)
         values |= {self._inputs[name]: x for name, x in places.items()}
@@ -248,7 +227,8 @@ class ScoreProgram:
 
     def _sort(self, operation: Operation) -> None:
         """Adds an operation to those outside of the kernel, those inside, or the lookups."""
-        operation = operation._replace(inputs=tuple(map(self._of, operation.inputs)))
+        inputs = tuple(self._same.get(x, x) for x in operation.inputs)
+        operation = operation._replace(inputs=inputs)
         for x in operation.outputs:
             x.reads = operation.reads  # a table, too
         kind = operation.name
@@ -337,7 +317,6 @@ def _traced(structure: ScoreStructure, types: tuple[Any, ...]) -> ClosedJaxpr:
 
 
 def _row(x: _Lookup, values: dict[ProgramValue, Any]) -> Array:
-    """The entries of a table at a batch and head."""
     table = jnp.asarray(value_of(values, x.table))
     starts = [
         jnp.int32(0)
@@ -351,11 +330,6 @@ def _row(x: _Lookup, values: dict[ProgramValue, Any]) -> Array:
         return row
     inside = [(y >= 0) & (y < n) for y, n in zip(starts, table.shape, strict=True)]
     return jnp.where(functools.reduce(jnp.logical_and, inside), row, jnp.nan)
-
-
-def _each(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, mapped over the entries of a tile."""
-    return jax.vmap(jax.vmap(f))
 
 
 @functools.lru_cache(maxsize=256)

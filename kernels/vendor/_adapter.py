@@ -11,14 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel, check_operands
-from ..call._operands import (
-    KernelCall,
-    Operands,
-    Settings,
-    cotangents,
-    out_dtype,
-    zero_absent,
-)
+from ..call._operands import KernelCall, Operands, cotangents, out_dtype, zero_absent
 from ..call._state import AttentionState, holds_keys
 from ..masks._segments import Segments
 from ..masks._structure import WINDOWS
@@ -49,9 +42,8 @@ class VendorGPU(AbstractKernel):
         """The cotangents of query, key and value, of any value where these are absent. `lse` as of `attend`."""
 
     def forward(self, call: KernelCall) -> AttentionState:
-        operands, settings, _ = call
-        out, lse = self.attend(call._replace(operands=zero_beyond(operands)))
-        return vendor_state(out, lse.swapaxes(1, 2), operands, settings)
+        out, lse = self.attend(call._replace(operands=zero_beyond(call.operands)))
+        return vendor_state(out, lse.swapaxes(1, 2), call)
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -83,10 +75,9 @@ class VendorGPU(AbstractKernel):
         return push_forward(PallasGPU(), call, state, directions)
 
 
-def check_plain(
-    kernel: AbstractKernel, operands: Operands, settings: Settings, widest: int
-) -> None:
+def check_plain(kernel: AbstractKernel, call: KernelCall, widest: int) -> None:
     """Raises `NotImplementedError` for calls that a vendor's kernel for widths up to `widest` gets wrong."""
+    operands, settings = call.operands, call.settings
     query, key, value = operands.qkv
     supported = {"query", "key", "value", "query_lengths", "key_lengths"}
     supported |= {"query_segments", "key_segments"} if Segments in kernel.masks else set()
@@ -110,13 +101,13 @@ def check_plain(
         )
 
 
-def window_side(size: int, keys: int) -> int | None:
-    """One side of a window; None if it covers all keys."""
-    return size if size < keys - 1 else None
+def sides_of(window: tuple[int, int], keys: int) -> list[int | None]:
+    """The sides of a window; None for one that covers all keys."""
+    return [size if size < keys - 1 else None for size in window]
 
 
 def lengths(operands: Operands) -> tuple[Array, Array]:
-    """The lengths of queries and of keys, `[B]`, clipped to those of the arrays."""
+    """The lengths of queries and of keys, `[B]`, at most as long as the arrays."""
     batch, query_len = operands.query.shape[:2]
     tokens, key_len = operands.tokens, operands.key.shape[1]
     pairs = (tokens.query_lengths, query_len), (tokens.key_lengths, key_len)
@@ -134,29 +125,23 @@ def zero_beyond(operands: Operands) -> Operands:
     return operands._replace(query=query, key=key, value=value)
 
 
-def vendor_state(out: Array, lse: Array, operands: Operands, settings: Settings) -> AttentionState:
+def vendor_state(out: Array, lse: Array, call: KernelCall) -> AttentionState:
     """The state from a vendor's outputs, with NaN where the energy is not finite.
 
     Rows that lengths mask fully get minus infinity. In calls that pass `check_plain` no others are fully masked,
     so such an energy comes from a NaN or an overflow, for which FlashAttention-2 writes plus infinity.
     """
-    broken = ~jnp.isfinite(lse)
+    operands, broken = call.operands, ~jnp.isfinite(lse)
     lse = jnp.where(broken, jnp.nan, lse)
-    out = jnp.where(broken[..., None], jnp.nan, out.astype(out_dtype(operands, settings)))
+    out = jnp.where(broken[..., None], jnp.nan, out.astype(out_dtype(operands, call.settings)))
     state = AttentionState(out, lse)
-    return (
-        keep_rows(_sees_keys(operands, settings), state, -jnp.inf)
-        if operands.tokens.has_lengths
-        else state
-    )
-
-
-def _sees_keys(operands: Operands, settings: Settings) -> Array:
-    """Which queries are present and see a key, by lengths, `[B, T, 1]`; under a window, its first key."""
+    if not operands.tokens.has_lengths:
+        return state
+    # the queries that are present and see a key: under a window, their first one
     queries, keys = (x[:, None] for x in lengths(operands))
     rows = jnp.arange(operands.query.shape[1], dtype=jnp.int32)[None]
-    first = jnp.maximum(rows - min(settings.mask.window[0], operands.key.shape[1]), 0)
-    return ((rows < queries) & (first < keys))[..., None]
+    first = jnp.maximum(rows - min(call.settings.mask.window[0], operands.key.shape[1]), 0)
+    return keep_rows(((rows < queries) & (first < keys))[..., None], state, -jnp.inf)
 
 
 def keep_rows(rows: Array, state: AttentionState, lse: float) -> AttentionState:
@@ -167,7 +152,6 @@ def keep_rows(rows: Array, state: AttentionState, lse: float) -> AttentionState:
 
 
 def may_be_empty(operands: Operands) -> bool:
-    """Whether a row may see no key, by lengths or segments."""
     return operands.tokens.has_lengths or operands.tokens.query_segments is not None
 
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._private import private_names
-from ..call._operands import KernelCall, Operands, Settings
+from ..call._operands import KernelCall
 from ..call._target import check_capability, cuda_version, target_capability
 from ..masks._lengths import Lengths
 from ..masks._structure import WINDOWS
-from ._adapter import VendorGPU, check_plain, lengths, window_side
+from ._adapter import VendorGPU, check_plain, lengths, sides_of
 
 FEWEST_ROWS = 64  # of queries and of keys; other kernels split the keys of few rows
 # The widest calls, by the major compute capability, of both forwards and backwards, from cuDNN's documentation:
@@ -38,39 +38,32 @@ class CuDNN(VendorGPU):
     masks = (*WINDOWS, Lengths)
 
     def check(self, call: KernelCall) -> None:
-        operands, settings, _ = call
+        operands, mask = call.operands, call.settings.mask
         check_capability(self.name, (8, 0))
         capability = target_capability()
-        check_plain(
-            self, operands, settings, 256 if capability is None else WIDEST.get(capability[0], WIDE)
-        )
+        check_plain(self, call, 256 if capability is None else WIDEST.get(capability[0], WIDE))
         _check_version(operands.query.shape[-1])
         for name, x in (("query", operands.query), ("key", operands.key)):
             if x.shape[1] < FEWEST_ROWS:
                 raise NotImplementedError(
                     f"{name}: wanted at least {FEWEST_ROWS} rows, got {x.shape[1]}"
                 )
-        left, right = settings.mask.window
-        if settings.mask.constrains and right != 0:
+        left, right = mask.window
+        if mask.constrains and right != 0:
             raise NotImplementedError(
                 f"local_window_size: wanted no keys after the query's, got {(left, right)}"
             )
         private_names("cudnn")
 
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
-        operands, settings, _ = call
-        query, key, value = operands.qkv
-        arrays = query, key, value, *_unused_but_lengths(operands)
-        options = _options(operands, settings)
+        arrays, options = _inputs(call)
         return tuple(private_names("cudnn").forward.bind(*arrays, **options, is_training=True))
 
     def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        operands, settings, _ = call
-        query, key, value = operands.qkv
-        arrays = query, key, value, *_unused_but_lengths(operands), lse, out, d_out
-        return tuple(private_names("cudnn").backward.bind(*arrays, **_options(operands, settings)))
+        arrays, options = _inputs(call)
+        return tuple(private_names("cudnn").backward.bind(*arrays, lse, out, d_out, **options))
 
 
 def _check_version(width: int) -> None:
@@ -88,24 +81,20 @@ def _check_version(width: int) -> None:
         )
 
 
-def _unused_but_lengths(operands: Operands) -> list[Array]:
-    """Bias, lengths of queries and keys, offsets and pages; all are empty except the lengths."""
+def _inputs(call: KernelCall) -> tuple[list[Array], dict[str, Any]]:
+    operands, names = call.operands, private_names("cudnn")
+    # bias, lengths of queries and keys, offsets and pages; all are empty except the lengths
     unused = [jnp.zeros(0, operands.query.dtype)] * 7
     if operands.tokens.has_lengths:
         unused[1:3] = lengths(operands)
-    return unused
-
-
-def _options(operands: Operands, settings: Settings) -> dict[str, Any]:
-    (left, right), names = settings.mask.window, private_names("cudnn")
-    left = window_side(left, operands.key.shape[1])
+    left, right = sides_of(call.settings.mask.window, call.operands.key.shape[1])
     padding = "PADDING_" if operands.tokens.has_lengths else ""
     mask = f"{padding}CAUSAL" if right == 0 else "PADDING" if padding else "NO_MASK"
     # parameters of newer versions of JAX for functions of the scores
     parameters = inspect.signature(names.lowering).parameters
     score_options = {"score_mod_name", "score_mod_jaxpr"} & parameters.keys()
-    return {
-        "scale": settings.scale,
+    options = {
+        "scale": call.settings.scale,
         "seed": 0,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),  # no bias, and no gradient of one
@@ -113,4 +102,5 @@ def _options(operands: Operands, settings: Settings) -> dict[str, Any]:
         "layout": names.Layout.BTNH.value,
         # the query's own key is included
         "sliding_window_length": None if left is None else left + 1,
-    } | dict.fromkeys(score_options)
+    }
+    return [*operands.qkv, *unused], options | dict.fromkeys(score_options)

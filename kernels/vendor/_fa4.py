@@ -10,9 +10,9 @@ import jax
 from jaxtyping import Array
 
 from .._private import private_names
-from ..call._operands import KernelCall, Operands, Settings
+from ..call._operands import KernelCall
 from ..call._target import Capability, capability_of, target_capability
-from ._adapter import VendorGPU, check_plain, window_side
+from ._adapter import VendorGPU, check_plain, sides_of
 
 WIDEST = {8: 256, 9: 256, 10: 128, 12: 256}  # by the major compute capability
 
@@ -27,24 +27,21 @@ class FA4(VendorGPU):
     name = "fa4"
 
     def check(self, call: KernelCall) -> None:
-        operands, settings, _ = call
         capability = target_capability()
         if capability is not None:
             _check_attached(capability)
-        check_plain(self, operands, settings, WIDEST[9 if capability is None else capability[0]])
+        check_plain(self, call, WIDEST[9 if capability is None else capability[0]])
         _package()
 
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
-        operands, settings, _ = call
-        config, backend = _configured(operands, settings)
-        return backend.fwd_lse(config, *operands.qkv, ())
+        config, backend = _configured(call)
+        return backend.fwd_lse(config, *call.operands.qkv, ())
 
     def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        operands, settings, _ = call
-        config, backend = _configured(operands, settings)
-        return backend.vjp(config, *operands.qkv, out, lse, d_out, None, ())
+        config, backend = _configured(call)
+        return backend.vjp(config, *call.operands.qkv, out, lse, d_out, None, ())
 
 
 def _check_attached(capability: Capability) -> None:
@@ -60,15 +57,15 @@ def _check_attached(capability: Capability) -> None:
         )
 
 
-def _configured(operands: Operands, settings: Settings) -> tuple[Any, Any]:
-    left, right = (window_side(x, operands.key.shape[1]) for x in settings.mask.window)
+def _configured(call: KernelCall) -> tuple[Any, Any]:
+    left, right = sides_of(call.settings.mask.window, call.operands.key.shape[1])
     causal = left is None and right == 0
     window = (None, None) if causal else (left, right)
     config = _package().Config(
         causal=causal,
         local=window != (None, None),
         window=window,
-        scale=settings.scale,
+        scale=call.settings.scale,
         mask=None,
         backend="cute",
     )

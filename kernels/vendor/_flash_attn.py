@@ -11,9 +11,9 @@ from typing import Any
 from jaxtyping import Array
 
 from .._private import private_names
-from ..call._operands import KernelCall, Settings
+from ..call._operands import KernelCall
 from ..call._target import check_capability
-from ._adapter import VendorGPU, check_plain, window_side
+from ._adapter import VendorGPU, check_plain, sides_of
 
 
 class FlashAttn(VendorGPU):
@@ -27,31 +27,27 @@ class FlashAttn(VendorGPU):
     name = "flash"
 
     def check(self, call: KernelCall) -> None:
-        operands, settings, _ = call
         check_capability(self.name, (8, 0), below=(10, 0))
-        check_plain(self, operands, settings, widest=192)  # few GPUs have a wider backward
+        check_plain(self, call, widest=192)  # few GPUs have a wider backward
         _package()
 
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
-        operands, settings, _ = call
-        return _package().forward(*operands.qkv, **_options(settings, operands.key.shape[1]))
+        return _package().forward(*call.operands.qkv, **_options(call))
 
     def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        operands, settings, _ = call
-        options = _options(settings, operands.key.shape[1])
-        return _package().backward(d_out, *operands.qkv, out, lse, **options)
+        return _package().backward(d_out, *call.operands.qkv, out, lse, **_options(call))
 
 
-def _options(settings: Settings, keys: int) -> dict[str, Any]:
+def _options(call: KernelCall) -> dict[str, Any]:
     # -1 for an unbounded side
     left, right = (
         -1 if size is None else size
-        for size in (window_side(x, keys) for x in settings.mask.window)
+        for size in sides_of(call.settings.mask.window, call.operands.key.shape[1])
     )
     return {
-        "softmax_scale": settings.scale,
+        "softmax_scale": call.settings.scale,
         "is_causal": right == 0,
         "window_size_left": left,
         "window_size_right": right,

@@ -30,8 +30,8 @@ from ._adapter import (
     keep_rows,
     present_cotangents,
     push_forward,
+    sides_of,
     vendor_state,
-    window_side,
     without_empty,
     zero_beyond,
 )
@@ -61,8 +61,8 @@ class Splash(AbstractKernel):
     masks = (*WINDOWS, Lengths, Segments)
 
     def check(self, call: KernelCall) -> None:
-        operands, settings, _ = call
-        check_plain(self, operands, settings, widest=256)
+        operands, settings = call.operands, call.settings
+        check_plain(self, call, widest=256)
         if operands.tokens.has_lengths and operands.tokens.query_segments is not None:
             raise NotImplementedError("query_segment_ids: wanted None beside lengths, got an array")
         if operands.query.dtype != "bfloat16":
@@ -77,14 +77,10 @@ class Splash(AbstractKernel):
         private_names("splash")
 
     def forward(self, call: KernelCall) -> AttentionState:
-        operands, settings, platform = call
-        query, key, value = _scaled(zero_beyond(operands), settings)
-        kernel = _kernel(
-            settings.mask.window, self._blocks(query, key, settings), platform != "tpu"
-        )
+        operands, (kernel, *scaled) = call.operands, self._scaled(call)
         with _splash_config():
-            out, (lse,) = jax.vmap(kernel)(query, key, value, _segments(operands))
-        state = vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), operands, settings)
+            out, (lse,) = jax.vmap(kernel)(*scaled, _segments(operands))
+        state = vendor_state(out.swapaxes(1, 2), lse.swapaxes(1, 2), call)
         if operands.tokens.query_segments is None:
             return state
         return keep_rows(~(state.lse < _NO_KEY), state, -jnp.inf)
@@ -93,11 +89,7 @@ class Splash(AbstractKernel):
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         """Two kernels: one for the gradient of queries, one for the others; one where keys are one block."""
-        operands, settings, platform = call
-        query, key, value = _scaled(zero_beyond(operands), settings)
-        kernel = _kernel(
-            settings.mask.window, self._blocks(query, key, settings), platform != "tpu"
-        )
+        operands, (kernel, query, key, value) = call.operands, self._scaled(call)
         vendor_rows, cotangent = without_empty(operands, state, cotangent)
         d_out = cotangent.out.astype(value.dtype)
         rows = (vendor_rows.lse, d_out, backward_delta(vendor_rows, cotangent))
@@ -106,15 +98,21 @@ class Splash(AbstractKernel):
                 _segments(operands), query, key, value, *(x.swapaxes(1, 2) for x in rows)
             )
         query, key, value = (x.swapaxes(1, 2) for x in cotangents)
-        return present_cotangents(operands, state, query * settings.scale, key, value)
+        return present_cotangents(operands, state, query * call.settings.scale, key, value)
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState | None:
         """The tangent by pallas_tpu: the vendor has none."""
-        operands, settings, platform = call
         with _splash_config():
             return push_forward(PallasTPU(), call, state, directions)
+
+    def _scaled(self, call: KernelCall) -> tuple[Any, ...]:
+        """The kernel, and operands with heads in front, with scaled queries, which a power of two does not round."""
+        settings, (query, key, value) = call.settings, zero_beyond(call.operands).qkv
+        query, key, value = (x.swapaxes(1, 2) for x in (query * settings.scale, key, value))
+        blocks = self._blocks(query, key, settings)
+        return _kernel(settings.mask.window, blocks, call.platform != "tpu"), query, key, value
 
     def _blocks(self, query: Array, key: Array, settings: Settings) -> "_Blocks":
         rows, keys = query.shape[2], key.shape[2]
@@ -131,13 +129,11 @@ class Splash(AbstractKernel):
 
 
 class _Blocks(NamedTuple):
-    """The numbers of rows and keys, of those in a block, and of keys that are multiplied at once."""
-
     rows: int
     keys: int
     row_block: int
     key_block: int
-    computed: int
+    computed: int  # keys that are multiplied at once
 
     @property
     def fused(self) -> bool:
@@ -163,12 +159,6 @@ def _segments(operands: Operands) -> Any:
     return private_names("splash").SegmentIds(
         *(jnp.broadcast_to(x, (rows, x.shape[1])) for x in ids)
     )
-
-
-def _scaled(operands: Operands, settings: Settings) -> list[Array]:
-    """The operands with heads in front and scaled queries, which a power of two does not round."""
-    query, key, value = operands.qkv
-    return [x.swapaxes(1, 2) for x in (query * settings.scale, key, value)]
 
 
 def _backward(kernel: Any, segments: Any, query: Array, *rest: Array) -> tuple[Array, Array, Array]:
@@ -229,7 +219,7 @@ def _kernel(window: tuple[int, int], blocks: _Blocks, interpret: bool) -> Any:
 
 
 def _mask(masks: Any, window: tuple[int, int], shape: tuple[int, int]) -> Any:
-    left, right = (window_side(x, shape[1]) for x in window)
+    left, right = sides_of(window, shape[1])
     if left is None and right is None:
         return masks.FullMask(shape)
     if left is None and right == 0:

@@ -1,7 +1,7 @@
 """The fold of tiles on NVIDIA's GPUs: the waiting nodes of the tree are in global memory, which the cache holds."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +47,6 @@ class Place(NamedTuple):
     def store(
         self, refs: Iterable[Ref], arrays: Iterable[Array], there: Array | None = None
     ) -> None:
-        """Stores rows of arrays, except absent ones."""
         for ref, x in zip(refs, arrays, strict=True):
             mask = None if there is None else self._mask(ref, there)
             triton.store(self.of(ref), x.astype(ref.dtype), mask=mask)
@@ -58,25 +57,14 @@ class Place(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """The nodes of a program that wait for their right neighbours.
+    """The nodes of a program that wait for their right neighbours."""
 
-    Attributes:
-        refs: of the arrays of all programs' nodes.
-        forks: for each node, the bits in which the numbers of its two neighbours differ; the highest is its level.
-        base: the first node of this program.
-        there: which rows there are.
-        join: that of the program.
-        identity: the numbers of the item of nothing.
-        barrier: waits for all threads.
-    """
-
-    refs: Sequence[Ref]
-    forks: Ref
-    base: Array
-    there: Array | None
-    join: Callable[[Partial, Partial], Partial]
-    identity: Sequence[float]
-    barrier: Callable[[], None]
+    refs: Sequence[Ref]  # of the arrays of all programs' nodes
+    forks: Ref  # of each node, the bits in which the numbers beside it differ; the highest is its level
+    base: Array  # the first node of this program
+    there: Array | None  # which rows there are
+    program: FoldProgram
+    interpret: bool
 
     def below(self, count: Array, fork: Array) -> Array:
         """Number of the `count` waiting nodes whose level is not below the level of a fork."""
@@ -98,15 +86,20 @@ class Waiting(NamedTuple):
 
         def join(index: Array, node: Partial) -> Partial:
             place = self._at(count - 1 - index)
-            return self.join(place.load(self.refs, self.there, self.identity), node)
+            left = place.load(self.refs, self.there, self.program.identity)
+            return self.program.merge(left, node)
 
         return lax.fori_loop(0, count - left, join, node)
 
     def push(self, node: Partial, count: Array, fork: Array) -> None:
-        self.barrier()
+        self._wait()
         self._at(count).store(self.refs, node, self.there)
         triton.store(self.forks.at[self.base + count], fork)
-        self.barrier()
+        self._wait()
+
+    def _wait(self) -> None:
+        if not self.interpret:
+            triton.debug_barrier()
 
     def _at(self, count: Array) -> Place:
         return Place(self.base + count, None, 0, self.refs[0].shape[1])
@@ -173,7 +166,6 @@ class _Tiles(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks in a tile."""
         return next(iter(self.arrays.values())).shape[1] // self.block
 
     def load(self, place: Place) -> tuple[Blocks, tuple[Array, ...]]:
@@ -208,10 +200,6 @@ def _kernel(
         for n, x in zip(program.sizes, program.identity, strict=True)
     )
 
-    def barrier() -> None:
-        if not interpret:
-            triton.debug_barrier()
-
     def one(turn: Array, _: Array) -> Array:
         work, block = _divided(this + turn * programs, rows.blocks)
         at, head = _divided(work, heads)
@@ -221,14 +209,11 @@ def _kernel(
         loaded, ids = rows.load(place)
         there = ids[0][0] >= 0 if ids else None
         ids = tuple(x.T for x in ids)
-        stack = Waiting(
-            waiting, forks, this * depth, there, program.merge, program.identity, barrier
-        )
+        stack = Waiting(waiting, forks, this * depth, there, program, interpret)
         begin, end = first[at], stop[at]
         start = batch * others
 
         def one_tile(index: Array) -> tuple[Partial, Array]:
-            """The item of a tile, block after block."""
             entry = start + begin + index
 
             def more(block: Array | int, before: Partial | None) -> Partial:

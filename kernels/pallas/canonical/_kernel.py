@@ -17,8 +17,8 @@ from ...fold._kernel import AbstractCanonical, check_whole
 from ...masks._abstract import AbstractMask
 from .._rows import pairs_of
 from .._score_program import Target
-from ..gpu._chip import named_gpu
 from ..gpu._plan import TARGET as gpu_target
+from ..gpu._plan import named_gpu
 from ..tpu._layout import TARGET as tpu_target
 from ._schedule import PallasSchedule
 from ._sides import FormatSizes, scores_of
@@ -33,24 +33,19 @@ class AbstractCanonicalPallas(AbstractCanonical):
     A tile of rows and a leaf of keys are one program, in which no constant depends on the sizes of a call, and the
     canonical tree merges what it returns.
 
-    Attributes:
-        sizes: of tiles, constants of the platform's format, by the bytes of a number.
-        dtypes: that it takes.
-        target: the functions of scores that its compiler takes.
-        least_tiles: a fold over keys of fewer tiles of rows is in parts.
     """
 
-    sizes: ClassVar[dict[int, FormatSizes]]
+    sizes: ClassVar[dict[int, FormatSizes]]  # constants of the format, by the bytes of a number
     dtypes: ClassVar[tuple[str, ...]]
     target: ClassVar[Target]
-    least_tiles: ClassVar[int]
+    least_tiles: ClassVar[int]  # a fold over keys of fewer tiles of rows is in parts
     masks = (AbstractMask,)
 
     def check(self, call: KernelCall) -> None:
         """Raises `NotImplementedError` for a part of the keys of a row; for arrays of biases and masks; for other
         dtypes and wider heads; and for masks and scores that no kernel of Pallas computes, or with tables.
         """
-        operands, settings, _ = call
+        operands, settings = call.operands, call.settings
         check_whole(settings)
         check_operands(operands, self.dtypes, ("bias", "mask"))
         pairs_of(operands, settings)
@@ -67,7 +62,6 @@ class AbstractCanonicalPallas(AbstractCanonical):
         return cotangent
 
     def array_cotangents(self, call: KernelCall, *given: AttentionState) -> Never:
-        """Raises `NotImplementedError`."""
         raise _not_learnt(call)
 
     def tangent_fold(
@@ -79,15 +73,13 @@ class AbstractCanonicalPallas(AbstractCanonical):
         return super().tangent_fold(call, state, directions)
 
     def schedule(self, call: KernelCall, in_order: bool) -> PallasSchedule:
-        operands, settings, _ = call
-        scores = scores_of(operands, settings, self.target)
+        scores = scores_of(call.operands, call.settings, self.target)
         leaves = max((self.run or LEAF) // LEAF, 1)
         subtree = leaves & -leaves if in_order else 0  # the most leaves that are one of each run
-        sizes = self.sizes[operands.query.dtype.itemsize]
+        sizes = self.sizes[call.operands.query.dtype.itemsize]
         return PallasSchedule(self, call, scores, sizes, subtree)
 
     def fold(self, call: KernelCall, *args: Any) -> list[Array]:
-        """Runs `fold` of the platform's module."""
         with named_gpu(call.platform):
             return self.folds().fold(*args, interpret=call.platform not in self.platforms)
 

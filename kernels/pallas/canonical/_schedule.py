@@ -7,16 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jax.extend.core import Jaxpr
+from jaxtyping import Array, Int
 
 from ...call._operands import KernelCall, Operands
 from ...fold._call import AbstractRowsFold, AbstractSchedule, rounded
 from ...fold._programs import Arithmetic, Blocks, FoldProgram, FoldResult, Partial
 from ...masks._visibility import visible
+from ...program._read import evaluate_by
 from .._rows import block_spans, features_of, pairs_of
 from .._score import score_numbers
-from ..gpu._chip import named_gpu
-from ..tile_program._dot import dot
+from .._tiles import dot
+from ..gpu._plan import named_gpu
 from ..tile_program._evaluated import chip_for, evaluated
 from ._sides import (
     FIXED,
@@ -34,8 +36,6 @@ _LEAST = 16  # of a width, which is a power of two
 
 
 class ChipArithmetic(Arithmetic):
-    """Arithmetic of tiles `[rows, width]`, whose products are summed in float32."""
-
     def dot(self, a: Array, b: Array, over: tuple[int, int]) -> Array:
         return dot(a, b, over)
 
@@ -109,13 +109,7 @@ class FoldInParts(AbstractRowsFold):
 
 
 class PallasSchedule(AbstractSchedule):
-    """Queries and keys are laid out in tiles of a platform's sizes, which its kernel folds.
-
-    Attributes:
-        rows: of a tile.
-        subtree: how many leaves of keys are one, where keys lie in such; 0 for keys in any order.
-        least_tiles: a fold over keys of fewer tiles of rows is in parts.
-    """
+    """Queries and keys are laid out in tiles of a platform's sizes, which its kernel folds."""
 
     arithmetic = ChipArithmetic()
     over_keys = FoldInParts
@@ -123,6 +117,7 @@ class PallasSchedule(AbstractSchedule):
     def __init__(
         self, kernel: Any, call: KernelCall, scores: ChipScores, sizes: FormatSizes, subtree: int
     ):
+        """`subtree`: how many leaves of keys are one, where keys lie in such; 0 for keys in any order."""
         super().__init__(call, subtree > 0)
         self._kernel, self._call, self._scores = kernel, call, scores
         self.least_tiles = kernel.least_tiles
@@ -141,17 +136,15 @@ class PallasSchedule(AbstractSchedule):
         return max(_LEAST, 1 << (width - 1).bit_length())
 
     def pairs(self, queries: TokenNumbers, keys: TokenNumbers) -> Pairs:
-        """The pairs of queries and keys; ids broadcast."""
-        return Pairs(self._seen(queries, keys), queries[0], keys[0])
-
-    def _seen(self, queries: TokenNumbers, keys: TokenNumbers) -> Bool[Array, "..."]:
         (query, *of_query), (key, *of_key) = queries, keys
         first = int(self._has_segments)
         if self._pairs is None:
             see = visible(self.settings.mask.bind(), query, key)
         else:
             see = self._pairs.visible(query, key, of_query[first:], of_key[first:])
-        return see & (of_query[0] == of_key[0]) if self._has_segments else see
+        if self._has_segments:
+            see &= of_query[0] == of_key[0]
+        return Pairs(see, query, key)
 
     def row_side(self, arrays: Blocks) -> Side:
         """Rows of all heads of a key head, `[B, T, N, ...]`, in tiles together."""
@@ -179,7 +172,6 @@ class PallasSchedule(AbstractSchedule):
         return self._side(found, (jnp.repeat(x, group, 1) for x in ids))
 
     def walk_keys(self, rows: Side) -> Walk:
-        """The leaves that rows may see."""
         numbers, held = self.held.numbers, self.held
         is_one = held.tiles <= self.subtree  # of which leaves without keys have numbers, too
         if is_one:
@@ -268,13 +260,14 @@ class PallasSchedule(AbstractSchedule):
         return self._kernel.fold(self._call, *args)
 
     def computed(self, f: Callable[..., Any], *args: Any) -> Any:
-        program, struct = jax.make_jaxpr(f, return_shape=True)(*args)
         (platform,) = self._kernel.platforms
+        chip = chip_for(platform, interpret=self._call.platform != platform)
+
+        def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+            return evaluated(jaxpr, consts, rounded(given), platform, chip)
+
         with named_gpu(self._call.platform):
-            chip = chip_for(platform, interpret=self._call.platform != platform)
-            given = rounded(jax.tree.leaves(args))
-            found = evaluated(program.jaxpr, program.consts, given, platform, chip)
-        return jax.tree.unflatten(jax.tree.structure(struct), found)
+            return evaluate_by(evaluate, f, *args)
 
     def numbers(self) -> Blocks:
         """Numbers of the score for each row, `[B, T, N]`."""

@@ -20,14 +20,12 @@ TokenNumbers = tuple[Array, ...]  # positions, and what else masks compare
 class Side(NamedTuple):
     """Queries or keys in tiles.
 
-    Attributes:
-        arrays: by name, `[B, tiles, size, K, W]`, or numbers `[B, tiles, size, K]`.
-        ids: int32 `[B, tiles, size]` each: positions, negative where there is nothing, and what else masks compare;
-            none where all is there and all pairs are visible.
+    Ids are positions, negative where there is nothing, and what else masks compare; there are none where all is there
+    and all pairs are visible.
     """
 
-    arrays: Blocks
-    ids: TokenNumbers
+    arrays: Blocks  # `[B, tiles, size, K, W]`, or numbers `[B, tiles, size, K]`
+    ids: TokenNumbers  # int32 `[B, tiles, size]` each
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -49,21 +47,13 @@ OfPairs = Callable[[TokenNumbers, TokenNumbers], Pairs | None]
 
 
 class Walk(NamedTuple):
-    """The tiles of the other side that are folded for each own tile.
+    """The tiles of the other side that are folded for each own tile."""
 
-    Attributes:
-        numbers: of the other side's tiles in the tree, `[B, others]`, which increase.
-        first: the first tile of each part of the fold, `[B, tiles, parts]`.
-        stop: one past its last, likewise.
-        most: no part has more tiles.
-        consecutive: whether numbers are, so that they can be cut into subtrees.
-    """
-
-    numbers: Int[Array, "b others"]
-    first: Int[Array, "b tiles parts"]
+    numbers: Int[Array, "b others"]  # of the other side's tiles in the tree, which increase
+    first: Int[Array, "b tiles parts"]  # the first tile of each part of the fold
     stop: Int[Array, "b tiles parts"]
-    most: int
-    consecutive: bool
+    most: int  # no part has more tiles
+    consecutive: bool  # whether numbers are, so that they can be cut into subtrees
 
     @property
     def depth(self) -> int:
@@ -108,15 +98,10 @@ def subtree_for(count: int, wanted: int) -> int:
 
 
 class FormatSizes(NamedTuple):
-    """The constants of a platform's format, powers of two.
+    """The constants of a platform's format, powers of two."""
 
-    Attributes:
-        rows: of a tile, of all heads of a key head.
-        queries: of a tile of one head, over which gradients of keys are folded.
-    """
-
-    rows: int
-    queries: int
+    rows: int  # of a tile, of all heads of a key head
+    queries: int  # of a tile of one head, over which gradients of keys are folded
 
 
 FLOATS, FIXED = "score_float", "score_fixed"  # numbers of rows: names whose order is theirs
@@ -130,9 +115,9 @@ class ChipScores(AbstractTileScores):
     program: ScoreProgram | None
 
     def masked(self, raw: Array, rows: Blocks, pairs: Pairs) -> Array:
-        if self.program is None:
-            return jnp.where(pairs.seen, raw, -jnp.inf)
-        scores = self.program.score(raw, *self._given(raw, rows, pairs))
+        scores = raw
+        if self.program is not None:
+            scores = self.program.score(raw, *self._given(raw, rows, pairs))
         return jnp.where(pairs.seen, scores, -jnp.inf)
 
     def with_pullback(self, raw: Array, rows: Blocks, pairs: Pairs) -> tuple[Array, Pullback]:

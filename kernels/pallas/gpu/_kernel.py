@@ -5,13 +5,11 @@ import dataclasses
 import jax
 
 from ...call._kernel import AbstractKernel, check_operands
-from ...call._operands import KernelCall, Operands, Settings, dequantized
+from ...call._operands import KernelCall, Operands, dequantized
 from ...call._state import AttentionState
 from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
-from ._chip import named_gpu
-from ._default import OWN, GPUTiles, KernelKind
-from ._plan import TritonPlan, make_plan
+from ._plan import OWN, GPUTiles, KernelKind, TritonPlan, make_plan, named_gpu
 
 # Not 8 bits: Pallas computes offsets in signed 32 bits for arrays of up to 2^32 bytes, here as many numbers.
 DTYPES = ("float16", "bfloat16", "float32")
@@ -42,13 +40,14 @@ class PallasGPU(AbstractKernel):
     scores = True
 
     def check(self, call: KernelCall) -> None:
-        operands, settings, _ = call
         check_capability(self.name, (8, 0))
-        plain = operands if operands.scales.key is None else jax.eval_shape(dequantized, operands)
-        check_operands(plain, DTYPES, ("bias", "mask"))
-        self._plan(operands, settings, "forward")
+        operands = call.operands
+        if operands.scales.key is not None:
+            operands = jax.eval_shape(dequantized, operands)
+        check_operands(operands, DTYPES, ("bias", "mask"))
+        self._plan(call, "forward")
         for kind in ("query", "key"):
-            self._plan(plain, settings, kind)
+            self._plan(call._replace(operands=operands), kind)
         try:
             # imported late: JAX deprecates its Triton backend, and a later version may lack it
             from . import _backward, _forward  # noqa: F401
@@ -69,24 +68,21 @@ class PallasGPU(AbstractKernel):
         return query.dtype.name in ("bfloat16", "float32") and few_rows and counted
 
     def forward(self, call: KernelCall) -> AttentionState:
-        operands, settings, platform = call
         from ._forward import forward
 
-        plan = self._plan(operands, settings, "forward")
-        with named_gpu(platform):
-            return forward(operands, plan, interpret=platform != "cuda")
+        plan = self._plan(call, "forward")
+        with named_gpu(call.platform):
+            return forward(call.operands, plan, interpret=call.platform != "cuda")
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        operands, settings, platform = call
         from ._backward import backward
 
-        query_plan = self._plan(operands, settings, "query")
-        key_plan = self._plan(operands, settings, "key")
-        with named_gpu(platform):
+        plans = self._plan(call, "query"), self._plan(call, "key")
+        with named_gpu(call.platform):
             return backward(
-                operands, query_plan, key_plan, state, cotangent, interpret=platform != "cuda"
+                call.operands, *plans, state, cotangent, interpret=call.platform != "cuda"
             )
 
     def tangent(
@@ -96,15 +92,16 @@ class PallasGPU(AbstractKernel):
 
         None for the widest calls, whose tiles and directions do not fit on the chip together.
         """
-        operands, settings, platform = call
-        from ._tangent import tangent
+        from ._forward import tangent
 
         try:
-            plan = self._plan(operands, settings, "tangent")
+            plan = self._plan(call, "tangent")
         except NotImplementedError:
             return None
-        with named_gpu(platform):
-            return tangent(operands, plan, state, directions, interpret=platform != "cuda")
+        with named_gpu(call.platform):
+            return tangent(
+                call.operands, plan, state, directions, interpret=call.platform != "cuda"
+            )
 
-    def _plan(self, operands: Operands, settings: Settings, kind: KernelKind) -> TritonPlan:
-        return make_plan(operands, settings, kind, self.tiles)
+    def _plan(self, call: KernelCall, kind: KernelKind) -> TritonPlan:
+        return make_plan(call.operands, call.settings, kind, self.tiles)

@@ -1,15 +1,238 @@
-"""The tiles and programs of a call for the GPU kernels, by shapes alone; does not import Pallas."""
+"""The tiles and programs of a call for the GPU kernels, by shapes and by the GPU of the program alone."""
 
+import contextlib
+import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+import jax
 
 from ...call._operands import Operands, Settings
+from ...call._target import target_device
 from ...masks._pairwise import Pairwise
 from .._rows import pairs_of
 from .._score import score_of
 from .._score_program import ScoreProgram, Target
-from ._chip import GPUChip, target_chip
-from ._default import GPUTiles, KernelKind, Need, default_tiles, power
+from .._tiles import TilePlan, sizes_of, split
+
+KernelKind = Literal["forward", "query", "key", "tangent"]
+KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
+LEAST = 16  # the smallest tile that tensor cores take
+
+# With many rows, a program keeps OWN rows (or keys) and iterates over tiles of as many keys; over half as many
+# in the backward and the tangent, which have twice the operands and sums.
+OWN = 128
+# Tiles of float32, which do not use the tensor cores: larger ones would only lengthen the program, as each 32
+# terms of a product are an instruction.
+FLOAT32 = 16
+# With few rows, each key is read once and the kernel is bound by memory. Products of WARP_GROUP rows or more
+# are computed by four warps together, which need wider tiles.
+WARP_GROUP = 64
+KEYS_OF_WARPS, KEYS_OF_WARP_GROUPS = 32, 64
+# Float32 sums in registers: more than four times as many, 128 in each of 256 threads, would spill registers.
+SUMS = 8192
+# Bytes of shared memory that CUDA reserves for each program, and that a program may need beside its tiles.
+RESERVED, SCRATCH = 1024, 1024
+LEAST_STEPS = 4
+
+
+# Shared memory that one program may take of a multiprocessor, in KiB, by compute capability; other
+# GPUs get the smallest.
+_MEMORY = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
+_LEAST_MEMORY = 99
+
+
+class GPUChip(NamedTuple):
+    """A GPU; an H100 by default, for programs whose devices are not known."""
+
+    memory: int = 227 * 1024  # bytes of shared memory that one program may take of a multiprocessor
+    multiprocessors: int = 132
+    kind: str | None = None  # as in `jax.Device.device_kind`
+
+
+def target_chip() -> GPUChip:
+    """The GPU of the program being lowered, which need not be attached; the default while a call is traced."""
+    device = target_device()
+    capability = getattr(device, "compute_capability", None)
+    if device is None or capability is None:  # interpreted on another platform
+        return GPUChip()
+    memory = _MEMORY.get(capability, _LEAST_MEMORY) * 1024
+    cores = getattr(device, "core_count", None) or GPUChip().multiprocessors
+    return GPUChip(memory, cores, device.device_kind)
+
+
+@contextlib.contextmanager
+def named_gpu(platform: str | None) -> Iterator[None]:
+    """Names a GPU to JAX if it has none, for lowering on another machine (`tests/cuda`).
+
+    Versions before 0.11 assume compute capability 9.0 instead. The kernels do not depend on it, and XLA
+    compiles them for the GPU of the program.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    default_device = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    devices = (default_device, mesh.abstract_device)
+    has_gpu = platform != "cuda" or "gpu" in (getattr(x, "platform", x) for x in devices)
+    if has_gpu or jax.__version_info__ < (0, 11):
+        yield
+        return
+    gpu = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=gpu)):
+        yield
+
+
+class GPUTiles(NamedTuple):
+    r"""How one of the GPU kernels splits a call into tiles and programs.
+
+    A row is a query of one head, and $T N / K$ rows share a key head. A program keeps a tile of `rows` and
+    iterates over tiles of `keys`; that of the gradients in keys and values keeps `keys` and iterates over `rows`.
+
+    Attributes:
+        kind: the kernel: `"forward"` of the state, `"query"` of the gradient in queries, `"key"` of those in
+            keys and values, `"tangent"` of the state's derivative in a direction.
+        rows, keys: of a tile; powers of two, at least 16.
+        warps: the threads of a program in units of 32: 1, 2, 4, 8 or 16.
+        stages: the number of steps of an iteration that overlap, 1 to 8, whose tiles are in shared memory.
+        programs: where a call has fewer tiles to keep, the iteration of each is split over several programs,
+            up to this number in all, and their parts are merged.
+        least_steps: the least number of tiles that each of these iterates over.
+    """
+
+    kind: KernelKind
+    rows: int
+    keys: int
+    warps: int = 4
+    stages: int = 2
+    programs: int = 132
+    least_steps: int = 4
+
+
+class Need(NamedTuple):
+    """The memory that one kernel of a call holds and reads.
+
+    A program keeps a tile of rows and iterates over tiles of keys; the other way round in the kernel of
+    the gradients in keys and values.
+    """
+
+    kind: KernelKind
+    rows: int  # of a key head, rounded up to a power of two
+    keys: int  # likewise
+    tiled: int  # key heads in the batch, each of which is tiled separately
+    own_bytes: int  # of a row (or key) of the kept tile
+    other_bytes: int  # of a key (or row) of the iterated tiles
+    pair_bytes: int  # of the tables of a score, which are loaded for each pair
+    sums: int  # float32 numbers that a program sums for each row (or key) that it keeps
+    float32: bool  # whether products are of float32
+    scored: bool
+    listed: bool  # whether the tiles are in a `BlockList`, whose next entry is loaded first
+    eight_bits: bool  # whether keys and values are of eight bits, and cast in registers
+
+    @property
+    def kept(self) -> int:
+        return self.keys if self.kind == "key" else self.rows
+
+    @property
+    def iterated(self) -> int:
+        return self.rows if self.kind == "key" else self.keys
+
+    def memory(self, kept: int, other: int, stages: int) -> int:
+        """The bytes of shared memory of a program.
+
+        Products of warp groups read their tiles from shared memory, where Triton holds one for each stage.
+        Products of single warps need one fewer of three stages or more, and exchange 16-bit weights there.
+        With eight bits there is one stored tile fewer, and a cast tile of the same size.
+        """
+        by_groups = kept >= WARP_GROUP and not self.float32
+        buffered = stages if by_groups or stages < 3 else stages - 1
+        weights = 0 if by_groups or self.float32 else 2 * kept * other
+        tiles = buffered * other * (self.other_bytes + kept * self.pair_bytes)
+        return kept * self.own_bytes + tiles + weights
+
+    def fitting(self, kept: int, other: int, stages: int, chip: GPUChip) -> int:
+        """How many programs fit into the shared memory of a multiprocessor; 0: not even one."""
+        needed = self.memory(kept, other, stages)
+        return (
+            0 if needed + SCRATCH > chip.memory else (chip.memory + RESERVED) // (needed + RESERVED)
+        )
+
+    def warps(self, kept: int, other: int) -> int:
+        """The warps of a program: enough to hold its sums and its scores in registers."""
+        # three products over the width, or conversions, are long sequences of instructions in float32
+        long_products = self.float32 and (self.kind == "tangent" or self.eight_bits)
+        # and their derivatives, or what they are made of
+        twice = self.kind != "forward" or self.scored or self.eight_bits
+        numbers = kept * (2 * self.sums + (2 * other if twice else other))  # sums stay, scores pass
+        return 8 if numbers > 4 * SUMS or long_products else 4
+
+
+def power(size: int) -> int:
+    """The least power of two that holds `size`, at least `LEAST`."""
+    return max(LEAST, 1 << (size - 1).bit_length())
+
+
+def default_tiles(need: Need, chip: GPUChip) -> GPUTiles | None:
+    """The tiles of a kernel on a GPU; None if not even the smallest fit."""
+    of_state = need.kind in ("forward", "tangent")
+    kept = FLOAT32 if need.float32 else min(OWN, need.kept)
+    while kept * need.sums > 4 * SUMS and kept > LEAST:
+        kept //= 2
+    few_rows = of_state and need.rows <= OWN
+    tiles = _of_few_rows(need, kept, chip) if few_rows else None
+    return tiles or _of_many_rows(need, kept, chip)
+
+
+def _of_few_rows(need: Need, kept: int, chip: GPUChip) -> GPUTiles | None:
+    """The tiles that keep the most bytes in flight to a multiprocessor."""
+    by_groups = kept >= WARP_GROUP
+    other = min(need.iterated, KEYS_OF_WARP_GROUPS if by_groups else KEYS_OF_WARPS)
+    if need.float32:
+        other = FLOAT32
+    warps = need.warps(kept, other)
+    # bound by registers: each warp of a group holds the sums and the scores of 16 rows
+    most = 4 if not by_groups else 8 // warps
+    choices = [
+        (programs * (stages - 1), programs, stages)
+        for stages in (4, 3)
+        if (programs := min(need.fitting(kept, other, stages, chip), most))
+    ]
+    if not choices:
+        return None
+    _, programs, stages = max(choices)
+    # more than one program for each multiprocessor only where each fills its stages twice
+    tiles, steps = need.tiled * -(-need.kept // kept), -(-need.iterated // other)
+    split_programs = min(programs * chip.multiprocessors, tiles * steps // (2 * stages))
+    return GPUTiles(
+        need.kind,
+        kept,
+        other,
+        warps,
+        stages,
+        max(split_programs, chip.multiprocessors),
+        LEAST_STEPS,
+    )
+
+
+def _of_many_rows(need: Need, kept: int, chip: GPUChip) -> GPUTiles | None:
+    """Large tiles, in three stages where they fit: with two, loads wait for the preceding products.
+
+    A list of tiles gets two stages, as its next entry would occupy one of three.
+    """
+    other = FLOAT32 if need.float32 else OWN if need.kind == "forward" else OWN // 2
+    # registers also hold the residuals of the score's derivative, or all the sums that they can, of width 256
+    crowded = need.scored or (kept < OWN and kept * need.sums == 4 * SUMS)
+    if need.kind == "key" and crowded and not need.float32:
+        other //= 2
+    other = min(other, need.iterated)
+    while not need.fitting(kept, other, 2, chip) and max(kept, other) > LEAST:
+        kept, other = (kept // 2, other) if kept > other else (kept, other // 2)
+    if not need.fitting(kept, other, 2, chip):
+        return None
+    stages = 3 if need.fitting(kept, other, 3, chip) and not need.listed else 2
+    rows, keys = (other, kept) if need.kind == "key" else (kept, other)
+    return GPUTiles(
+        need.kind, rows, keys, need.warps(kept, other), stages, chip.multiprocessors, LEAST_STEPS
+    )
+
 
 # The primitives that every supported JAX lowers to Triton, for a score and its derivatives.
 TARGET = Target(
@@ -24,55 +247,21 @@ TARGET = Target(
 )
 
 
-class TritonPlan(NamedTuple):
-    """The static properties of a call and its tiles.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TritonPlan(TilePlan):
+    """A plan whose tiles of rows are `row_times` queries of `row_heads` of the heads that share a key head.
 
-    The rows of a tile are `row_times` consecutive queries of `row_heads` of the query heads that
-    share a key head, in memory order; the rest of `rows` is idle.
-
-    Attributes:
-        settings: those of the call.
-        pairs: its mask for tiles, None if that is a window.
-        batch, query_len, key_len, kv_heads, group: `B`, `T`, `S`, `K` and `N / K`.
-        width, value_width: `H` and `Hv`.
-        row_times, row_heads, rows, keys: the tiles of rows and of keys; the last two are powers
-            of two.
-        splits: how many programs share the iteration of a tile over others.
-        warps, stages: the threads of a program in units of 32, and the steps that overlap.
-        score: the call's score, if it has one.
+    These are in memory order; the rest of `rows` is idle. `rows` and `keys` are powers of two.
     """
 
-    settings: Settings
-    pairs: Pairwise | None
-    batch: int
-    query_len: int
-    key_len: int
-    kv_heads: int
-    group: int
-    width: int
-    value_width: int
-    row_times: int
-    row_heads: int
     rows: int
-    keys: int
-    splits: int
-    warps: int
-    stages: int
+    row_heads: int
+    warps: int  # the threads of a program in units of 32
     score: ScoreProgram | None
 
     @property
     def head_tiles(self) -> int:
-        """Tiles for the query heads of a key head."""
         return math.ceil(self.group / self.row_heads)
-
-    @property
-    def row_tiles(self) -> int:
-        """Tiles of rows of a key head, ordered by (time, head)."""
-        return math.ceil(self.query_len / self.row_times) * self.head_tiles
-
-    @property
-    def key_tiles(self) -> int:
-        return math.ceil(self.key_len / self.keys)
 
     @property
     def full_rows(self) -> bool:
@@ -95,34 +284,34 @@ def make_plan(
     Raises `NotImplementedError` if no tiles fit into shared memory, or the given ones do not, or for a mask
     or a score that the kernels do not compute.
     """
-    score = score_of(operands, settings, TARGET)
-    query, value = operands.query, operands.value
-    batch, query_len, heads, width = query.shape
-    _, key_len, kv_heads, value_width = value.shape
-    group = heads // kv_heads
-    pairs = pairs_of(operands, settings)
+    score, pairs = score_of(operands, settings, TARGET), pairs_of(operands, settings)
+    sizes = sizes_of(operands)
     need, chip = need_of(operands, settings, kind, score, pairs), target_chip()
     tiles = next((x for x in given if x.kind == kind), None)
     tiles = default_tiles(need, chip) if tiles is None else _no_larger(tiles, need, chip)
     if tiles is None:
         raise NotImplementedError(
             f"query: wanted widths whose tiles fit into {chip.memory >> 10} KiB of shared memory, "
-            f"got {width} beside values of {value_width}"
+            f"got {sizes['width']} beside values of {sizes['value_width']}"
         )
-    row_heads = min(group, tiles.rows)
+    row_heads = min(sizes["group"], tiles.rows)
     plan = TritonPlan(
-        settings,
-        pairs,
-        *(batch, query_len, key_len, kv_heads, group, width, value_width),
-        *(tiles.rows // row_heads, row_heads, tiles.rows, tiles.keys),
-        *(1, tiles.warps, tiles.stages, score),
+        settings=settings,
+        pairs=pairs,
+        score=score,
+        row_times=tiles.rows // row_heads,
+        row_heads=row_heads,
+        rows=tiles.rows,
+        keys=tiles.keys,
+        warps=tiles.warps,
+        stages=tiles.stages,
+        **sizes,
     )
     kept, steps = plan.row_tiles, plan.key_tiles
     if kind == "key":
         kept, steps = steps, kept
-    programs = batch * kv_heads * kept
-    splits = min(tiles.programs // programs, steps // tiles.least_steps)
-    return plan._replace(splits=max(splits, 1))
+    kept *= plan.batch * plan.kv_heads
+    return split(plan, kept, steps, tiles.programs, tiles.least_steps)
 
 
 def need_of(
@@ -158,7 +347,7 @@ def need_of(
 def _numbers(
     operands: Operands, settings: Settings, kind: KernelKind, pairs: Pairwise | None
 ) -> int:
-    """The 32-bit numbers that a program loads beside each key, or row, that it iterates over."""
+    """The 32-bit numbers that a program loads for each key, or row, of an iteration."""
     compared = 0
     if pairs is not None:
         compared = pairs.of_queries if kind == "key" else pairs.of_keys

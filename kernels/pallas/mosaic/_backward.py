@@ -20,7 +20,7 @@ from ..._varying import result_like
 from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
 from ...xla._blockwise import BackwardRows, backward_rows, row_cotangents
-from .._rows import Visibility, tile_ranges, visibility_of
+from .._tiles import LOG2_E, divide
 from . import _tile as tiles
 from ._plan import (
     ROWS,
@@ -34,7 +34,7 @@ from ._plan import (
     unstack_heads,
     zero_hidden_keys,
 )
-from ._tile import Ref, SlotRing
+from ._tile import MosaicProgram, Ref, SlotRing
 
 
 def backward(
@@ -65,15 +65,14 @@ def _query_gradient(
     operands: Operands, plan: MosaicPlan, rows: BackwardRows, interpret: bool
 ) -> Array:
     query, key, value, d_out = map(aligned, (*operands.qkv, rows.d_out))
-    parts = plan.splits * plan.batch
     partial_dtype = query.dtype if plan.splits == 1 else jnp.float32
-    visibility = visibility_of(operands, plan)
-    ranges = tile_ranges(operands, visibility, plan, of_keys=False)
-    (d_query,) = tiles.call(
+    shape = plan.splits * plan.batch, *query.shape[1:]
+    (d_query,) = tiles.launch(
         _query_kernel,
         plan,
-        (query, key, value, d_out, _numbers(rows, plan), visibility, ranges),
-        [result_like(query, (parts, *query.shape[1:]), partial_dtype)],
+        operands,
+        (query, key, value, d_out, _numbers(rows, plan)),
+        [result_like(query, shape, partial_dtype)],
         [
             tiles.tile_memory((plan.consumers, ROWS, plan.width), query.dtype),
             tiles.tile_memory((plan.consumers, ROWS, plan.value_width), value.dtype),
@@ -81,7 +80,6 @@ def _query_gradient(
             tiles.tile_memory((plan.consumers, ROWS, chunk(plan.width)), partial_dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=plan.consumers),
         ],
-        programs=plan.row_tiles * plan.heads * parts,
         interpret=interpret,
     )
     return sum_of_parts(d_query[:, : plan.query_len], plan, query.dtype)
@@ -91,13 +89,12 @@ def _key_gradients(
     operands: Operands, plan: MosaicPlan, rows: BackwardRows, interpret: bool
 ) -> Sequence[Array]:
     query, key, value, d_out = map(aligned, (*operands.qkv, rows.d_out))
-    visibility = visibility_of(operands, plan)
-    ranges = tile_ranges(operands, visibility, plan, of_keys=True)
     numbers = plgpu.SMEM((plan.stages, 2, plan.row_times), jnp.float32)
-    sums = tiles.call(
+    sums = tiles.launch(
         _key_kernel,
         plan,
-        (query, key, value, d_out, _numbers(rows, plan), visibility, ranges),
+        operands,
+        (query, key, value, d_out, _numbers(rows, plan)),
         [result_like(query, x.shape, x.dtype) for x in (key, value)],
         [
             tiles.tile_memory((plan.consumers, ROWS, plan.width), key.dtype),
@@ -105,7 +102,7 @@ def _key_gradients(
             tiles.ring(plan, plan.row_times, (plan.width, plan.value_width), key.dtype, numbers),
             plgpu.Barrier(num_arrivals=2, num_barriers=plan.consumers),
         ],
-        programs=plan.key_tiles * plan.kv_heads * plan.batch,
+        of_keys=True,
         interpret=interpret,
     )
     return [x[:, : plan.key_len] for x in sums]
@@ -113,20 +110,17 @@ def _key_gradients(
 
 def _numbers(rows: BackwardRows, plan: MosaicPlan) -> Float[Array, "B N 2 R"]:
     """The energy of each row, in bits, and its delta; rows that pad the last tile have no weight."""
-    lse = numbers_of_rows(rows.lse, plan, jnp.inf) * tiles.LOG2_E
+    lse = numbers_of_rows(rows.lse, plan, jnp.inf) * LOG2_E
     return jnp.stack([lse, numbers_of_rows(rows.delta, plan, 0.0)], axis=2)
 
 
 def _query_kernel(
-    plan: MosaicPlan,
-    interpret: bool,
+    program: MosaicProgram,
     query_ref: Ref,
     key_ref: Ref,
     value_ref: Ref,
     out_ref: Ref,
     numbers_ref: Ref,
-    visibility: Visibility,
-    ranges: Ref | None,
     d_query_ref: Ref,
     query_tile: Ref,
     out_tile: Ref,
@@ -134,19 +128,17 @@ def _query_kernel(
     result_tile: Ref,
     ready: Any,
 ) -> None:
-    program = tiles.program_index(plan, plan.row_tiles, plan.heads)
-    tile_range = tiles.tile_range(plan, ranges, program)
+    plan, interpret = program.plan, program.interpret
 
     def sources(i: Array) -> Sequence[tuple[Sequence[Any], SlotRing]]:
-        tile = tile_range.tile(i)
-        return [([tiles.keys_of(plan, ref, program, tile) for ref in (key_ref, value_ref)], ring)]
+        tile = program.other(i)
+        return [([program.keys(ref, tile) for ref in (key_ref, value_ref)], ring)]
 
     def compute(group: Array) -> None:
         row = program.tile * plan.row_times + group * ROWS
-        row_slice = program.batch, pl.ds(row, ROWS), program.head
-        query, d_out = query_tile.at[group], out_tile.at[group]
-        plgpu.copy_gmem_to_smem(query_ref.at[row_slice], query, ready.at[group])
-        plgpu.copy_gmem_to_smem(out_ref.at[row_slice], d_out, ready.at[group])
+        query, d_out = own_tiles = query_tile.at[group], out_tile.at[group]
+        own_rows = [program.rows(ref, row) for ref in (query_ref, out_ref)]
+        tiles.start_copies(own_rows, own_tiles, ready.at[group])
         lse, delta = (
             tiles.load(
                 numbers_ref.at[program.batch, program.head, i, pl.ds(row, ROWS)], tiles.OF_ROWS
@@ -154,15 +146,14 @@ def _query_kernel(
             for i in range(2)
         )
         plgpu.barrier_wait(ready.at[group])
-        factor = plan.settings.scale * tiles.LOG2_E
+        factor = plan.settings.scale * LOG2_E
 
         def step(i: Array, sums: Array, masked: bool) -> Array:
             slot, (key, value) = tiles.filled(plan, ring, i)
             scores = tiles.products((query, key)) * factor
             weights = jnp.exp2(scores - tiles.of_rows(lse, plan.keys))
             if masked:
-                first = tile_range.tile(i) * plan.keys
-                visible = tiles.seen(plan, visibility, program, row, first, weights.shape)
+                visible = program.seen(row, program.other(i) * plan.keys, weights.shape)
                 weights = jnp.where(visible, weights, 0.0)
             d_weights = tiles.products((d_out, value))
             d_scores = weights * (d_weights - tiles.of_rows(delta, plan.keys))
@@ -170,24 +161,20 @@ def _query_kernel(
             plgpu.barrier_arrive(ring.free.at[slot])
             return sums
 
-        sums = tile_range.loop(step, tiles.constant((ROWS, plan.width), 0.0, tiles.TILE))
-        part = program.split * plan.batch + program.batch
-        result_slice = d_query_ref.at[part, pl.ds(row, ROWS), program.head]
+        sums = program.loop(step, tiles.constant((ROWS, plan.width), 0.0, tiles.TILE))
+        result_slice = d_query_ref.at[program.part, pl.ds(row, ROWS), program.head]
         tiles.store(sums * plan.settings.scale, result_tile.at[group], result_slice)
 
-    tiles.share(plan, tile_range.steps, sources, compute)
+    tiles.share(plan, program.steps, sources, compute)
 
 
 def _key_kernel(
-    plan: MosaicPlan,
-    interpret: bool,
+    program: MosaicProgram,
     query_ref: Ref,
     key_ref: Ref,
     value_ref: Ref,
     out_ref: Ref,
     numbers_ref: Ref,
-    visibility: Visibility,
-    ranges: Ref | None,
     d_key_ref: Ref,
     d_value_ref: Ref,
     key_tile: Ref,
@@ -195,13 +182,12 @@ def _key_kernel(
     ring: SlotRing,
     ready: Any,
 ) -> None:
-    program = tiles.program_index(plan, plan.key_tiles, plan.kv_heads)
-    tile_range = tiles.tile_range(plan, ranges, program, of_keys=True)
+    plan, interpret = program.plan, program.interpret
 
     def rows_at(i: Array) -> tuple[Array, Array]:
         """The first row of a step, and its head, which varies faster than the tile of rows."""
-        number, head = tiles.divide(i, plan.group)
-        return tile_range.tile(number) * plan.row_times, program.head * plan.group + head
+        number, head = divide(i, plan.group)
+        return program.other(number) * plan.row_times, program.head * plan.group + head
 
     def sources(i: Array) -> Sequence[tuple[Sequence[Any], SlotRing]]:
         row, head = rows_at(i)
@@ -214,12 +200,11 @@ def _key_kernel(
 
     def compute(group: Array) -> None:
         first = program.tile * plan.keys + group * ROWS
-        key_slice = program.batch, pl.ds(first, ROWS), program.head
-        key, value = key_tile.at[group], value_tile.at[group]
-        plgpu.copy_gmem_to_smem(key_ref.at[key_slice], key, ready.at[group])
-        plgpu.copy_gmem_to_smem(value_ref.at[key_slice], value, ready.at[group])
+        key, value = own_tiles = key_tile.at[group], value_tile.at[group]
+        own_rows = [program.rows(ref, first) for ref in (key_ref, value_ref)]
+        tiles.start_copies(own_rows, own_tiles, ready.at[group])
         plgpu.barrier_wait(ready.at[group])
-        factor = plan.settings.scale * tiles.LOG2_E
+        factor = plan.settings.scale * LOG2_E
 
         def step(i: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
             slot, (query, d_out, numbers) = tiles.filled(plan, ring, i)
@@ -230,8 +215,7 @@ def _key_kernel(
             weights = jnp.exp2(scores * factor - tiles.of_columns(lse, ROWS))
             if masked:
                 row, _ = rows_at(i)
-                shape = weights.shape
-                visible = tiles.seen(plan, visibility, program, row, first, shape, keys_first=True)
+                visible = program.seen(row, first, weights.shape)
                 weights = jnp.where(visible, weights, 0.0)
             added = weights.astype(d_out.dtype), d_out
             d_value = tiles.add_product(d_value, *added, interpret)
@@ -247,9 +231,9 @@ def _key_kernel(
             tiles.constant((ROWS, width), 0.0, tiles.TILE)
             for width in (plan.width, plan.value_width)
         )
-        d_key, d_value = tile_range.loop(step, (d_key, d_value), plan.group)
+        d_key, d_value = program.loop(step, (d_key, d_value), plan.group)
         # the products that read these tiles have ended, so they can hold the results
-        tiles.store(d_key * plan.settings.scale, key, d_key_ref.at[key_slice])
-        tiles.store(d_value, value, d_value_ref.at[key_slice])
+        tiles.store(d_key * plan.settings.scale, key, program.rows(d_key_ref, first))
+        tiles.store(d_value, value, program.rows(d_value_ref, first))
 
-    tiles.share(plan, tile_range.steps * plan.group, sources, compute)
+    tiles.share(plan, program.steps * plan.group, sources, compute)

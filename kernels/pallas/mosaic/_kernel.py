@@ -9,7 +9,15 @@ from ...call._target import check_capability, cuda_version
 from ...masks._structure import WINDOWS
 from ...xla import _blockwise
 from .._rows import moving_arrays
-from ._plan import TILE_SIZES, MosaicSizes, key_plan, make_plan, query_plan, tangent_plan
+from ._plan import (
+    TILE_SIZES,
+    MosaicPlan,
+    MosaicSizes,
+    key_plan,
+    make_plan,
+    query_plan,
+    tangent_plan,
+)
 
 _DTYPES = ("float16", "bfloat16")
 # CUDA's compiler miscompiles loops with masks in these versions of the runtime, 12.8.0 to 12.9; see
@@ -38,17 +46,17 @@ class MosaicGPU(AbstractKernel):
     masks = WINDOWS
 
     def check(self, call: KernelCall) -> None:
-        operands, settings, _ = call
+        operands = call.operands
         # neither a source, which makes queries and keys float32
         check_operands(operands, _DTYPES, ("bias", "mask"))
         query, value = operands.query, operands.value
         if query.dtype != value.dtype:
             raise NotImplementedError(f"value: wanted query's {query.dtype}, got {value.dtype}")
         _check_target()
-        make_plan(operands, settings, self.sizes)
+        make_plan(operands, call.settings, self.sizes)
         try:
             # imported late: not all versions of JAX have Mosaic GPU
-            from . import _backward, _forward, _tangent  # noqa: F401
+            from . import _backward, _forward  # noqa: F401
         except (ImportError, AttributeError) as reason:
             raise NotImplementedError(
                 f"mosaic_gpu: wanted a JAX with Pallas on Mosaic GPU, got {reason}"
@@ -56,24 +64,25 @@ class MosaicGPU(AbstractKernel):
 
     def check_preferred(self, call: KernelCall) -> None:
         """Leaves few rows to `pallas_gpu`, which is as fast there, and heads too wide for its own derivatives."""
-        operands, settings, _ = call
-        query, key = operands.query, operands.key
+        query, key = call.operands.query, call.operands.key
         rows = query.shape[1] * query.shape[2] // key.shape[2]
         if rows < PREFERRED_ROWS:
             raise NotImplementedError(
                 f"query: wanted at least {PREFERRED_ROWS} rows a key head, where this is faster than "
                 f"pallas_gpu, got {rows}"
             )
-        query_plan(operands, settings, self.sizes)
-        key_plan(operands, settings, self.sizes)
-        tangent_plan(operands, settings, moving_arrays(operands), self.sizes)
+        self._backward_plans(call)
+        tangent_plan(call.operands, call.settings, moving_arrays(call.operands), self.sizes)
+
+    def _backward_plans(self, call: KernelCall) -> tuple[MosaicPlan, MosaicPlan]:
+        operands, settings = call.operands, call.settings
+        return query_plan(operands, settings, self.sizes), key_plan(operands, settings, self.sizes)
 
     def forward(self, call: KernelCall) -> AttentionState:
-        operands, settings, platform = call
         from ._forward import forward
 
-        plan = make_plan(operands, settings, self.sizes)
-        return forward(operands, plan, interpret=platform != "cuda")
+        plan = make_plan(call.operands, call.settings, self.sizes)
+        return forward(call.operands, plan, interpret=call.platform != "cuda")
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
@@ -82,15 +91,14 @@ class MosaicGPU(AbstractKernel):
 
         That of the blockwise implementation for the widest calls, whose sums do not fit on the chip.
         """
-        operands, settings, platform = call
         try:
-            query = query_plan(operands, settings, self.sizes)
-            key = key_plan(operands, settings, self.sizes)
+            plans = self._backward_plans(call)
         except NotImplementedError:
-            return _blockwise.backward(operands, settings, state, cotangent)
+            return _blockwise.backward(call.operands, call.settings, state, cotangent)
         from ._backward import backward
 
-        return backward(operands, query, key, state, cotangent, interpret=platform != "cuda")
+        interpret = call.platform != "cuda"
+        return backward(call.operands, *plans, state, cotangent, interpret=interpret)
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
@@ -99,14 +107,15 @@ class MosaicGPU(AbstractKernel):
 
         None for the widest calls, whose tiles and directions do not fit on the chip together.
         """
-        operands, settings, platform = call
         try:
-            plan = tangent_plan(operands, settings, moving_arrays(directions), self.sizes)
+            moving = moving_arrays(directions)
+            plan = tangent_plan(call.operands, call.settings, moving, self.sizes)
         except NotImplementedError:
             return None
-        from ._tangent import tangent
+        from ._forward import tangent
 
-        return tangent(operands, plan, state, directions, interpret=platform != "cuda")
+        interpret = call.platform != "cuda"
+        return tangent(call.operands, plan, state, directions, interpret=interpret)
 
 
 def _check_target() -> None:

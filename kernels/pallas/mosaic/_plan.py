@@ -1,21 +1,20 @@
-"""The tiles and programs of a call for the Hopper kernels, by shapes alone; does not import Pallas."""
+"""The tiles and programs of a call for the Hopper kernels, by shapes alone; does not import Pallas.
+
+Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
+"""
 
 import dataclasses
 import math
 from collections.abc import Container
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ...call._operands import (
-    Operands,
-    Settings,
-    hide_unreachable,
-    zero_absent,
-)
+from ...call._operands import Operands, Settings, hide_unreachable, zero_absent
 from .._rows import pad_to_blocks
+from .._tiles import TilePlan, sizes_of, split
 
 ROWS = 64  # the rows that one group of warps multiplies at a time
 # Bytes of shared memory for tiles, of the 227 KiB that a program may use; the rest is for barriers, and for
@@ -32,24 +31,15 @@ NUMBERS = 8  # the bytes of a row's lse and delta in the backward
 
 @dataclasses.dataclass(frozen=True)
 class MosaicSizes:
-    """How large tiles are, and how many programs a call is split into; static.
+    """How large tiles are, and how many programs a call is split into; static."""
 
-    Attributes:
-        consumers: the warp groups of a program that compute, each on 64 rows of its own.
-        keys: the keys of a tile at most, in the forward pass.
-        stages: the tiles of keys that are on their way or in use at most.
-        stages_backward: the same for keys or rows in the backward.
-        stages_of_few: the same for programs of one consumer, which are bound by memory.
-        programs: how many fill a chip: one for each of the 132 multiprocessors of an H100. Where tiles
-            of rows are fewer, several programs share the keys of one.
-        least_steps: the tiles of keys that each of them has at least.
-    """
-
-    consumers: int = 2
-    keys: int = 128
-    stages: int = 2
-    stages_backward: int = 4
-    stages_of_few: int = 5
+    consumers: int = 2  # warp groups of a program that compute, each on 64 rows of its own
+    keys: int = 128  # of a tile at most, in the forward pass
+    stages: int = 2  # tiles of keys that are on their way or in use at most
+    stages_backward: int = 4  # the same for keys or rows in the backward
+    stages_of_few: int = 5  # the same for programs of one consumer, which are bound by memory
+    # Programs that fill a chip, one for each of the 132 multiprocessors of an H100. Where tiles of rows are fewer,
+    # several programs share the keys of one, of which each has at least so many tiles.
     programs: int = 132
     least_steps: int = 4
 
@@ -57,54 +47,19 @@ class MosaicSizes:
 TILE_SIZES = MosaicSizes()
 
 
-class MosaicPlan(NamedTuple):
-    """The static properties of a call and of the tiles of one of its kernels.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MosaicPlan(TilePlan):
+    """A plan whose programs have several groups of warps that compute, each on 64 rows of one head.
 
-    Attributes:
-        settings: those of the call.
-        packed: whether the queries that share a key head are rows of one head, which is so where they
-            are few: a tile then reads each key once for all of them.
-        batch, query_len, key_len: `B`, `T` and `S`, of the packed call.
-        heads, kv_heads: `N` and `K`, likewise.
-        width, value_width: `H` and `Hv`.
-        consumers: the warp groups that compute, each on 64 rows, which are successive queries of a head;
-            in the kernel of the gradients of keys and values, on 64 keys.
-        row_times, keys: the tiles of rows and of keys. Those of a program are shared by its consumers,
-            and those that it iterates over are copied.
-        stages: how many of the latter are in shared memory.
-        splits: how many programs share the keys of a tile of rows.
+    They compute on 64 keys in the kernel of the gradients of keys and values. The tiles of a program are shared by its
+    groups, and those that it iterates over are copied: `stages` of them are in shared memory. Sizes are those of the
+    packed call.
     """
 
-    settings: Settings
+    # whether the queries that share a key head are rows of one head, which is so where they are few: a tile then
+    # reads each key once for all of them
     packed: bool
-    batch: int
-    query_len: int
-    key_len: int
-    heads: int
-    kv_heads: int
-    width: int
-    value_width: int
-    consumers: int
-    row_times: int
-    keys: int
-    stages: int = 2
-    splits: int = 1
-
-    # also read by `tile_ranges` and `visibility_of`
-    pairs: None = None
-    head_tiles: int = 1
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def row_tiles(self) -> int:
-        return math.ceil(self.query_len / self.row_times)
-
-    @property
-    def key_tiles(self) -> int:
-        return math.ceil(self.key_len / self.keys)
+    consumers: int  # the warp groups that compute
 
     def hides(self, key_positions: Any) -> bool:
         """Whether there may be keys that no row of the call sees, whose values may be NaN."""
@@ -115,15 +70,12 @@ class MosaicPlan(NamedTuple):
 def make_plan(
     operands: Operands, settings: Settings, sizes: MosaicSizes = TILE_SIZES
 ) -> MosaicPlan:
-    """The plan of the forward pass of a call.
-
-    Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
-    """
+    """The plan of the forward pass of a call."""
     plan = _rows_plan(operands, settings, sizes)
     value_width = plan.value_width
     # sums and scores are in registers: each thread has half a number for every column
     if value_width > 128:
-        plan = plan._replace(consumers=1, row_times=ROWS)
+        plan = dataclasses.replace(plan, consumers=1, row_times=ROWS)
     single = plan.consumers == 1
     keys = min(sizes.keys, ROWS if single else 128)
     itemsize = operands.value.dtype.itemsize
@@ -131,19 +83,15 @@ def make_plan(
     row_bytes, bytes_per_key = plan.row_times * bytes_per_row, (plan.width + value_width) * itemsize
     while keys > ROWS and row_bytes + 2 * keys * bytes_per_key > SHARED:
         keys //= 2
-    stages = fitting(
-        row_bytes, keys * bytes_per_key, sizes.stages_of_few if single else sizes.stages
-    )
-    return _split(plan._replace(keys=keys, stages=stages), sizes)
+    most = sizes.stages_of_few if single else sizes.stages
+    stages = fitting(row_bytes, keys * bytes_per_key, most)
+    return _split(dataclasses.replace(plan, keys=keys, stages=stages), sizes)
 
 
 def query_plan(
     operands: Operands, settings: Settings, sizes: MosaicSizes = TILE_SIZES
 ) -> MosaicPlan:
-    """The plan of the kernel of the gradient of the queries.
-
-    Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
-    """
+    """The plan of the kernel of the gradient of the queries."""
     plan = _rows_plan(operands, settings, sizes)
     bytes_per_key = (plan.width + plan.value_width) * operands.value.dtype.itemsize
     most = _consumers(sizes, plan.width)
@@ -156,10 +104,7 @@ def tangent_plan(
     moving: Container[str],
     sizes: MosaicSizes = TILE_SIZES,
 ) -> MosaicPlan:
-    """The plan of the kernel of the derivative in directions of the operands of these names.
-
-    Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
-    """
+    """The plan of the kernel of the derivative in directions of the operands of these names."""
     plan = _rows_plan(operands, settings, sizes)
     width, value_width = plan.width, plan.value_width
     itemsize = operands.value.dtype.itemsize
@@ -177,17 +122,16 @@ def scores_move(moving: Container[str]) -> bool:
 
 
 def key_plan(operands: Operands, settings: Settings, sizes: MosaicSizes = TILE_SIZES) -> MosaicPlan:
-    """The plan of the kernel of the gradients of keys and values.
-
-    Raises `NotImplementedError` for widths whose tiles do not fit on the chip.
-    """
+    """The plan of the kernel of the gradients of keys and values."""
     plan = _rows_plan(operands, settings, sizes)
     width, value_width, itemsize = plan.width, plan.value_width, operands.value.dtype.itemsize
     most = 1 if plan.key_len <= ROWS else sizes.consumers
     consumers = min(most, _consumers(sizes, width + value_width))
     bytes_per_key = (width + value_width) * itemsize
     stages = _stages(sizes, consumers * ROWS * bytes_per_key, bytes_per_key + NUMBERS)
-    return plan._replace(consumers=consumers, row_times=STEP, keys=consumers * ROWS, stages=stages)
+    return dataclasses.replace(
+        plan, consumers=consumers, row_times=STEP, keys=consumers * ROWS, stages=stages
+    )
 
 
 def _over_keys(
@@ -197,33 +141,38 @@ def _over_keys(
     consumers = min(plan.consumers, consumers)
     rows = consumers * ROWS
     stages = _stages(sizes, rows * bytes_per_row, bytes_per_key)
-    plan = plan._replace(consumers=consumers, row_times=rows, keys=STEP, stages=stages)
+    plan = dataclasses.replace(plan, consumers=consumers, row_times=rows, keys=STEP, stages=stages)
     return _split(plan, sizes)
 
 
 def _rows_plan(operands: Operands, settings: Settings, sizes: MosaicSizes) -> MosaicPlan:
     """A plan whose programs have rows, packed where these are few."""
-    query, value = operands.query, operands.value
-    batch, query_len, heads, width = query.shape
-    _, key_len, kv_heads, value_width = value.shape
-    check_widths(width, value_width)
-    packed = heads > kv_heads and query_len < ROWS * sizes.consumers
+    of_call = sizes_of(operands)
+    # of the instructions for copies and products
+    for name, key, most in (("query", "width", 512), ("value", "value_width", 256)):
+        if (size := of_call[key]) % 16 or size > most:
+            raise NotImplementedError(
+                f"{name}: wanted a width that 16 divides, of at most {most}, got {size}"
+            )
+    query_len, group = of_call["query_len"], of_call["group"]
+    packed = group > 1 and query_len < ROWS * sizes.consumers
     if packed:
-        query_len, heads = query_len * (heads // kv_heads), kv_heads
-    consumers = 1 if query_len <= ROWS else sizes.consumers
+        of_call |= {"query_len": query_len * group, "group": 1}
+    consumers = 1 if of_call["query_len"] <= ROWS else sizes.consumers
     return MosaicPlan(
-        *(settings, packed, batch, query_len, key_len, heads, kv_heads, width, value_width),
-        *(consumers, consumers * ROWS, sizes.keys),
+        settings=settings,
+        packed=packed,
+        consumers=consumers,
+        row_times=consumers * ROWS,
+        keys=sizes.keys,
+        **of_call,
     )
 
 
 def _split(plan: MosaicPlan, sizes: MosaicSizes) -> MosaicPlan:
     """A plan that splits the keys of each tile of rows over programs if the tiles alone do not fill the chip."""
-    programs = plan.batch * plan.heads * plan.row_tiles
-    if programs >= sizes.programs:
-        return plan
-    splits = min(sizes.programs // programs, plan.key_tiles // sizes.least_steps)
-    return plan._replace(splits=max(splits, 1))
+    kept = plan.batch * plan.heads * plan.row_tiles
+    return split(plan, kept, plan.key_tiles, sizes.programs, sizes.least_steps)
 
 
 def _consumers(sizes: MosaicSizes, columns: int) -> int:
@@ -244,17 +193,8 @@ def _stages(sizes: MosaicSizes, resident_bytes: int, bytes_per_item: int) -> int
     return fitting(resident_bytes, STEP * bytes_per_item, sizes.stages_backward)
 
 
-def check_widths(width: int, value_width: int) -> None:
-    """Raises `NotImplementedError` for widths that the instructions for copies and products do not take."""
-    for name, size, most in (("query", width, 512), ("value", value_width, 256)):
-        if size % 16 or size > most:
-            raise NotImplementedError(
-                f"{name}: wanted a width that 16 divides, of at most {most}, got {size}"
-            )
-
-
 def fitting(resident_bytes: int, step_bytes: int, most: int) -> int:
-    """How many tiles of `step_bytes` fit into shared memory beside `resident_bytes`: 2 to `most`.
+    """The number of tiles of `step_bytes` that fit into shared memory with `resident_bytes`: 2 to `most`.
 
     Raises `NotImplementedError` if two do not.
     """

@@ -5,24 +5,31 @@ fills and empties them; beyond an array it reads zeros and writes nothing.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool
 
+from ...call._operands import Operands
 from ...masks._visibility import visible
 from .._rows import Visibility
-from ._plan import MosaicPlan
-
-LOG2_E = float(np.log2(np.e))  # within a kernel scores are in bits, as the hardware only has exp2
+from .._tiles import (
+    Bounds,
+    batch_of,
+    counted_bounds,
+    divide,
+    own_share,
+    tile_index,
+    tile_ranges,
+    visibility_of,
+)
+from ._plan import ROWS, MosaicPlan
 
 # The registers of a thread, of 65536 in a multiprocessor: 168 for each of three groups of warps, until
 # the one that only starts copies leaves most of its own to the two that compute.
@@ -76,37 +83,42 @@ def ring(
     return SlotRing(memory, ready, free)
 
 
-def call(
+def launch(
     kernel: Callable[..., None],
     plan: MosaicPlan,
-    inputs: Any,
+    operands: Operands,
+    arrays: tuple[Any, ...],
     results: Sequence[jax.ShapeDtypeStruct],
     scratch: Sequence[Any],
     *,
-    programs: int,
+    of_keys: bool = False,
     interpret: bool,
 ) -> Sequence[Array]:
-    """Runs `kernel(plan, interpret, *inputs, *results, *scratch)`, all but the first two being references."""
-    arrays, tree = jax.tree.flatten(inputs)
+    """Runs `kernel(program, *arrays, *results, *scratch)`, of references."""
+    visibility = visibility_of(operands, plan)
+    ranges = tile_ranges(operands, visibility, plan, of_keys=of_keys)
+    inputs, tree = jax.tree.flatten((*arrays, visibility, ranges))
+    kept = plan.key_tiles * plan.kv_heads if of_keys else plan.row_tiles * plan.heads
     options: dict[str, Any] = {}
     if interpret:  # raises if barriers do not order accesses to memory
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(*refs: Any) -> None:
-        input_refs = jax.tree.unflatten(tree, refs[: len(arrays)])
-        kernel(plan, interpret, *input_refs, *refs[len(arrays) :])
+        *given, visibility, ranges = jax.tree.unflatten(tree, refs[: len(inputs)])
+        program = MosaicProgram(plan, visibility, ranges, of_keys, interpret)
+        kernel(program, *given, *refs[len(inputs) :])
 
     return plgpu.kernel(
         run,
         out_type=results,
         scratch_types=scratch,
-        grid=(programs,),
+        grid=(kept * plan.batch * plan.splits,),
         grid_names=("program",),
         num_threads=plan.consumers + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **options,
-    )(*arrays)
+    )(*inputs)
 
 
 def share(
@@ -128,14 +140,19 @@ def share(
             round, slot = divide(i, plan.stages)
             for refs, (tiles, ready, free) in sources(i):
                 pl.when(round > 0)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                for ref, tile in zip(refs, tiles, strict=True):
-                    plgpu.copy_gmem_to_smem(ref, tile.at[slot], ready.at[slot])
+                start_copies(refs, [tile.at[slot] for tile in tiles], ready.at[slot])
 
     @pl.when(group < plan.consumers)
     def compute_group() -> None:
         if plan.consumers > 1:
             plgpu.set_max_registers(COMPUTING, action="increase")
         compute(group)
+
+
+def start_copies(refs: Sequence[Any], tiles: Sequence[Any], ready: Any) -> None:
+    """Fills tiles in shared memory; the barrier `ready` counts them."""
+    for ref, tile in zip(refs, tiles, strict=True):
+        plgpu.copy_gmem_to_smem(ref, tile, ready)
 
 
 def store(x: Array, buffer: Ref, target: Ref) -> None:
@@ -203,47 +220,45 @@ def of_columns(x: Array, rows: int) -> Array:
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
 
 
-class MosaicIndex(NamedTuple):
-    """The index of a program: its tile, head of queries, batch entry, and share of the iteration."""
+class MosaicProgram:
+    """This program, the last tile first, as that sees most keys; and the tiles that its tile iterates over.
 
-    tile: Array
-    head: Array
-    batch: Array
-    split: Array
-
-
-def program_index(plan: MosaicPlan, tiles: int, heads: int) -> MosaicIndex:
-    """The index of this program; tiles vary fastest, the last first, as these see most keys."""
-    i = lax.axis_index("program").astype(jnp.int32)
-    i, tile = divide(i, tiles)
-    i, head = divide(i, heads)
-    split, batch = divide(i, plan.batch)
-    return MosaicIndex(tiles - 1 - tile, head, batch, split)
-
-
-def divide(x: Array, size: int) -> tuple[Array, Array]:
-    """Quotients and remainders of non-negative numbers."""
-    if size == 1:
-        return x, jnp.zeros_like(x)
-    return lax.div(x, jnp.int32(size)), lax.rem(x, jnp.int32(size))
-
-
-class MosaicTileRange(NamedTuple):
-    """The tiles that a tile iterates over: `run` of them without a mask, and then those around these.
-
-    Attributes:
-        first: the first tile.
-        begin: the first that needs no mask.
-        run: how many need no mask.
-        steps: the number of tiles.
+    These are keys, its share of those that its rows see; or rows, in a program `of_keys`. First come `run` tiles
+    without a mask, then those around them, `steps` in all.
     """
 
-    first: Array
-    begin: Array
-    run: Array
-    steps: Array
+    def __init__(
+        self,
+        plan: MosaicPlan,
+        visibility: Visibility,
+        ranges: Ref | None,
+        of_keys: bool,
+        interpret: bool,
+    ):
+        self.plan, self.visibility, self.of_keys = plan, visibility, of_keys
+        self.interpret = interpret
+        tiles, heads = plan.row_tiles, plan.heads
+        if of_keys:
+            tiles, heads = plan.key_tiles, plan.kv_heads
+        program = lax.axis_index("program").astype(jnp.int32)
+        self.index = tile_index(plan, program, tiles, heads, last_first=True)
+        self.tile, self.head, self.batch, split = self.index
+        if ranges is None:
+            whole = counted_bounds(plan, self.tile, of_keys=of_keys)
+            whole = Bounds(*map(jnp.int32, whole))
+        else:
+            batch = batch_of(ranges, self.index, 1)
+            whole = Bounds(*(ranges[i, batch, self.tile] for i in range(4)))
+        self.first, stop, self.begin, end = own_share(plan, whole, split)
+        self.run, self.steps = end - self.begin, jnp.maximum(stop - self.first, 0)
 
-    def tile(self, i: Array) -> Array:
+    @property
+    def part(self) -> Array:
+        """The index of this program's share in the results of all."""
+        return self.index.split * self.plan.batch + self.batch
+
+    def other(self, i: Array) -> Array:
+        """The tile of a step."""
         around = self.first + i - self.run
         around = around + jnp.where(around >= self.begin, self.run, 0)
         return jnp.where(i < self.run, self.begin + i, around)
@@ -254,117 +269,56 @@ class MosaicTileRange(NamedTuple):
         carry = lax.fori_loop(0, end, lambda i, carry: step(i, carry, False), start)
         return lax.fori_loop(end, self.steps * times, lambda i, carry: step(i, carry, True), carry)
 
+    def rows(self, ref: Ref, row: Array) -> Ref:
+        """64 rows of a head from `row` on."""
+        return ref.at[self.batch, pl.ds(row, ROWS), self.head]
 
-def tile_range(
-    plan: MosaicPlan, ranges: Ref | None, program: MosaicIndex, *, of_keys: bool = False
-) -> MosaicTileRange:
-    """The tiles that this program iterates over: of keys, its share of those of its rows; or of rows, `of_keys`.
+    def keys(self, ref: Ref, tile: Array) -> Ref:
+        plan = self.plan
+        kv_head, _ = divide(self.head, plan.group)
+        return ref.at[self.batch, pl.ds(tile * plan.keys, plan.keys), kv_head]
 
-    From `tile_ranges`, or if that is None from the mask with positions that count from 0.
-    """
-    if ranges is not None:
-        batch = batch_of(ranges, program, 1)
-        first, stop, begin, end = (ranges[i, batch, program.tile] for i in range(4))
-    else:
-        first, stop, begin, end = _by_window(plan, program.tile, of_keys)
-    if plan.splits > 1:
-        share, _ = divide(stop - first + (plan.splits - 1), plan.splits)
-        first = first + program.split * share
-        stop = jnp.minimum(first + share, stop)
-    # the run is within the share, even if either is empty
-    stop = jnp.maximum(first, stop)
-    begin = jnp.minimum(jnp.maximum(begin, first), stop)
-    end = jnp.maximum(jnp.minimum(end, stop), begin)
-    return MosaicTileRange(first, begin, end - begin, stop - first)
+    def load_numbers(self, ref: Ref, start: Array, size: int, layout: Any) -> Array:
+        """`size` of the numbers `[b, L]` of queries or keys, from `start`."""
+        return load(ref.at[batch_of(ref, self.index), pl.ds(start, size)], layout)
 
+    def seen(self, row: Array, key: Array, shape: tuple[int, ...]) -> Bool[Array, "i j"]:
+        """Visibility of keys from `key` on by rows from `row` on, `[rows, keys]`, or `[keys, rows]` `of_keys`."""
+        plan, visibility, keys_first = self.plan, self.visibility, self.of_keys
+        layouts = (OF_ROWS, of_rows), (OF_COLUMNS, of_columns)
 
-def _by_window(plan: MosaicPlan, tile: Array, of_keys: bool) -> tuple[Array, Array, Array, Array]:
-    own_sizes = plan.query_len, plan.row_times
-    other_sizes = plan.key_len, plan.keys
-    window = plan.settings.mask.window
-    # a query sees the keys of a window around it, and a key is seen by those of its reflection
-    if of_keys:
-        own_sizes, other_sizes, window = other_sizes, own_sizes, window[::-1]
-    (own_len, own_tile), (other_len, size) = own_sizes, other_sizes
-    if not plan.settings.mask.constrains:
-        number = math.ceil(other_len / size)
-        # rows mask the keys that pad the last tile; rows that pad it have no weight
-        all_visible = number if of_keys else other_len // size
-        first, stop, end = (jnp.int32(x) for x in (0, number, all_visible))
-        return first, stop, first, end
-    left, right = (min(x, own_len + other_len) for x in window)
-    least = tile * own_tile
-    most = jnp.minimum(least + own_tile, own_len) - 1
-    first, _ = divide(jnp.maximum(least - left, 0), size)
-    stop, _ = divide(jnp.minimum(most + right + 1, other_len) + (size - 1), size)
-    begin, _ = divide(jnp.maximum(most - left, 0) + (size - 1), size)
-    end, _ = divide(jnp.minimum(least + right + 1, other_len), size)
-    return first, stop, begin, end
+        def spread(ref: Ref | None, start: Array, axis: int) -> Array:
+            if ref is None:  # without positions, count from 0
+                return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) + start
+            layout, across = layouts[axis]
+            return across(self.load_numbers(ref, start, shape[axis], layout), shape[1 - axis])
 
+        def numbers(rows: Ref | None, keys: Ref | None) -> tuple[Array, Array]:
+            if rows is None or keys is None:
+                rows = keys = None
+            return spread(rows, row, int(keys_first)), spread(keys, key, int(not keys_first))
 
-def keys_of(plan: MosaicPlan, ref: Ref, program: MosaicIndex, tile: Array) -> Ref:
-    kv_head, _ = divide(program.head, plan.group)
-    return ref.at[program.batch, pl.ds(tile * plan.keys, plan.keys), kv_head]
+        see = numbers(None, None)[1] < plan.key_len
+        if plan.settings.mask.constrains or visibility.row_positions is not None:
+            see &= visible(plan.settings.mask.bind(), *numbers(*visibility[:2]))
+        if visibility.row_segments is not None:
+            see &= jnp.equal(*numbers(*visibility[2:4]))
+        return see
 
-
-def batch_of(ref: Ref, program: MosaicIndex, axis: int = 0) -> Any:
-    """The batch index into an array whose batch axis may be 1."""
-    return 0 if ref.shape[axis] == 1 else program.batch
-
-
-def load_numbers(ref: Ref, program: MosaicIndex, start: Array, size: int, layout: Any) -> Array:
-    """`size` of the numbers `[b, L]` of queries or keys, from `start`."""
-    numbers = ref.at[batch_of(ref, program), pl.ds(start, size)]
-    return load(numbers, layout)
-
-
-def seen(
-    plan: MosaicPlan,
-    visibility: Visibility,
-    program: MosaicIndex,
-    row: Array,
-    key: Array,
-    shape: tuple[int, ...],
-    *,
-    keys_first: bool = False,
-) -> Bool[Array, "rows keys"]:
-    """Which rows from `row` on see which keys from `key` on, in a tile of a shape, rows by keys or `keys_first`."""
-    layouts = (OF_ROWS, of_rows), (OF_COLUMNS, of_columns)
-
-    def spread(ref: Ref | None, start: Array, axis: int) -> Array:
-        if ref is None:  # without positions, count from 0
-            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) + start
-        layout, across = layouts[axis]
-        return across(load_numbers(ref, program, start, shape[axis], layout), shape[1 - axis])
-
-    def numbers(rows: Ref | None, keys: Ref | None) -> tuple[Array, Array]:
-        if rows is None or keys is None:
-            rows = keys = None
-        return spread(rows, row, int(keys_first)), spread(keys, key, int(not keys_first))
-
-    see = numbers(None, None)[1] < plan.key_len
-    if plan.settings.mask.constrains or visibility.row_positions is not None:
-        see &= visible(plan.settings.mask.bind(), *numbers(*visibility[:2]))
-    if visibility.row_segments is not None:
-        see &= jnp.equal(*numbers(*visibility[2:4]))
-    return see
-
-
-def zero_hidden(
-    plan: MosaicPlan, visibility: Visibility, program: MosaicIndex, tile: Array, values: Ref
-) -> None:
-    """Zeros the values, in shared memory, of the keys of a tile that no row of the call sees."""
-    start, width = tile * plan.keys, values.shape[1]
-    step = 64 if width % 64 == 0 else width
-    for column in range(0, width, step):
-        shape = plan.keys, step
-        if visibility.key_positions is not None:
-            positions = load_numbers(visibility.key_positions, program, start, plan.keys, OF_ROWS)
-            present = of_rows(positions, step) >= 0
-        else:
-            number = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE) + start
-            present = number < plan.query_len + plan.settings.mask.window[1]
-        part = values.at[:, pl.ds(column, step)]
-        x = load(part, TILE)
-        part[...] = jnp.where(present, x, jnp.zeros_like(x))
-    plgpu.commit_smem()
+    def zero_hidden(self, tile: Array, values: Ref) -> None:
+        """Zeros the values, in shared memory, of the keys of a tile that no row of the call sees."""
+        plan, positions = self.plan, self.visibility.key_positions
+        start, width = tile * plan.keys, values.shape[1]
+        step = 64 if width % 64 == 0 else width
+        for column in range(0, width, step):
+            if positions is not None:
+                numbers = self.load_numbers(positions, start, plan.keys, OF_ROWS)
+                present = of_rows(numbers, step) >= 0
+            else:
+                shape = plan.keys, step
+                number = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE) + start
+                present = number < plan.query_len + plan.settings.mask.window[1]
+            part = values.at[:, pl.ds(column, step)]
+            x = load(part, TILE)
+            part[...] = jnp.where(present, x, jnp.zeros_like(x))
+        plgpu.commit_smem()

@@ -1,6 +1,6 @@
-"""The operations of a program on TPUs and GPUs, each of which gives an entry bits that depend on its operands alone.
+"""Evaluates a jaxpr on TPUs and GPUs by operations that give an entry bits that depend on its operands alone.
 
-Matrix products, sums and functions are those of Pallas, of tiles of one shape. What is left to XLA are additions and
+Pallas computes matrix products, sums and functions, in tiles of one shape. What is left to XLA are additions and
 multiplications of float32, and choices, which are the same in all that it fuses, and roundings that it leaves there.
 """
 
@@ -21,41 +21,35 @@ from ...xla._groups import rows_of_groups, sums_of_groups
 
 _ROWS_OF_A_GROUP = 64  # in a product of a group's matrix, of which each is read once
 
-# of which no result is rounded, or is one of the operands
+# exact, or moves data
 _EXACT = frozenset(
     "abs bitcast_convert_type broadcast_in_dim clamp concatenate copy copy_p cummax cummin dynamic_slice "
     "dynamic_update_slice expand_dims gather iota max min neg optimization_barrier pad reduce_max reduce_min "
     "reshape rev select_n sign slice sort split squeeze stop_gradient top_k transpose ceil floor round".split()
 )
-# of each entry, rounded correctly
+# elementwise, rounded correctly
 _ROUNDED = frozenset("add add_any sub mul square convert_element_type".split())
-# of each entry, in ways of a compiler
+# elementwise, in ways of a compiler
 _APPROXIMATED = frozenset(
     "div integer_pow sqrt rsqrt pow exp exp2 log log1p logistic tanh sin cos".split()
 )
 _PRODUCTS = "dot_general", "ragged_dot_general"  # of numbers as they are
 _SCANNED = 128  # numbers of which a product makes cumulative sums
-_OF_TYPES = "pvary", "pcast", "reshard"  # of no number
+_OF_TYPES = "pvary", "pcast", "reshard"  # which change no number
 _FLOATS = [jnp.dtype(x) for x in ("bfloat16", "float16", "float32")]
 _CONTROL = frozenset("cond while scan".split())
 
 
 class TileArithmetic(NamedTuple):
-    """What a platform computes in tiles of one shape, in float32; products also of narrower numbers.
+    """The operations of a platform on tiles of one shape, in float32; products also of narrower numbers."""
 
-    Attributes:
-        product: of `a` `[M, K]` and `b` `[K, N]`, or the transpose of `[N, K]` if the flag is set.
-        sums: of rows `[M, N]`.
-        entries: a function of a name, of arrays of one shape, entry by entry.
-    """
-
-    product: Callable[[Array, Array, bool], Array]
-    sums: Callable[[Array], Array]
-    entries: Callable[..., Array]
+    product: Callable[[Array, Array, bool], Array]  # of `[M, K]` and `[K, N]`, or `[N, K]` if set
+    sums: Callable[[Array], Array]  # of rows `[M, N]`
+    entries: Callable[..., Array]  # a function by its name, of arrays of one shape, entry by entry
 
 
 def chip_for(platform: str, *, interpret: bool) -> TileArithmetic:
-    """What a platform computes in tiles. Raises `NotImplementedError` for one that has none."""
+    """The arithmetic of a platform. Raises `NotImplementedError` for one that has none."""
     if platform == "tpu":
         from . import _tpu as tiles
     elif platform == "cuda":
@@ -84,7 +78,8 @@ def _results(platform: str, chip: TileArithmetic, eqn: JaxprEqn, given: list[Any
         return given
     kinds: list[Any] = [x.aval for x in eqn.outvars]
     of_floats = any(map(_is_floating, kinds))
-    if name in _CONTROL or (of_floats and not _is_taken(name)):
+    is_taken = any(name in names for names in (_EXACT, _ROUNDED, _APPROXIMATED, _ORDERED))
+    if name in _CONTROL or (of_floats and not is_taken):
         raise NotImplementedError(
             f"reproducible: wanted operations whose order is known in a program for {platform}, got {name}"
         )
@@ -113,10 +108,6 @@ def _results(platform: str, chip: TileArithmetic, eqn: JaxprEqn, given: list[Any
     return bind(eqn, given, params)
 
 
-def _is_taken(name: str) -> bool:
-    return any(name in names for names in (_EXACT, _ROUNDED, _APPROXIMATED, _ORDERED))
-
-
 def _for_platform(params: dict[str, Any], platform: str) -> ClosedJaxpr | None:
     """The branch of `jax.lax.platform_dependent` for a platform; None: it is another choice."""
     platforms = params.get("branches_platforms")
@@ -137,7 +128,6 @@ def narrowed(x: Array, kind: DTypeLike) -> Array:
 
 
 def _rounded(x: Array, kind: DTypeLike) -> Array:
-    """`x` of float32, rounded to a number of `kind`."""
     if kind == jnp.bfloat16:
         return lax.reduce_precision(x, 8, 7)
     if kind == jnp.float16:
@@ -204,7 +194,6 @@ def _cumsum(params: dict[str, Any], chip: TileArithmetic, x: Array) -> Array:
 
 
 def _cumulative(chip: TileArithmetic, x: Array) -> Array:
-    """The cumulative sums of rows."""
     # a product would spread what is not finite to the sums before it
     high, low, no = (
         lax.cummax(y.astype(jnp.int32), axis=1) > 0
@@ -216,7 +205,7 @@ def _cumulative(chip: TileArithmetic, x: Array) -> Array:
 
 
 def _cumulative_finite(chip: TileArithmetic, x: Array) -> Array:
-    """Those within parts, and of the parts before."""
+    """Adds the sums within parts to the sums of the parts before."""
     rows, count = x.shape
     parts = jnp.pad(x, ((0, 0), (0, -count % _SCANNED))).reshape(-1, _SCANNED)
     below = jnp.tri(_SCANNED, dtype=jnp.float32)

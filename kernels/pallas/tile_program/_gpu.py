@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
 from ..._varying import result_like
-from ._dot import dot
+from .._tiles import dot
 
 # Rows, columns and the depth of a step of a product, by the bytes of a number: constants of the format, as are the
 # others. Products of float32 are made of single instructions, of which larger tiles have too many.
@@ -39,7 +39,6 @@ def product(
 
 
 def sums(x: Float[Array, "m n"], *, interpret: bool) -> Float[Array, " m"]:
-    """The sums of rows."""
     rows, x = len(x), _padded(x, SUMMED[0])
     found = pl.pallas_call(
         _sums,
@@ -78,7 +77,7 @@ def entries(
 
 
 def _bytes(a: Array, b: Array) -> int:
-    """Those of the numbers that are multiplied."""
+    """The bytes of the numbers that are multiplied."""
     kinds = {x.dtype.name for x in (a, b)}
     of_thirds = kinds == {"bfloat16", "float32"}
     return 2 if of_thirds or (len(kinds) == 1 and "float32" not in kinds) else 4
@@ -124,7 +123,7 @@ def _sums(x: Ref, out: Ref) -> None:
 
 
 def _is_inside(index: Array, size: int, block: int) -> Bool[Array, " block"] | None:
-    """Which indices are below a size; None: all, as it is a multiple of a block."""
+    """Whether indices are below a size; None if a block divides the size: all are."""
     return None if size % block == 0 else index < size
 
 

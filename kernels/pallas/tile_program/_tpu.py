@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from ..._varying import result_like
-from ._dot import dot
+from .._tiles import dot
 
 LANES = 128
 # Rows, columns and the depth of a step at most: constants of the format.
@@ -48,7 +48,6 @@ def product(
 
 
 def sums(x: Float[Array, "m n"], *, interpret: bool) -> Float[Array, " m"]:
-    """The sums of rows."""
     rows, count = x.shape
     x = jnp.pad(x, ((0, -rows % HEIGHT), (0, -count % WIDTH)))
     found = pl.pallas_call(

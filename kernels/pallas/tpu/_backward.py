@@ -14,7 +14,8 @@ from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
 from ...xla._blockwise import backward_rows, row_cotangents
 from .._score_program import Numbers
-from ._grid import TPUGrid
+from .._tiles import dot
+from ._grid import TPUGrid, hide, load_present, visit, zero_past_end
 from ._layout import Layout, fold_keys, fold_rows, unfold_keys, unfold_rows
 from ._score import (
     BlockScores,
@@ -25,7 +26,6 @@ from ._score import (
     write_sums,
     zero_sums,
 )
-from ._step import dot, hide, load_present, visit, zero_past_end
 from ._visibility import BlockRanges, TPUVisibility, block_ranges, block_visibility
 
 
@@ -46,9 +46,8 @@ def backward(
     query, d_out, lse, delta = backward_rows(
         operands, layout.settings, row_cotangents(state, cotangent)
     )
-    lse = fold_rows(lse, layout, jnp.inf)[
-        :, :, None
-    ]  # also for rows that pad a block: e^{s - inf} = 0
+    # also for rows that pad a block: e^{s - inf} = 0
+    lse = fold_rows(lse, layout, jnp.inf)[:, :, None]
     delta = fold_rows(delta, layout)[:, :, None]
     rows = (fold_rows(query, layout), fold_rows(d_out.astype(value.dtype), layout), lse, delta)
     keys = (
@@ -77,7 +76,6 @@ def _run(
     *,
     interpret: bool,
 ) -> Any:
-    """The kernel of blocks of keys, or the one of blocks of rows."""
     query, d_out = rows[:2]
     grid = TPUGrid(layout, len(query), keeps_keys, parted=False)
     widths = query.shape[-1], d_out.shape[-1]
@@ -146,7 +144,7 @@ def _rows_kernel(
     def _(block: Array, compared: dict[str, Ref]) -> None:
         zero_past_end(key, block, layout, tall=layout.tall_key)
         zero_past_end(value, block, layout, tall=layout.tall_value)
-        key_width, value_width = _widths(layout)
+        key_width, value_width = layout.width_axes
         keys = load_present(key, compared, tall=layout.tall_key)
         values = load_present(value, compared, tall=layout.tall_value)
         score = BlockScores(layout, numbers, visibility)
@@ -195,7 +193,7 @@ def _keys_kernel(
 
     @visit(ranges, range_index(b, i), j, visibility)
     def _(block: Array, compared: dict[str, Ref]) -> None:
-        key_width, value_width = _widths(layout)
+        key_width, value_width = layout.width_axes
         keys = load_present(key, compared, tall=layout.tall_key)
         values = load_present(value, compared, tall=layout.tall_value)
         score = BlockScores(layout, numbers, visibility, turned=True)
@@ -213,8 +211,3 @@ def _keys_kernel(
             results, (d_key, d_value), (layout.tall_key, layout.tall_value), strict=True
         ):
             ref[...] = (x.T if tall else x).astype(ref.dtype)
-
-
-def _widths(layout: Layout) -> tuple[int, int]:
-    """The axes of the widths in a block of keys and in one of values."""
-    return 0 if layout.tall_key else 1, 0 if layout.tall_value else 1

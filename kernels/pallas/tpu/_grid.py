@@ -1,40 +1,38 @@
-"""The grids of the TPU kernels, and the blocks of arrays that a step has."""
+"""The grids of the TPU kernels, the blocks of arrays that a step has, and the parts of a step."""
 
 import functools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ..._varying import result_like
+from ...masks._visibility import visible
 from .._score_program import Numbers
 from ._layout import Layout
-from ._step import step
-from ._visibility import BlockRanges
+from ._visibility import BlockRanges, feature
+
+HIDDEN = -math.inf
 
 # A single block of rows reads its keys in two parts at once, as v4 and v5p have two cores.
 SPLITS = 2
 
 
 class TPUGrid(NamedTuple):
-    """The grid of a call: batch entries, key heads, parts if any, kept blocks, and blocks that each iterates over.
-
-    Attributes:
-        layout: that of the call.
-        batch: the number of batch entries.
-        keeps_keys: whether blocks of keys are kept, which iterate over rows; else blocks of rows, over keys.
-        parted: whether there is an axis of parts of the iteration.
-    """
+    """The grid of a call: batch entries, key heads, parts if any, kept blocks, and blocks that each iterates over."""
 
     layout: Layout
     batch: int
-    keeps_keys: bool = False
-    parted: bool = True
+    keeps_keys: bool = False  # keeps blocks of keys, which iterate over rows; else rows, over keys
+    parted: bool = True  # whether there is an axis of parts of the iteration
 
     @property
     def splits(self) -> int:
@@ -43,7 +41,7 @@ class TPUGrid(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The steps along each axis; only those of the last are sequential."""
+        """The steps along each axis, which are sequential along the last alone."""
         kept, iterated = self.layout.row_blocks, self.layout.key_blocks
         if self.keeps_keys:
             kept, iterated = iterated, kept
@@ -100,19 +98,13 @@ class TPUGrid(NamedTuple):
 
     def of_rows(self, width: int) -> pl.BlockSpec:
         """The spec of a block of rows `[B, P, R, width]`."""
-
-        def index_map(b: Array, p: Array, *rest: object) -> tuple[Any, ...]:
-            return b, p, self.row(b, *rest), 0
-
-        return pl.BlockSpec((None, None, self.layout.row_block, width), index_map)
+        shape = None, None, self.layout.row_block, width
+        return pl.BlockSpec(shape, lambda b, p, *rest: (b, p, self.row(b, *rest), 0))
 
     def of_numbers(self) -> pl.BlockSpec:
         """The spec of a block of one number for each row, `[B, P, 1, R]`."""
-
-        def index_map(b: Array, p: Array, *rest: object) -> tuple[Any, ...]:
-            return b, p, 0, self.row(b, *rest)
-
-        return pl.BlockSpec((None, None, 1, self.layout.row_block), index_map)
+        shape = None, None, 1, self.layout.row_block
+        return pl.BlockSpec(shape, lambda b, p, *rest: (b, p, 0, self.row(b, *rest)))
 
     def of_keys(self, width: int, *, tall: bool) -> pl.BlockSpec:
         def index_map(b: Array, p: Array, *rest: object) -> tuple[Any, ...]:
@@ -140,25 +132,19 @@ class TPUGrid(NamedTuple):
         """The specs of blocks of the score's numbers, of their sums and of their directions."""
 
         def spec(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-            def index_map(b: Array, p: Array, *rest: object) -> tuple[Any, ...]:
-                return b if x.shape[0] > 1 else 0, p, 0, self.row(b, *rest)
-
-            return pl.BlockSpec((None, None, x.shape[2], self.layout.row_block), index_map)
+            shape, many = (None, None, x.shape[2], self.layout.row_block), x.shape[0] > 1
+            return pl.BlockSpec(
+                shape, lambda b, p, *rest: (b if many else 0, p, 0, self.row(b, *rest))
+            )
 
         return jax.tree.map(spec, numbers)
 
     def of_parts(self, width: int) -> list[pl.BlockSpec]:
         """The specs of results for each part: rows `[S, B, P, R, width]` and numbers `[S, B, P, 1, R]`."""
-
-        def rows(b: Array, p: Array, s: Array, i: Array, *_: object) -> tuple[Any, ...]:
-            return s, b, p, i, 0
-
-        def numbers(b: Array, p: Array, s: Array, i: Array, *_: object) -> tuple[Any, ...]:
-            return s, b, p, 0, i
-
+        shape, rows = (None, None, None), self.layout.row_block
         return [
-            pl.BlockSpec((None, None, None, self.layout.row_block, width), rows),
-            pl.BlockSpec((None, None, None, 1, self.layout.row_block), numbers),
+            pl.BlockSpec((*shape, rows, width), lambda b, p, s, i, *_: (s, b, p, i, 0)),
+            pl.BlockSpec((*shape, 1, rows), lambda b, p, s, i, *_: (s, b, p, 0, i)),
         ]
 
     def parts_like(self, query: Array, width: int, dtype: DTypeLike) -> list[jax.ShapeDtypeStruct]:
@@ -169,3 +155,94 @@ class TPUGrid(NamedTuple):
             result_like(query, (*shape, rows, width), dtype),
             result_like(query, (*shape, 1, rows), jnp.float32),
         ]
+
+
+def step(ranges: BlockRanges, range_index: Array, number: Array) -> Array:
+    """The block of a step of a range; steps past the end repeat the last block, which is not read again."""
+    first, stop = ranges.first[range_index], ranges.stop[range_index]
+    index = jnp.minimum(first + number, jnp.maximum(stop - 1, 0))
+    return index if ranges.order is None else ranges.order[index]
+
+
+def visit(
+    ranges: BlockRanges, range_index: Array, number: Array, visibility: dict[str, Ref]
+) -> Callable[[Callable[[Array, dict[str, Ref]], None]], None]:
+    """Decorates the body of a step, which takes a block and the arrays to compare for its mask.
+
+    Positions and segments are not compared in the run of blocks where all rows see all keys, which is
+    most of a long causal context.
+    """
+    first, stop, open_first, open_stop = (x[range_index] for x in ranges[:4])
+    index = first + number
+    heads = {name: x for name, x in visibility.items() if name.endswith("heads")}
+
+    def run(do: Callable[[Array, dict[str, Ref]], None]) -> None:
+        if len(heads) == len(visibility):
+            pl.when(index < stop)(lambda: do(index, visibility))
+            return
+        block = index if ranges.order is None else step(ranges, range_index, number)
+        is_open = (open_first <= index) & (index < open_stop)
+        pl.when((index < stop) & is_open)(lambda: do(block, heads))
+        pl.when((index < stop) & jnp.logical_not(is_open))(lambda: do(block, visibility))
+
+    return run
+
+
+def hide(
+    scores: Array, visibility: dict[str, Ref], key_block: Array, layout: Layout, *, turned: bool
+) -> Array:
+    """Scores `[rows, keys]` of a block, or `[keys, rows]` if `turned`, -inf where hidden."""
+
+    def pair(name: str) -> tuple[Array, Array]:
+        row, key = visibility[f"row_{name}"][...], visibility[f"key_{name}"][...]
+        return (row, key.T) if turned else (row.T, key)
+
+    conditions: list[Any] = []
+    if "row_positions" in visibility:
+        if layout.pairs is None:
+            conditions.append(visible(layout.settings.mask.bind(), *pair("positions")))
+        else:
+            conditions.append(
+                layout.pairs.visible(*pair("positions"), *_features(visibility, layout, turned))
+            )
+    if layout.bounded:
+        shape, axis = ((layout.key_block, 1), 0) if turned else ((1, layout.key_block), 1)
+        number = key_block * layout.key_block + lax.broadcasted_iota(jnp.int32, shape, axis)
+        conditions.append(number < layout.keys)
+    for name in ("segments", "heads"):
+        if f"row_{name}" in visibility:
+            conditions.append(operator.eq(*pair(name)))
+    if not conditions:
+        return scores
+    return jnp.where(functools.reduce(operator.and_, conditions), scores, HIDDEN)
+
+
+def _features(
+    visibility: dict[str, Ref], layout: Layout, turned: bool
+) -> tuple[list[Array], list[Array]]:
+    """Numbers that the mask compares, as columns and rows that broadcast."""
+    if layout.pairs is None:
+        return [], []
+    rows = [visibility[feature("row", i)][...] for i in range(layout.pairs.of_queries)]
+    keys = [visibility[feature("key", i)][...] for i in range(layout.pairs.of_keys)]
+    return ([x if turned else x.T for x in rows], [x.T if turned else x for x in keys])
+
+
+def zero_past_end(x: Ref, key_block: Array, layout: Layout, *, tall: bool) -> None:
+    """Writes zeros past the end of keys or values in their last block, where memory might hold NaN."""
+    remainder = layout.keys % layout.key_block
+    if remainder:
+
+        @pl.when(key_block == layout.key_blocks - 1)
+        def _() -> None:
+            past = (slice(None), slice(remainder, None)) if tall else slice(remainder, None)
+            x[past] = jnp.zeros_like(x[past])
+
+
+def load_present(x: Ref, visibility: dict[str, Ref], *, tall: bool) -> Array:
+    """A block of keys or values with zeros for absent ones, by their positions."""
+    if "key_positions" not in visibility:
+        return x[...]
+    positions = visibility["key_positions"][...]
+    present = (positions if tall else positions.T) >= 0
+    return jnp.where(present, x[...], jnp.zeros((), x.dtype))

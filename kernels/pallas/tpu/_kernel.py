@@ -6,7 +6,7 @@ from ...call._kernel import AbstractKernel, check_operands
 from ...call._operands import KernelCall, Operands
 from ...call._state import AttentionState
 from ...masks._abstract import AbstractMask
-from ._layout import LayoutSizes, make_layout
+from ._layout import Layout, LayoutSizes, make_layout
 
 _DTYPES = ("bfloat16", "float32")  # the compiler does not load float16
 
@@ -31,26 +31,26 @@ class PallasTPU(AbstractKernel):
     scores = True
 
     def check(self, call: KernelCall) -> None:
-        operands, settings, _ = call
-        check_operands(operands, _DTYPES, ("bias", "mask"))
+        check_operands(call.operands, _DTYPES, ("bias", "mask"))
         for kind in ("forward", "backward"):
-            make_layout(operands, settings, kind, self.sizes)
+            self._layout(call, kind)
+
+    def _layout(self, call: KernelCall, kind: str) -> Layout:
+        return make_layout(call.operands, call.settings, kind, self.sizes)
 
     def forward(self, call: KernelCall) -> AttentionState:
-        operands, settings, platform = call
         from ._forward import forward  # late: Pallas takes long to import
 
-        layout = make_layout(operands, settings, "forward", self.sizes)
-        return forward(operands, layout, interpret=platform != "tpu")
+        layout, interpret = self._layout(call, "forward"), call.platform != "tpu"
+        return forward(call.operands, layout, interpret=interpret)
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        operands, settings, platform = call
         from ._backward import backward
 
-        layout = make_layout(operands, settings, "backward", self.sizes)
-        return backward(operands, layout, state, cotangent, interpret=platform != "tpu")
+        layout, interpret = self._layout(call, "backward"), call.platform != "tpu"
+        return backward(call.operands, layout, state, cotangent, interpret=interpret)
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
@@ -59,11 +59,11 @@ class PallasTPU(AbstractKernel):
 
         None for the widest calls, whose blocks and directions do not fit on the chip together.
         """
-        operands, settings, platform = call
-        from ._tangent import tangent
+        from ._forward import tangent
 
         try:
-            layout = make_layout(operands, settings, "tangent", self.sizes)
+            layout = self._layout(call, "tangent")
         except NotImplementedError:
             return None
-        return tangent(operands, layout, state, directions, interpret=platform != "tpu")
+        interpret = call.platform != "tpu"
+        return tangent(call.operands, layout, state, directions, interpret=interpret)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ...call._operands import Operands, Settings
+from ...call._target import target_device
 from ...masks._pairwise import Pairwise
 from .._rows import pad_to_blocks, pairs_of
 from .._score import score_of
 from .._score_program import ScoreProgram, Target
-from ._chip import TPUChip, target_chip
 
 # The memory that every chip grants a kernel. The ranges of blocks may take half of the 1 MiB for scalars, at 16
 # bytes for each block.
@@ -33,30 +33,50 @@ TARGET = Target(
 )
 
 
+class TPUChip(NamedTuple):
+    """A TPU core; by default the smallest, for programs whose devices are not known."""
+
+    memory: int = 16 * 2**20  # bytes of VMEM, its vector memory
+    columns: int = 128  # of a matrix unit
+
+
+_V5E, _V5P = TPUChip(128 * 2**20), TPUChip(64 * 2**20)
+_V6E, _7X = TPUChip(128 * 2**20, 256), TPUChip(64 * 2**20, 256)
+# by `jax.Device.device_kind`; older ones have no more than the smallest
+_CHIPS = {
+    "TPU v5 lite": _V5E,
+    "TPU v5e": _V5E,
+    "TPU v5": _V5P,
+    "TPU v5p": _V5P,
+    "TPU v6 lite": _V6E,
+    "TPU v6e": _V6E,
+    "TPU7x": _7X,
+}
+
+
+def chip_of(kind: str | None) -> TPUChip:
+    return TPUChip() if kind is None else _CHIPS.get(kind, TPUChip())
+
+
+def target_chip() -> TPUChip:
+    """The TPU of the program being lowered, which need not be attached; the smallest while tracing."""
+    device = target_device()
+    return chip_of(None if device is None else device.device_kind)
+
+
 class LayoutSizes(NamedTuple):
-    """How large blocks may be; static.
-
-    Attributes:
-        rows: rows (queries times heads) in a block.
-        keys: keys in a block.
-        few_rows: the most rows for which reading keys takes longer than computing with them, even where
-            every row is compared with the keys of all heads.
-        keys_of_few_rows: keys in a block then. Reading such a block takes a microsecond or more,
-            several times the overhead of a step.
-        keys_backward: keys in a block of the backward.
-        memory: bytes that the arrays of a step may take, by `_memory`; three quarters of the granted memory.
-        lanes: the last axis of the chip's tiles.
-        sublanes: the axis before it.
-    """
-
-    rows: int = 512
+    rows: int = 512  # queries times heads, in a block
     keys: int = 1024
+    # the most rows for which reading keys takes longer than computing with them, even where every row is compared with
+    # the keys of all heads; reading a block of so many keys takes several times the overhead of a step
     few_rows: int = 256
     keys_of_few_rows: int = 4096
     keys_backward: int = 512
-    memory: int = LEAST_GRANTED * 3 // 4
-    lanes: int = 128
-    sublanes: int = 16
+    memory: int = (
+        LEAST_GRANTED * 3 // 4
+    )  # bytes of the arrays of a step: three quarters of what is granted
+    lanes: int = 128  # the last axis of the chip's tiles
+    sublanes: int = 16  # the axis before it
 
 
 LAYOUT_SIZES = LayoutSizes()
@@ -92,36 +112,20 @@ class Layout(NamedTuple):
     - Another `H`, and many keys: as `[B, K, H, S]`, called tall here.
 
     Query heads that share a key head are folded into the axis of queries.
-
-    Attributes:
-        heads: the axis in front, `P`: 1, or the number of key heads.
-        row_fold: query heads folded into queries, `N / P`.
-        key_fold: key heads folded into keys, `K / P`.
-        rows: the length of the axis of queries, `T·N / P`.
-        keys: the length of the axis of keys, `S·K / P`.
-        tall_key: whether keys are `[P, H, C]`, not `[P, C, H]`.
-        tall_value: the same for values.
-        row_block: rows in a block.
-        key_block: keys in a block.
-        granted: bytes of the chip's memory that the kernels ask for.
-        bounded: whether keys past the end are hidden by their index, as there are no positions.
-        pairs: the pairwise form of the call's mask, None if it is a window.
-        settings: those of the call.
-        score: the call's score, if it has one.
     """
 
-    heads: int
-    row_fold: int
-    key_fold: int
-    rows: int
-    keys: int
-    tall_key: bool
+    heads: int  # the axis in front, `P`: 1, or the number of key heads
+    row_fold: int  # query heads folded into queries, `N / P`
+    key_fold: int  # key heads folded into keys, `K / P`
+    rows: int  # the length of the axis of queries, `T·N / P`
+    keys: int  # the length of the axis of keys, `S·K / P`
+    tall_key: bool  # whether keys are `[P, H, C]`, not `[P, C, H]`
     tall_value: bool
     row_block: int
     key_block: int
-    granted: int
-    bounded: bool
-    pairs: Pairwise | None
+    granted: int  # bytes of the chip's memory that the kernels ask for
+    bounded: bool  # whether keys past the end are hidden by their index, as there are no positions
+    pairs: Pairwise | None  # the mask, unless that is a window
     settings: Settings
     score: ScoreProgram | None
 
@@ -132,6 +136,11 @@ class Layout(NamedTuple):
     @property
     def key_blocks(self) -> int:
         return math.ceil(self.keys / self.key_block)
+
+    @property
+    def width_axes(self) -> tuple[int, int]:
+        """The axes of the widths in a block of keys and in one of values."""
+        return int(not self.tall_key), int(not self.tall_value)
 
 
 def make_layout(
@@ -203,7 +212,6 @@ def make_layout(
 
 
 def _even(size: int, most: int, unit: int) -> int:
-    """The size of evenly filled blocks of about `most`, in whole units."""
     number = math.ceil(size / max(most // unit * unit, unit))
     return math.ceil(math.ceil(size / number) / unit) * unit
 

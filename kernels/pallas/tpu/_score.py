@@ -25,42 +25,38 @@ class BlockScores:
     def __init__(
         self, layout: Layout, numbers: Numbers, visibility: dict[str, Ref], *, turned: bool = False
     ):
-        self._layout, self._numbers, self._visibility, self._turned = (
-            layout,
-            numbers,
-            visibility,
-            turned,
-        )
+        self._score, self._scale = layout.score, layout.settings.scale
+        self._numbers, self._visibility, self._turned = numbers, visibility, turned
 
     @property
     def unit(self) -> float:
-        """The positive factor from the maximum of `in_units` to that of the scores."""
-        plain = self._layout.score is None and self._layout.settings.scale != 0
-        return abs(self._layout.settings.scale) if plain else 1.0
+        """The positive factor from the maximum of `in_units` to the maximum of the scores."""
+        plain = self._score is None and self._scale != 0
+        return abs(self._scale) if plain else 1.0
 
     def in_units(self, product: Array) -> Array:
         """The scores divided by `unit`, so that subtracting their maximum cannot fuse with a multiplication."""
-        if self._layout.score is not None or self._layout.settings.scale == 0:
+        if self._score is not None or self._scale == 0:
             return unfused(self.scores(product))
-        return product if self._layout.settings.scale > 0 else -product
+        return product if self._scale > 0 else -product
 
     def scores(self, product: Array) -> Array:
-        raw = product * self._layout.settings.scale
-        if self._layout.score is None:
+        raw = product * self._scale
+        if self._score is None:
             return raw
         places, numbers, _ = self._read(product.shape)
-        return self._layout.score.score(raw, places, numbers)
+        return self._score.score(raw, places, numbers)
 
     def vjp(self, product: Array) -> tuple[Array, Callable[[Array, Numbers], Array]]:
         """The scores, and the pullback to the cotangents of scaled products.
 
         The pullback also adds the cotangents of numbers and tables to sums in scratch memory, if any.
         """
-        if self._layout.score is None:
+        if self._score is None:
             return self.scores(product), lambda cotangent, sums: cotangent
         places, numbers, indices = self._read(product.shape)
-        raw = product * self._layout.settings.scale
-        scores, pullback = self._layout.score.vjp(raw, places, numbers)
+        raw = product * self._scale
+        scores, pullback = self._score.vjp(raw, places, numbers)
 
         def back(cotangent: Array, sums: Numbers) -> Array:
             d_raw, floats, entries = pullback(cotangent)
@@ -73,23 +69,22 @@ class BlockScores:
         return scores, back
 
     def jvp(self, change: Array | None, product: Array, directions: Numbers | None) -> Any:
-        """The change of the scores by that of the scaled products and of numbers and tables."""
-        if self._layout.score is None:
+        """The change of the scores by the changes of the scaled products, of numbers and of tables."""
+        if self._score is None:
             return change
         places, numbers, indices = self._read(product.shape)
         changes = None
         if directions is not None:
             floats = tuple(self._across(x[...], product.shape) for x in directions.floats)
             changes = Numbers(floats, self._entries(directions, indices, 0.0))
-        raw = product * self._layout.settings.scale
-        return self._layout.score.jvp(raw, places, numbers, change, changes)
+        raw = product * self._scale
+        return self._score.jvp(raw, places, numbers, change, changes)
 
     def _read(self, shape: tuple[int, ...]) -> tuple[dict[str, Array], Numbers, list[Array]]:
         """Positions, numbers and entries in the shape of a block, and the indices of the entries."""
-        program = self._layout.score
-        assert program is not None
+        assert self._score is not None
         places = {}
-        if program.compares:
+        if self._score.compares:
             key = self._visibility["key_positions"][...]
             places = {
                 "query": self._across(self._visibility["row_positions"][...], shape),
@@ -98,7 +93,7 @@ class BlockScores:
         numbers = jax.tree.map(
             lambda x: self._across(x[...], shape), self._numbers._replace(tables=())
         )
-        indices = program.indices(places, numbers)
+        indices = self._score.indices(places, numbers)
         entries = self._entries(self._numbers, indices, math.nan)
         return places, numbers._replace(tables=entries), indices
 
@@ -120,7 +115,7 @@ class BlockScores:
 
 
 def _add_by_entry(sums: Ref, x: Array, index: Array) -> None:
-    """Adds the sums over keys of `[rows, keys]` to those of the entry `[D, rows]` that each is of."""
+    """Adds sums over keys of `[rows, keys]` to the sums `[D, rows]` of their entries."""
 
     def add(entry: Array, _: None) -> None:
         entry_sums = jnp.where(index == entry, x, 0.0).sum(-1, keepdims=True)
@@ -136,8 +131,8 @@ def block_numbers(operands: Operands, layout: Layout) -> Numbers:
 
 def block_directions(operands: Operands, layout: Layout, directions: Operands) -> Numbers | None:
     """The change of `block_numbers` in the directions of the score's arrays; None if none move."""
-    directions_of_numbers = score_directions(operands, layout.score, directions)
-    return None if directions_of_numbers is None else _folded(directions_of_numbers, layout)
+    changes = score_directions(operands, layout.score, directions)
+    return None if changes is None else _folded(changes, layout)
 
 
 def block_cotangents(operands: Operands, layout: Layout, sums: Numbers) -> tuple[Array | None, ...]:
@@ -146,11 +141,9 @@ def block_cotangents(operands: Operands, layout: Layout, sums: Numbers) -> tuple
     def unfolded(x: Array) -> Array:
         return unfold_rows(x.swapaxes(2, 3), layout)
 
-    return score_cotangents(
-        operands,
-        layout.score,
-        Numbers(tuple(unfolded(x)[..., 0] for x in sums.floats), tuple(map(unfolded, sums.tables))),
-    )
+    floats = tuple(unfolded(x)[..., 0] for x in sums.floats)
+    rows = Numbers(floats, tuple(map(unfolded, sums.tables)))
+    return score_cotangents(operands, layout.score, rows)
 
 
 def sums_like(numbers: Numbers, batch: int, like: Array) -> Numbers:
@@ -161,7 +154,6 @@ def sums_like(numbers: Numbers, batch: int, like: Array) -> Numbers:
 
 
 def sums_scratch(numbers: Numbers, layout: Layout) -> Numbers:
-    """The scratch memory of a block's sums: `[rows, 1]` and `[D, rows]`."""
     return Numbers(
         tuple(pltpu.VMEM((layout.row_block, 1), jnp.float32) for _ in numbers.floats),
         tuple(pltpu.VMEM((x.shape[2], layout.row_block), jnp.float32) for x in numbers.tables),

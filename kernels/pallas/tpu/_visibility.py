@@ -22,17 +22,13 @@ from ._layout import Layout
 class TPUVisibility(NamedTuple):
     """The arrays that a kernel compares for its masks, and the blocks that it can skip.
 
-    Attributes:
-        arrays: int32 `[B or 1, 1, R]` of rows and `[B or 1, 1, C]` of keys, by name: positions,
-            segments, heads, and other numbers that the mask compares, if needed. Heads of keys are
-            for one block.
-        meets: which blocks of rows might see which of keys, `[B or 1, rows, keys]`; None for all.
-        open: in which of them all present rows see all keys, the same; None for all.
+    Arrays are int32, `[B or 1, 1, R]` of rows and `[B or 1, 1, C]` of keys: positions, segments, heads, and other
+    numbers that the mask compares, if needed. Heads of keys are for one block. Blocks are `[B or 1, rows, keys]`.
     """
 
     arrays: dict[str, Array]
-    meets: Array | None
-    open: Array | None
+    meets: Array | None  # the blocks of rows that might see blocks of keys; None: all
+    open: Array | None  # in which all present rows see all keys; None: all
 
 
 def block_visibility(operands: Operands, layout: Layout) -> TPUVisibility:
@@ -85,21 +81,16 @@ def _repeated(x: Array | None, times: int) -> Any:
 
 
 class BlockRanges(NamedTuple):
-    """The ranges of blocks that blocks visit, with one axis of all batch entries, blocks and parts.
+    """The ranges of blocks that blocks visit, from `first` to before `stop`, and in them a run of open blocks.
 
-    Attributes:
-        first: the first block of a range.
-        stop: one past the last.
-        open_first: the first of a run of open ones.
-        open_stop: one past its last.
-        order: None, or the numbers of the blocks, into which the other fields are indices.
+    One axis is of all batch entries, blocks and parts.
     """
 
     first: Int[Array, " ranges"] | Ref
     stop: Int[Array, " ranges"] | Ref
     open_first: Int[Array, " ranges"] | Ref
     open_stop: Int[Array, " ranges"] | Ref
-    order: Int[Array, " blocks"] | Ref | None
+    order: Int[Array, " blocks"] | Ref | None  # the blocks, into which the others are indices
 
 
 def block_ranges(
@@ -116,37 +107,23 @@ def block_ranges(
     for scalars pads the last axis.
     """
     outer, inner = layout.row_blocks, layout.key_blocks
+    meets, is_open = visibility.meets, visibility.open
     if of_keys:
         outer, inner = inner, outer
-        visibility = visibility._replace(
-            **{
-                name: None if x is None else x.swapaxes(1, 2)
-                for name, x in (("meets", visibility.meets), ("open", visibility.open))
-            }
-        )
+        meets, is_open = (None if x is None else x.swapaxes(1, 2) for x in (meets, is_open))
     full_range = tuple(jnp.full((1, outer), x, jnp.int32) for x in (0, inner))
     order = None
-    if layout.pairs is not None and visibility.meets is not None and visibility.open is not None:
+    if layout.pairs is not None and meets is not None and is_open is not None:
         # the lists of all batch entries and blocks, one after the other
-        blocks = block_list(visibility.meets, visibility.open)
+        blocks = block_list(meets, is_open)
         start = inner * jnp.arange(batch * outer, dtype=jnp.int32).reshape(batch, outer)
         order = jnp.broadcast_to(blocks.order, (batch, outer, inner)).reshape(-1)
-        first, stop = start, start + blocks.stop
-        open_first, open_stop = start, start + blocks.unmasked
+        ranges = start, start + blocks.stop, start, start + blocks.unmasked
     else:
-        first, stop = full_range if visibility.meets is None else block_spans(visibility.meets)
-        open_first, open_stop = (
-            full_range if visibility.open is None else block_run(visibility.open)
-        )
-
-    def each(x: Array) -> Array:
-        return jnp.broadcast_to(x[..., None], (batch, outer, splits))
-
-    first, stop, open_first, open_stop = map(each, (first, stop, open_first, open_stop))
+        spans = full_range if meets is None else block_spans(meets)
+        ranges = *spans, *(full_range if is_open is None else block_run(is_open))
+    first, stop, *runs = (jnp.broadcast_to(x[..., None], (batch, outer, splits)) for x in ranges)
     share = (stop - first + splits - 1) // splits
     first = jnp.minimum(first + share * lax.broadcasted_iota(jnp.int32, share.shape, 2), stop)
     stop = jnp.minimum(first + share, stop)
-    first, stop, open_first, open_stop = (
-        x.reshape(-1) for x in (first, stop, open_first, open_stop)
-    )
-    return BlockRanges(first, stop, open_first, open_stop, order)
+    return BlockRanges(*(x.reshape(-1) for x in (first, stop, *runs)), order=order)
