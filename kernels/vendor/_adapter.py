@@ -20,7 +20,7 @@ from ..call._operands import (
     zero_absent,
 )
 from ..call._state import AttentionState, holds_keys
-from ..masks._segments import Segments
+from ..masks._ready import Segments
 from ..masks._structure import WINDOWS
 from ..pallas.gpu._kernel import PallasGPU
 

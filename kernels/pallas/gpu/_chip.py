@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from ...call._target import target_device
+from ...call._kernel import target_device
 
 # Shared memory that one program may take of a multiprocessor, in KiB, by compute capability; other
 # GPUs get the smallest.

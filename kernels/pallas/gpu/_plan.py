@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from ...call._operands import Operands, Settings
-from ...masks._pairwise import Pairwise
+from ...masks._structure import Pairwise
 from .._rows import pairs_of
 from .._score import score_of
 from .._score_program import ScoreProgram, Target

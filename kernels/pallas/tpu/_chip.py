@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ...call._target import target_device
+from ...call._kernel import target_device
 
 
 class TPUChip(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ...call._operands import Operands, Settings
-from ...masks._pairwise import Pairwise
+from ...masks._structure import Pairwise
 from .._rows import pad_to_blocks, pairs_of
 from .._score import score_of
 from .._score_program import ScoreProgram, Target
