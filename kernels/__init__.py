@@ -1,6 +1,5 @@
 """HOW: `(out, lse)` of the keys on one device, and the algebra that merges such states."""
 
-from .call._checkpoint import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from .call._foreign import as_state as as_state
 from .call._kernel import AbstractJAXKernel as AbstractJAXKernel
 from .call._kernel import AbstractKernel as AbstractKernel
@@ -14,5 +13,6 @@ from .call._state import empty_state as empty_state
 from .call._state import merge as merge
 from .call._state import merge_all as merge_all
 from .call._tokens import Tokens as Tokens
-from .dispatch._attention import local_attention as local_attention
+from .dispatch._derivative import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from .dispatch._registry import implementations as implementations
+from .dispatch._registry import local_attention as local_attention

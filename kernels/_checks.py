@@ -1,4 +1,4 @@
-"""Checks of single arguments. Each error names the argument, what was wanted and what was given."""
+"""Checks of single arguments. An error names the argument, the wanted and the given value."""
 
 import inspect
 import math
@@ -17,10 +17,7 @@ _FLOATING = "float16, bfloat16, float32 or float64"
 
 
 def received(x: object) -> str:
-    """An argument as errors show it: `float32[2,3]` for arrays, else its type and value.
-
-    Long texts are cut.
-    """
+    """An argument as errors show it: `float32[2,3]` for arrays, else its type and value; long texts are cut."""
     arrays = (jax.Array, np.ndarray)
     if isinstance(x, arrays):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
@@ -32,22 +29,13 @@ def received(x: object) -> str:
 
 
 def check_array(name: str, x: object) -> Any:
-    """Returns `x` if it is an array (JAX or NumPy); nothing is converted silently.
-
-    NumPy arrays serve wherever JAX's do, so the result is typed as neither.
-
-    Raises `TypeError` for lists, numbers and anything else.
-    """
+    """Returns `x` if it is an array, JAX's or NumPy's, and so typed as neither; nothing is converted silently."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name}: wanted a JAX or NumPy array, got {received(x)}")
     return x
 
 
 def check_floating(name: str, x: object) -> Any:
-    """Returns `x` if it is an array of float16, bfloat16, float32 or float64.
-
-    Raises `TypeError` otherwise: integers, booleans, complex numbers and 8-bit floats included.
-    """
     array = check_array(name, x)
     if array.dtype not in FLOATING:
         raise TypeError(f"{name}: wanted a {_FLOATING} array, got {received(x)}")
@@ -55,10 +43,7 @@ def check_floating(name: str, x: object) -> Any:
 
 
 def check_shape(name: str, x: Shaped, shape: tuple[int | str, ...]) -> None:
-    """Checks `x.shape` against `shape`, in which a string stands for any size.
-
-    Raises `ValueError` naming the argument, its shape and the wanted one.
-    """
+    """Checks `x.shape` against `shape`, in which a string stands for any size."""
     fits = len(x.shape) == len(shape)
     for want, have in zip(shape, x.shape, strict=False):
         fits = fits and (isinstance(want, str) or want == have)
@@ -69,11 +54,7 @@ def check_shape(name: str, x: Shaped, shape: tuple[int | str, ...]) -> None:
 def check_broadcastable(
     name: str, x: Shaped, shape: tuple[int, ...], *, leading: bool = True
 ) -> None:
-    """Checks that `x` has, on each axis of `shape`, its size or 1.
-
-    `leading`: whether leading axes must be given too. Raises `ValueError` naming the argument, its
-    shape and the wanted one.
-    """
+    """Checks that `x` has, on each axis of `shape`, its size or 1. `leading`: whether leading axes must be given."""
     given = x.shape if leading else (1,) * (len(shape) - len(x.shape)) + x.shape
     if not broadcasts(given, shape):
         raise ValueError(
@@ -83,14 +64,12 @@ def check_broadcastable(
 
 
 def broadcasts(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether each size is that of `shape` or 1."""
     return len(given) == len(shape) and all(
         have in (1, want) for want, have in zip(shape, given, strict=True)
     )
 
 
 def check_boolean(name: str, x: object) -> Any:
-    """Returns `x` if it is a boolean array; raises `TypeError` otherwise."""
     array = check_array(name, x)
     if array.dtype != jnp.bool_:
         raise TypeError(f"{name}: wanted a boolean array, got {received(x)}")
@@ -98,11 +77,7 @@ def check_boolean(name: str, x: object) -> Any:
 
 
 def as_visible(name: str, x: object) -> Any:
-    """Returns a mask of booleans, or of numbers where zero hides a key, as booleans.
-
-    Raises `TypeError` for anything else than an array of these, and `ValueError` for negative numbers, where they
-    are known.
-    """
+    """Returns a mask of booleans, or of numbers where zero hides a key, as booleans; known negative numbers raise."""
     array = check_array(name, x)
     if array.dtype == jnp.bool_:
         return array
@@ -120,7 +95,6 @@ def as_visible(name: str, x: object) -> Any:
 
 
 def check_integral(name: str, x: object) -> Any:
-    """Returns `x` if it is an array of integers; raises `TypeError` otherwise."""
     array = check_array(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name}: wanted an integer array, got {received(x)}")
@@ -135,10 +109,7 @@ def is_concrete(x: object) -> bool:
 
 
 def check_int32(name: str, x: object) -> Any:
-    """Returns `x` if it is an array of integers that, where they are known, 32 bits hold.
-
-    Raises `TypeError` for other dtypes and `ValueError` for larger numbers.
-    """
+    """Returns `x` if it is an array of integers that, where they are known, 32 bits hold."""
     array = check_integral(name, x)
     if array.size and not np.can_cast(array.dtype, np.int32) and not isinstance(x, jax.core.Tracer):
         with jax.ensure_compile_time_eval():  # a known array may be used in a program being traced
@@ -160,7 +131,7 @@ def as_int32(x: jax.Array | np.ndarray) -> Any:
 
 
 def as_ids(x: jax.Array | np.ndarray) -> Any:
-    """Checked integers of which only equality counts, so that none may be taken for another one: int32.
+    """Checked integers that are only compared for equality, so that none may be taken for another one: int32.
 
     Traced ones that 32 bits need not hold are of 64 bits, where JAX has these on.
     """
@@ -169,7 +140,6 @@ def as_ids(x: jax.Array | np.ndarray) -> Any:
 
 
 def check_floating_dtype(name: str, x: object) -> jnp.dtype:
-    """Returns `x` as a dtype; raises `TypeError` unless it is one that `check_floating` takes."""
     try:
         # other types are refused: NumPy reads None as float64, and an array as its dtype
         dtype = jnp.dtype(x) if isinstance(x, (str, type, np.dtype)) else None
@@ -181,10 +151,7 @@ def check_floating_dtype(name: str, x: object) -> jnp.dtype:
 
 
 def check_key(name: str, x: object) -> jax.Array:
-    """Returns `x` if it is one random key: of `jax.random.key`, or in the older uint32 form.
-
-    Raises `TypeError` for anything else, arrays of several keys included.
-    """
+    """Returns `x` if it is one random key, of `jax.random.key` or in the older uint32 form."""
     if isinstance(x, jax.Array):
         new = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         if x.ndim == 0 if new else x.ndim == 1 and x.dtype == jnp.uint32:
@@ -193,10 +160,6 @@ def check_key(name: str, x: object) -> jax.Array:
 
 
 def check_finite_number(name: str, x: object) -> float:
-    """Returns `x` as a Python float.
-
-    Raises `TypeError` if it is not a real number and `ValueError` if it is infinite or NaN.
-    """
     if isinstance(x, bool) or not isinstance(x, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: wanted a real number, got {received(x)}")
     try:
@@ -209,10 +172,7 @@ def check_finite_number(name: str, x: object) -> float:
 
 
 def check_positive(name: str, x: object, most: int | None = None) -> Any:
-    """Returns a number or a floating scalar array above 0 and at most `most`; traced ones are not read.
-
-    Raises `TypeError` for another type, and `ValueError` for another value or shape.
-    """
+    """Returns a number or a floating scalar array above 0 and at most `most`; traced ones are not read."""
     number = x
     if isinstance(x, (jax.Array, np.ndarray)):
         check_floating(name, x)
@@ -229,11 +189,7 @@ def check_positive(name: str, x: object, most: int | None = None) -> Any:
 
 
 def check_integer(name: str, x: object, least: int | None = None, *, is_wide: bool = False) -> int:
-    """Returns `x` as a Python int.
-
-    Raises `TypeError` if it is not an integer (booleans are not) and `ValueError` below `least`, or where
-    32 bits do not hold it unless it `is_wide`.
-    """
+    """Returns an integer, no boolean, of at least `least`, and of 32 bits unless it `is_wide`."""
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise TypeError(f"{name}: wanted an integer, got {received(x)}")
     if least is not None and x < least:
@@ -244,10 +200,7 @@ def check_integer(name: str, x: object, least: int | None = None, *, is_wide: bo
 
 
 def check_axis(name: str, x: object, rank: int, of: str) -> int:
-    """Returns the axis `x` of an array of `rank` axes, counted from the front.
-
-    Raises `TypeError` if it is not an integer and `ValueError` if the array named `of` lacks it.
-    """
+    """Returns the axis `x` of an array of `rank` axes, named `of`, counted from the front."""
     axis = check_integer(name, x)
     if not -rank <= axis < rank:
         raise ValueError(f"{name}: wanted one of the {rank} axes of {of}, got {axis}")
@@ -255,7 +208,6 @@ def check_axis(name: str, x: object, rank: int, of: str) -> int:
 
 
 def check_choice(name: str, x: object, choices: Sequence[str | None]) -> None:
-    """Raises `ValueError` unless `x` is one of `choices`."""
     if not (x is None or isinstance(x, str)) or x not in choices:
         raise ValueError(
             f"{name}: wanted one of {', '.join(map(repr, choices))}, got {received(x)}"
@@ -263,10 +215,7 @@ def check_choice(name: str, x: object, choices: Sequence[str | None]) -> None:
 
 
 def check_names(name: str, x: object, what: str) -> tuple[str, ...]:
-    """Returns names as a tuple: one string, or a sequence of different ones; `what` says of what.
-
-    Raises `TypeError` for anything else and `ValueError` for names that repeat.
-    """
+    """Returns one name or a sequence of different ones as a tuple; `what` says what they name."""
     names = (x,) if isinstance(x, str) else x
     if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) for n in names):
         raise TypeError(f"{name}: wanted names of {what}, got {received(x)}")
@@ -275,22 +224,27 @@ def check_names(name: str, x: object, what: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_function(name: str, x: object, *arguments: str) -> None:
-    """Checks that `x` can be called with as many arguments as `arguments` names.
-
-    Raises `TypeError` for anything that cannot be called, or takes others.
-    """
+def check_function(name: str, x: object, *arguments: str, static: bool = True) -> None:
+    """Checks that `x` can be called with as many arguments as `arguments` names, and hashed if it is `static`."""
     wanted = f"a function of ({', '.join(arguments)})"
     if not callable(x):
         raise TypeError(f"{name}: wanted {wanted}, got {received(x)}")
     try:
         takes = inspect.signature(x)
     except (TypeError, ValueError):  # a function that is not written in Python
-        return
+        takes = None
     try:
-        takes.bind(*arguments)
+        if takes is not None:
+            takes.bind(*arguments)
     except TypeError:
         raise TypeError(f"{name}: wanted {wanted}, got one of {takes}") from None
+    try:
+        hash(x if static else None)
+    except TypeError:
+        raise ValueError(
+            f"{name}: wanted one that can be hashed, with its arrays given as parameters, "
+            f"got {received(x)}"
+        ) from None
 
 
 def check_nesting(name: str, x: object, kind: type, hint: str) -> None:
@@ -304,26 +258,13 @@ def check_nesting(name: str, x: object, kind: type, hint: str) -> None:
         raise ValueError(f"{name}: wanted at most 100 inside each other, got more; {hint}")
 
 
-def check_hashable(name: str, x: object) -> None:
-    """Raises `ValueError` for a function that cannot be hashed."""
-    try:
-        hash(x)
-    except TypeError:
-        raise ValueError(
-            f"{name}: wanted one that can be hashed, with its arrays given as parameters, "
-            f"got {received(x)}"
-        ) from None
-
-
 def check_text(name: str, x: object) -> str:
-    """Returns `x` if it is a text; raises `TypeError` otherwise."""
     if not isinstance(x, str):
         raise TypeError(f"{name}: wanted a text, got {received(x)}")
     return x
 
 
 def check_flag(name: str, x: object) -> bool:
-    """Returns `x` as True or False; raises `TypeError` if it is neither."""
     if not isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name}: wanted True or False, got {received(x)}")
     return bool(x)

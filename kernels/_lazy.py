@@ -12,14 +12,11 @@ from collections.abc import Callable, Mapping
 def lazy(
     module: str, *, modules: Mapping[str, str] | None = None, names: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` (PEP 562) of a module that imports some of its names when they are first used.
+    """The `__getattr__` and `__dir__` (PEP 562) of a module that imports names when they are first used.
 
-    In a package, a name of `names` must not be that of one of its folders, to which any import from it would bind it.
-
-    Args:
-        module: its `__name__`.
-        modules: for a name that is a module, that module: `{"models": ".models"}`.
-        names: for any other, the module that defines it: `{"KVCache": ".cache._cache"}`.
+    `module`: its `__name__`. `modules`: for a name that is a module, that module: `{"models": ".models"}`.
+    `names`: for any other, the module that defines it: `{"KVCache": ".cache._cache"}`; in a package none is the
+    name of one of its folders, to which any import from it would bind it.
     """
     own, modules, names = sys.modules[module], modules or {}, names or {}
 

@@ -8,7 +8,7 @@ lowers each kernel once before it is used.
 import functools
 import importlib
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -16,16 +16,10 @@ _CUDNN = "jax._src.cudnn.fused_attention_stablehlo."
 _SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
 
 
-class _Use(NamedTuple):
-    """The private names that one part of the library uses: the versions known to have them, and our names to theirs."""
-
-    versions: str
-    names: dict[str, str]
-
-
-_USES = {
+# For each part of the library, the versions known to have its names, and our names to theirs.
+_USES: dict[str, tuple[str, dict[str, str]]] = {
     # the primitives for one device, with softmax statistics in float32
-    "cudnn": _Use(
+    "cudnn": (
         "JAX 0.8 to 0.12",
         {
             "forward": _CUDNN + "_dot_product_attention_fwd_p",
@@ -36,9 +30,9 @@ _USES = {
         },
     ),
     # those of cuDNN and of CUDA's runtime at hand, which programs are compiled for
-    "cuda_versions": _Use("JAX 0.8 to 0.12", {"versions": "jax._src.lib.cuda_versions"}),
+    "cuda_versions": ("JAX 0.8 to 0.12", {"versions": "jax._src.lib.cuda_versions"}),
     # the backward kernels, called with a delta that includes the cotangent of lse
-    "splash": _Use(
+    "splash": (
         "JAX 0.8 to 0.12",
         {
             "BlockSizes": _SPLASH + "kernel.BlockSizes",
@@ -51,7 +45,7 @@ _USES = {
         },
     ),
     # its functions for one device, without its partitioning and its vmap rule
-    "flash": _Use(
+    "flash": (
         "flash-attn-jax 0.6",
         {
             "forward": "flash_attn_jax.flash_fwd._flash_mha_fwd_lowering",
@@ -59,25 +53,22 @@ _USES = {
         },
     ),
     # its kernels for one device, without its primitives
-    "fa4": _Use(
+    "fa4": (
         "fa4-jax 0.1",
         {"Config": "fa4_jax.attention.AttnConfig", "backend": "fa4_jax.attention.get_backend"},
     ),
     # how JAX itself detects the processes of a job
-    "cluster": _Use("JAX 0.8 to 0.12", {"Environment": "jax._src.clusters.ClusterEnv"}),
+    "cluster": ("JAX 0.8 to 0.12", {"Environment": "jax._src.clusters.ClusterEnv"}),
     # the devices of the mesh in force, which JAX shows only outside of jax.jit
-    "mesh": _Use("JAX 0.8 to 0.12", {"in_force": "jax._src.mesh.get_concrete_mesh"}),
+    "mesh": ("JAX 0.8 to 0.12", {"in_force": "jax._src.mesh.get_concrete_mesh"}),
     # whether a backend has started, after which processes cannot connect
-    "devices": _Use("JAX 0.8 to 0.12", {"started": "jax._src.xla_bridge.backends_are_initialized"}),
+    "devices": ("JAX 0.8 to 0.12", {"started": "jax._src.xla_bridge.backends_are_initialized"}),
 }
 
 
 @functools.cache
 def private_names(use: str) -> Any:
-    """The names of one use, as attributes under our names.
-
-    Raises `NotImplementedError` if the installed version lacks one.
-    """
+    """The names of one use, as attributes under our names. Raises `NotImplementedError` where one is missing."""
     versions, names = _USES[use]
     found = {}
     for name, place in names.items():

@@ -21,7 +21,6 @@ Corner = tuple[ArrayLike, ...]
 
 
 def slice_at(x: Array, corner: Corner, sizes: tuple[int, ...]) -> Array:
-    """The slice of these sizes that begins at `corner`."""
     return slice_p.bind(x, *corner, sizes=sizes)
 
 
@@ -75,19 +74,15 @@ def _add_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
 def _add_transpose(
     cotangent: Array | ad.Zero, total: Any, part: Any, *corner: ArrayLike
 ) -> list[Any]:
-    none = [None] * len(corner)
-    if isinstance(cotangent, ad.Zero):
-        return [
-            *(ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (total, part)),
-            *none,
-        ]
-    d_total = cotangent if ad.is_undefined_primal(total) else None
-    d_part = (
-        slice_at(cotangent, tuple(corner), part.aval.shape)
-        if ad.is_undefined_primal(part)
-        else None
-    )
-    return [d_total, d_part, *none]
+    found: list[Any] = [None] * (2 + len(corner))
+    for i, x in enumerate((total, part)):
+        if not ad.is_undefined_primal(x):
+            continue
+        if isinstance(cotangent, ad.Zero):
+            found[i] = ad.Zero(x.aval)
+        else:
+            found[i] = slice_at(cotangent, tuple(corner), x.aval.shape) if i else cotangent
+    return found
 
 
 def _slice_batch(
@@ -95,9 +90,7 @@ def _slice_batch(
 ) -> tuple[Array, int]:
     (x, *corner), (axis, *of_corner) = flat, axes
     if axis is None or any(y is not None for y in of_corner):
-        in_axes = [y if y is None else 0 for y in axes]
-        flat = [y if z is None else jnp.moveaxis(y, z, 0) for y, z in zip(flat, axes, strict=True)]
-        return jax.vmap(lambda *y: _slice(*y, sizes=sizes), in_axes=in_axes)(*flat), 0
+        return jax.vmap(lambda *y: _slice(*y, sizes=sizes), in_axes=tuple(axes))(*flat), 0
     x = jnp.moveaxis(x, axis, 0)
     return slice_at(x, _with_batch(corner), (len(x), *sizes)), 0
 
@@ -106,10 +99,8 @@ def _add_batch(flat: Sequence[Any], axes: Sequence[int | None]) -> tuple[Array, 
     if any(y is not None for y in axes[2:]):
         return jax.vmap(_add, in_axes=tuple(axes))(*flat), 0
     count = next(x.shape[y] for x, y in zip(flat, axes, strict=True) if y is not None)
-    total, part = (
-        jnp.broadcast_to(x, (count, *x.shape)) if y is None else jnp.moveaxis(x, y, 0)
-        for x, y in zip(flat[:2], axes[:2], strict=True)
-    )
+    pairs = zip(flat[:2], axes[:2], strict=True)
+    total, part = (batching.bdim_at_front(x, y, count) for x, y in pairs)
     return add_at(total, part, _with_batch(flat[2:])), 0
 
 

@@ -15,7 +15,7 @@ _Tree = TypeVar("_Tree")
 
 
 def vary_together(tree: _Tree, axes: Sequence[str] = ()) -> _Tree:
-    """Arrays that all vary over the mesh axes `axes` and over those that any of them varies over."""
+    """Arrays that all vary over the mesh axes `axes` and over all that any of them varies over."""
     # Inside shard_map a kernel may get arrays that are replicated (a query) beside arrays that vary
     # over devices (a shard of the keys). Cast to varying here, the derivative of a replicated operand
     # is summed over devices by JAX itself.
@@ -24,8 +24,6 @@ def vary_together(tree: _Tree, axes: Sequence[str] = ()) -> _Tree:
 
 
 def vary_over(axes: frozenset[str], tree: _Tree) -> _Tree:
-    """Arrays that all vary over the mesh axes `axes`."""
-
     def vary(x: Array) -> Array:
         missing = tuple(sorted(axes - varying_axes(x)))
         return apply_in_float32(lambda x: lax.pcast(x, missing, to="varying"), x) if missing else x
@@ -45,12 +43,10 @@ def apply_in_float32(collective: Callable[[Array], Array], x: Array) -> Array:
 
 
 def varying_axes(x: Array | np.ndarray) -> frozenset[str]:
-    """The mesh axes of a surrounding `jax.shard_map` that an array varies over."""
     return axes_of(jax.typeof(x))
 
 
 def axes_of(kind: Any) -> frozenset[str]:
-    """The mesh axes that arrays of a type vary over."""
     # its name before JAX 0.10
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 

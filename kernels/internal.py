@@ -1,4 +1,4 @@
-"""Names for the rooms above, besides the public ones; they import nothing else from here."""
+"""The doorway for rooms above this one. Public names are imported from the package itself."""
 
 from ._checks import FLOATING as FLOATING
 from ._checks import as_int32 as as_int32
@@ -12,7 +12,6 @@ from ._checks import check_finite_number as check_finite_number
 from ._checks import check_flag as check_flag
 from ._checks import check_floating as check_floating
 from ._checks import check_floating_dtype as check_floating_dtype
-from ._checks import check_function as check_function
 from ._checks import check_int32 as check_int32
 from ._checks import check_integer as check_integer
 from ._checks import check_integral as check_integral
@@ -45,10 +44,9 @@ from .call._arguments import check_scored as check_scored
 from .call._arguments import check_scores as check_scores
 from .call._arguments import check_source as check_source
 from .call._arguments import check_window as check_window
-from .call._canonical import join_masks as join_masks
-from .call._canonical import split_mask as split_mask
-from .call._checkpoint import named as named
+from .call._kernel import AssumedGPU as AssumedGPU
 from .call._kernel import Candidate as Candidate
+from .call._kernel import Device as Device
 from .call._kernel import check_call_of as check_call_of
 from .call._operands import KernelCall as KernelCall
 from .call._operands import Operands as Operands
@@ -60,17 +58,15 @@ from .call._operands import dequantize as dequantize
 from .call._operands import dequantized as dequantized
 from .call._operands import is_static as is_static
 from .call._operands import out_dtype as out_dtype
-from .call._options import KernelOptions as KernelOptions
 from .call._options import MergedOptions as MergedOptions
 from .call._options import MergedScoreOptions as MergedScoreOptions
 from .call._options import RowOptions as RowOptions
-from .call._options import ScoreOptions as ScoreOptions
 from .call._options import check_options as check_options
-from .call._sink import check_sink as check_sink
-from .call._sink import with_sink as with_sink
 from .call._source import TOKEN_SCORES as TOKEN_SCORES
 from .call._source import TokenScores as TokenScores
+from .call._source import check_sink as check_sink
 from .call._source import weighing as weighing
+from .call._source import with_sink as with_sink
 from .call._source import with_source as with_source
 from .call._state import State as State
 from .call._state import check_state as check_state
@@ -84,26 +80,28 @@ from .call._state import precision as precision
 from .call._state import safe_shift as safe_shift
 from .call._state import share as share
 from .call._state import unfused as unfused
-from .call._target import AssumedGPU as AssumedGPU
-from .call._target import Device as Device
 from .call._tokens import LEAF as LEAF
 from .call._tokens import Tokens as Tokens
+from .call._tokens import join_masks as join_masks
 from .call._tokens import shortened as shortened
+from .call._tokens import split_mask as split_mask
 from .dispatch._attend_and_merge import attend_and_merge as attend_and_merge
+from .dispatch._attend_and_merge import overlap_transfer as overlap_transfer
 from .dispatch._derivative import AbstractDerivative as AbstractDerivative
 from .dispatch._derivative import Attention as Attention
 from .dispatch._derivative import Saved as Saved
 from .dispatch._derivative import keep_moved as keep_moved
+from .dispatch._derivative import named as named
 from .dispatch._derivative import needing_moved as needing_moved
 from .dispatch._derivative import tangent_along as tangent_along
 from .dispatch._lowering import PLATFORMS as PLATFORMS
 from .dispatch._lowering import platform_here as platform_here
+from .dispatch._lowering import unless_exported as unless_exported
 from .dispatch._over_keys import QUERY_COTANGENT as QUERY_COTANGENT
 from .dispatch._over_keys import STATE as STATE
 from .dispatch._over_keys import TANGENT as TANGENT
 from .dispatch._over_keys import CallOnDevice as CallOnDevice
 from .dispatch._over_keys import FoldOfRows as FoldOfRows
-from .dispatch._overlap import overlap_transfer as overlap_transfer
 from .dispatch._policy import CallPolicy as CallPolicy
 from .dispatch._policy import call_policy as call_policy
 from .dispatch._registry import attend as attend
@@ -113,7 +111,6 @@ from .dispatch._registry import explain as explain
 from .dispatch._registry import tried as tried
 from .dispatch._tile_program import computed as computed
 from .dispatch._tile_program import evaluated as evaluated
-from .dispatch._unless_exported import unless_exported as unless_exported
 from .fold._call import FORMAT as FORMAT
 from .fold._kernel import PerHeadSums as PerHeadSums
 from .fold._kernel import tree_sum as tree_sum
@@ -133,11 +130,9 @@ from .program._operations import reads_first as reads_first
 from .program._read import REMAT as REMAT
 from .program._read import bind as bind
 from .program._read import equations as equations
-from .program._read import evaluate_by as evaluate_by
 from .program._read import function_of as function_of
 from .program._read import interpret as interpret
 from .program._read import programs as programs
-from .program._read import without_mesh as without_mesh
 from .reductions._covariance import centred as centred
 from .reductions._covariance import covariance as covariance
 from .reductions._cross import cross_sums as cross_sums
@@ -156,7 +151,6 @@ from .reductions._sample import sample as sample
 from .reductions._weights import take_rows as take_rows
 from .reductions._weights import weights_of_keys as weights_of_keys
 from .scores._structure import BoundScore as BoundScore
-from .scores._structure import ScoreStructure as ScoreStructure
 from .scores._structure import floating as floating
 from .scores._structure import split_score as split_score
 from .xla._blocks import outer as outer
@@ -169,7 +163,6 @@ from .xla._by_head import backward_by_head as backward_by_head
 from .xla._canonical import Canonical as Canonical
 from .xla._each import each as each
 from .xla._groups import rows_of_groups as rows_of_groups
-from .xla._products import row_sum as row_sum
 from .xla._softmax import softmax as softmax
 from .xla._tangent import TangentSums as TangentSums
 from .xla._tangent import tangent_of as tangent_of

@@ -79,6 +79,19 @@ def with_zeros(tangents: Any, primals: Any) -> Any:
     return tree.unflatten(jnp.zeros_like(x) if t is None else t for t, x in pairs)
 
 
+def jvp_of_some(
+    f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Any, Any]:
+    """`jax.jvp` of `f(*primals)` in the directions that are not None, at least one."""
+    moved = [i for i, x in enumerate(tangents) if x is not None]
+
+    def run(*some: Any) -> Any:
+        given = dict(zip(moved, some, strict=True))
+        return f(*(given.get(i, x) for i, x in enumerate(primals)))
+
+    return jax.jvp(run, [primals[i] for i in moved], [tangents[i] for i in moved])
+
+
 def run_compiled(primitive: Primitive, static: tuple[str, ...]) -> Callable[..., Any]:
     """Compiles calls of a primitive, with these parameters that are no arrays, when it runs; returns its `bind`."""
     bind = jax.jit(primitive.bind, static_argnames=static)
@@ -130,32 +143,32 @@ class _UnderVmap:
     name: Hashable  # of the axis that is mapped, over which the function may reduce
     size: int
 
-    def each(self, method: Callable[..., Any], in_axes: Sequence[Any], *args: Any) -> Any:
+    def each(self, method: Callable[..., Any], in_axes: Sequence[Any], *args: PyTree) -> Any:
         return jax.vmap(method, in_axes=tuple(in_axes), axis_name=self.name, axis_size=self.size)(
             *args
         )
 
 
 class _MappedFunction(_UnderVmap, AbstractFunction):
-    def apply(self, args: Any) -> Any:
+    def apply(self, args: PyTree) -> Any:
         return self.each(self.call.owner.apply, self.call.split(self.axes), args)
 
-    def jvp(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def jvp(self, primals: PyTree, tangents: PyTree) -> tuple[Any, Any]:
         axes = self.call.split(self.axes)
         return self.each(self.call.owner.jvp, axes * 2, primals, tangents)
 
 
 class _MappedMap(_UnderVmap, AbstractLinearMap):
-    def apply(self, fixed: Any, moving: Any) -> Any:
+    def apply(self, fixed: PyTree, moving: PyTree) -> Any:
         return self.each(self.call.owner.apply, self.call.split(self.axes), fixed, moving)
 
-    def plain(self, fixed: Any, moving: Any) -> Any:
+    def plain(self, fixed: PyTree, moving: PyTree) -> Any:
         return self.each(self.call.owner.plain, self.call.split(self.axes), fixed, moving)
 
-    def transpose(self, fixed: Any, moving: Any, cotangent: Any) -> Any:
+    def transpose(self, fixed: PyTree, moving: PyTree, cotangent: PyTree) -> Any:
         """The transpose of the map for each index, summed for arguments that all indices share."""
 
-        def one(fixed: Any, cotangent: Any) -> Any:
+        def one(fixed: PyTree, cotangent: PyTree) -> Any:
             return self.call.owner.transpose(fixed, moving, cotangent)
 
         found = self.each(one, (self.call.split(self.axes)[0], 0), fixed, cotangent)
@@ -168,18 +181,13 @@ class _MappedMap(_UnderVmap, AbstractLinearMap):
 
 
 def _operation(name: str, mapped: type[_UnderVmap]) -> Primitive:
-    """A primitive for calls: it runs, lowers and batches them, and knows their types.
-
-    Its parameters are the `call` and the `program` that it was traced to.
-    """
+    """A primitive for calls, whose parameters are the `call` and the `program` that it was traced to."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(lambda *flat, program, call: _apply(*flat, call=call))
     primitive.def_abstract_eval(lambda *flat, program, call: program.out_avals)
-
-    def lowered(*flat: Any, program: ClosedJaxpr, call: TreeCall) -> list[Any]:
-        del call
-        return jaxpr_as_fun(program)(*flat)
+    lowered = mlir.lower_fun(lambda *flat, program, call: jaxpr_as_fun(program)(*flat))
+    mlir.register_lowering(primitive, lowered)
 
     def batch(
         axis: Any,
@@ -196,7 +204,6 @@ def _operation(name: str, mapped: type[_UnderVmap]) -> Primitive:
         found = jax.tree.leaves(_call(primitive, owner, *call.split(flat)))
         return found, [0] * len(found)
 
-    mlir.register_lowering(primitive, mlir.lower_fun(lowered, multiple_results=True))
     batching.fancy_primitive_batchers[primitive] = batch
     return primitive
 
@@ -230,20 +237,16 @@ def _jvp_of_map(
 ) -> tuple[list[Any], list[Any]]:
     found = linear_call_p.bind(*primals, program=program, call=call)
     number = call.args[0].num_leaves
-    moved = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
-    if min(moved) >= number:
-        fixed, moving = call.split([*primals[:number], *map(_unless_symbolic, tangents[number:])])
+    changes = list(map(_unless_symbolic, tangents))
+    if all(x is None for x in changes[:number]):
+        fixed, moving = call.split([*primals[:number], *changes[number:]])
         return found, jax.tree.leaves(linear_call(call.owner, fixed, moving))
 
     # in one pass, that in the moving arguments with that in the fixed ones
-    def plain(*some: Array) -> list[Any]:
-        flat = list(primals)
-        for i, x in zip(moved, some, strict=True):
-            flat[i] = x
+    def plain(*flat: Array) -> list[Any]:
         return jax.tree.leaves(call.owner.plain(*call.split(flat)))
 
-    given = [primals[i] for i in moved], [tangents[i] for i in moved]
-    return found, jax.jvp(plain, *given)[1]
+    return found, jvp_of_some(plain, primals, changes)[1]
 
 
 def _transpose_of_map(

@@ -21,14 +21,21 @@ from .._checks import (
     received,
 )
 from ..masks._abstract import AbstractMask
-from ..scores._check import check_score
-from ._canonical import NO_RULES, PositionRules, position_rules, split_mask
+from ..scores._structure import check_score
 from ._operands import NO_SCALES, Operands, Scales, Settings, dequantized
 from ._options import MergedOptions, RowOptions, check_options
-from ._sink import check_sink
-from ._source import weighing, with_source, with_token_scores
+from ._source import check_sink, weighing, with_source, with_token_scores
 from ._state import lse_dtype
-from ._tokens import NO_TOKENS, Tokens, check_leaves, check_tokens
+from ._tokens import (
+    NO_RULES,
+    NO_TOKENS,
+    PositionRules,
+    Tokens,
+    check_leaves,
+    check_tokens,
+    position_rules,
+    split_mask,
+)
 
 # What a layout says of a call's tokens, and whether masks, scores or lengths of keys read their positions.
 PlaceFn = Callable[[Tokens, bool], Tokens]
@@ -85,8 +92,16 @@ def check_arrays(
 ) -> CheckedArrays:
     """Checks query, key and value against each other. Raises as `check_call`."""
     query = jnp.asarray(check_floating("query", query))
-    key = _of_keys("key", key, scales.key, query)
-    value = _of_keys("value", value, scales.value, query)
+    named: Any = ("key", key, scales.key), ("value", value, scales.value)
+    given: list[Array] = []
+    for name, x, scale in named:
+        array = jnp.asarray(check_floating(name, x) if scale is None else x)
+        if scale is None and array.dtype != query.dtype:
+            raise TypeError(
+                f"{name}: wanted the dtype of query, {query.dtype}, got {received(array)}"
+            )
+        given.append(array)
+    key, value = given
     if query.ndim not in (3, 4):
         raise ValueError(f"query: wanted shape (B, T, N, H) or (T, N, H), got {received(query)}")
     *lead, _, heads, width = query.shape
@@ -114,7 +129,7 @@ def check_scored(
     place: PlaceFn | None = None,
     **options: Unpack[MergedOptions],
 ) -> CheckedCall:
-    """Checks how checked arrays are scored. Raises as `check_call`."""
+    """Checks how checked arrays are scored; raises as `check_call`."""
     query, key, value, batched = arrays
     batch, query_len, heads, _ = query.shape
     shape = batch, heads, query_len, key.shape[1]
@@ -164,8 +179,8 @@ def _checked_tokens(
         # reproducible keys are in leaves by position
         reads = rules.reads or compares or reproducible or tokens.key_lengths is not None
         tokens = place(tokens, reads)
-    if tokens is not NO_TOKENS:
-        tokens = tokens.with_lengths_by_index(query_len, key_len)
+    if tokens.query_positions is not None or tokens.key_positions is not None:
+        tokens = tokens.with_positions(query_len, key_len)
     if reproducible and options.get("key_positions") is not None:
         check_leaves(tokens.key_positions)
     if rules is not NO_RULES:
@@ -173,22 +188,10 @@ def _checked_tokens(
     return tokens, rules
 
 
-def _of_keys(name: str, x: Any, scale: Array | None, query: Array) -> Array:
-    if scale is not None:
-        return jnp.asarray(x)
-    x = jnp.asarray(check_floating(name, x))
-    if x.dtype != query.dtype:
-        raise TypeError(f"{name}: wanted the dtype of query, {query.dtype}, got {received(x)}")
-    return x
-
-
 def check_scores(
     bias: object, mask: object, shape: tuple[int, int, int, int]
 ) -> tuple[Array | None, Array | None]:
-    """Returns bias and mask, where given, with four axes that broadcast to `shape`.
-
-    Raises `TypeError` for another dtype and `ValueError` for a shape that does not broadcast.
-    """
+    """Returns bias and mask, where given, with four axes that broadcast to `shape`."""
     hint = "an array that is added to the scores is bias="
     return (
         _of_scores("bias", bias, shape, check_floating, "a boolean array is mask="),
@@ -197,19 +200,11 @@ def check_scores(
 
 
 def check_source(source: object, query: Array | np.ndarray, value: Array | np.ndarray) -> None:
-    """Checks a source against a checked query and value.
-
-    Raises `TypeError` if it is not a floating array and `ValueError` for a wrong shape.
-    """
     check_shape("source", check_floating("source", source), (*query.shape[:-1], value.shape[-1]))
 
 
 def check_scale(scale: object) -> Any:
-    """Returns `scale` if it is None, a finite number, or a floating array: a scalar or `[N]`.
-
-    Raises `TypeError` for another type or dtype, `ValueError` for an infinity, NaN (where values
-    are known) or an array with more axes.
-    """
+    """Returns `scale` if it is None, a finite number, or a floating array of finite numbers: a scalar or `[N]`."""
     if scale is None:
         return None
     if not isinstance(scale, jax.Array):
@@ -260,7 +255,7 @@ def _of_scores(
     check: Callable[[str, object], Any],
     hint: str,
 ) -> Any:
-    """An array that broadcasts to scores of this shape, with four axes. As in jax.nn, leading axes may be left out."""
+    """An array with four axes that broadcasts to this shape. As in jax.nn, leading axes may be left out."""
     if x is None:
         return None
     try:
@@ -284,22 +279,20 @@ def _of_scores(
 
 
 def check_window(size: object) -> tuple[int | None, int | None] | None:
-    """Returns the window as `(left, right)`, or None; None for a side is any distance.
-
-    Raises `TypeError` for anything but an int or a pair of sides, `ValueError` for negative sides.
-    """
+    """Returns the window as `(left, right)`, or None; None for a side is any distance."""
     if size is None:
         return None
-    sides = (size, size) if isinstance(size, (int, np.integer)) else size
-    wanted = "an int or a pair (left, right) of ints, or None for any distance"
-    if not (isinstance(sides, tuple) and len(sides) == 2):
-        raise TypeError(f"local_window_size: wanted {wanted}, got {received(size)}")
-    for side in sides:
-        if isinstance(side, bool) or not isinstance(side, (int, np.integer, NoneType)):
-            raise TypeError(f"local_window_size: wanted {wanted}, got {received(size)}")
-        if side is not None and side < 0:
-            raise ValueError(
-                f"local_window_size: wanted sides of at least 0, or None for any distance, got {size}"
-            )
-    left, right = (None if side is None else int(side) for side in sides)
+    sides: Any = (size, size) if isinstance(size, (int, np.integer)) else size
+    is_pair = isinstance(sides, tuple) and len(sides) == 2
+    kinds = int, np.integer, NoneType
+    if not is_pair or any(isinstance(x, bool) or not isinstance(x, kinds) for x in sides):
+        raise TypeError(
+            "local_window_size: wanted an int or a pair (left, right) of ints, or None for any distance, "
+            f"got {received(size)}"
+        )
+    if any(x is not None and x < 0 for x in sides):
+        raise ValueError(
+            f"local_window_size: wanted sides of at least 0, or None for any distance, got {size}"
+        )
+    left, right = (None if x is None else int(x) for x in sides)
     return left, right

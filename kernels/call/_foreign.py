@@ -1,4 +1,4 @@
-"""Converts the states of other libraries to those of this one."""
+"""Converts states of other libraries' kernels."""
 
 import math
 
@@ -77,23 +77,18 @@ def as_state(
     check_finite_number("base", base)
     if base <= 0 or base == 1:
         raise ValueError(f"base: wanted a number above 0 that is not 1, got {base}")
-    marker = _check_empty(empty)
-    if layout == "BNT":
-        lse = lse.swapaxes(-1, -2)
-    lse = lse.astype(lse_dtype(out.dtype))
-    if math.isnan(marker):
-        without_keys = jnp.isnan(lse)
-    else:  # a NaN among the scores shows in `out`
-        without_keys = (lse == marker) & jnp.isfinite(out).all(-1)
-    without_keys |= lse == -jnp.inf
-    lse = jnp.where(lse == jnp.inf, jnp.nan, lse * math.log(base))
-    lse = jnp.where(without_keys, -jnp.inf, lse)
-    return AttentionState(jnp.where(without_keys[..., None], 0, out), lse)
-
-
-def _check_empty(empty: object) -> float:
     if not isinstance(empty, (float, np.floating)):
         raise TypeError(f"empty: wanted an infinity or NaN, got {received(empty)}")
     if math.isfinite(empty):
         raise ValueError(f"empty: wanted an infinity or NaN, got {empty}")
-    return float(empty)
+    if layout == "BNT":
+        lse = lse.swapaxes(-1, -2)
+    lse = lse.astype(lse_dtype(out.dtype))
+    if math.isnan(empty):
+        without_keys = jnp.isnan(lse)
+    else:  # a NaN among the scores shows in `out`
+        without_keys = (lse == float(empty)) & jnp.isfinite(out).all(-1)
+    without_keys |= lse == -jnp.inf
+    lse = jnp.where(lse == jnp.inf, jnp.nan, lse * math.log(base))
+    lse = jnp.where(without_keys, -jnp.inf, lse)
+    return AttentionState(jnp.where(without_keys[..., None], 0, out), lse)

@@ -1,17 +1,19 @@
-"""The abstract class of an implementation of attention."""
+"""The abstract class of an implementation of attention, and the device that its program is lowered for."""
 
 import abc
+import contextlib
 import functools
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._private import private_names
 from ..masks._abstract import AbstractMask
-from ..masks._lengths import Lengths
-from ..masks._window import All
+from ..masks._ready import All, Lengths
 from ._operands import KernelCall, Operands, dequantized, differentiated, map_some, with_moved
 from ._state import AttentionState, divided, holds_keys
 
@@ -118,7 +120,7 @@ class AbstractKernel(abc.ABC):
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState | None:
-        r"""The derivative of the state in a direction, of which `backward` is the transpose.
+        r"""Derivative of the state in a direction; `backward` is its transpose.
 
         `directions` has the form of the operands; None for what does not move, which masks,
         positions and segments never do. With $\dot s_a = \mathrm{scale}\,(\dot q \cdot k_a +
@@ -132,7 +134,7 @@ class AbstractKernel(abc.ABC):
         return None
 
     def reads_eight_bits(self, call: KernelCall) -> bool:
-        """Whether `forward` reads keys and values of eight bits as they are stored, in a call with scales.
+        """Whether `forward` reads stored keys and values of eight bits, in a call with scales.
 
         If not, as by default, it gets them dequantized to the dtype of the query, and no scales; so do the other
         methods always. Looks at shapes and dtypes.
@@ -199,7 +201,6 @@ class AbstractJAXKernel(AbstractKernel):
 
 
 def _of_rows_with_keys(state: AttentionState, change: AttentionState) -> AttentionState:
-    """A tangent or cotangent of a state, zero in its rows without keys."""
     rows = holds_keys(state.lse)
     return AttentionState(jnp.where(rows[..., None], change.out, 0), jnp.where(rows, change.lse, 0))
 
@@ -209,10 +210,9 @@ Candidate = str | AbstractKernel  # what may compute a call: a name of the regis
 
 
 def check_call_of(kernel: AbstractKernel, call: KernelCall) -> None:
-    """Raises `NotImplementedError` with the reason for calls that a kernel does not take.
+    """Raises `NotImplementedError` for calls that a kernel does not take.
 
-    Also for masks that it does not know, so that none is ever ignored, and for ids of 64 bits, so that none
-    is cut off.
+    Also for masks that it does not know and for ids of 64 bits, so that nothing is ignored or cut off.
     """
     operands, settings, _ = call
     unknown = [x.__name__ for x in settings.mask.classes if not issubclass(x, kernel.masks)]
@@ -252,10 +252,7 @@ def as_read(kernel: AbstractKernel, call: KernelCall) -> KernelCall:
 
 
 def check_operands(operands: Operands, dtypes: Sequence[str], without: Sequence[str]) -> None:
-    """Declines dtypes other than `dtypes`, empty axes, and arrays in the fields `without`.
-
-    For `AbstractKernel.check`. Raises `NotImplementedError` with the reason.
-    """
+    """Declines, for `AbstractKernel.check`, other dtypes, empty axes, and arrays in the fields `without`."""
     decline_arrays(operands, without)
     check_dtypes(operands, dtypes)
     for name, x in zip(_QKV, operands.qkv, strict=True):
@@ -264,15 +261,78 @@ def check_operands(operands: Operands, dtypes: Sequence[str], without: Sequence[
 
 
 def check_dtypes(operands: Operands, dtypes: Sequence[str]) -> None:
-    """Raises `NotImplementedError` for queries, keys or values of other dtypes than these."""
     for name, x in zip(_QKV, operands.qkv, strict=True):
         if x.dtype.name not in dtypes:
             raise NotImplementedError(f"{name}: wanted {' or '.join(dtypes)}, got {x.dtype}")
 
 
 def decline_arrays(operands: Operands, names: Sequence[str]) -> None:
-    """Raises `NotImplementedError` for arrays by any of these names among the operands."""
     named = operands.named()
     for name in names:
         if jax.tree.leaves(named[name]):
             raise NotImplementedError(f"{name}: wanted None, got an array (blockwise takes it)")
+
+
+Capability = tuple[int, int]  # as NVIDIA counts them: (9, 0) for H100 and H200
+
+
+class AssumedGPU(NamedTuple):
+    """A GPU known by its compute capability alone."""
+
+    compute_capability: str
+    device_kind: str | None = None
+
+
+Device = jax.Device | AssumedGPU
+
+_DEVICE: ContextVar[Device | None] = ContextVar("device", default=None)
+
+
+def target_device() -> Device | None:
+    """Returns one of the devices that the program being lowered is for, all of a kind; None: not known.
+
+    It need not be there: a program may be compiled ahead of time. Not known are those of a program that is exported,
+    for several platforms, or still traced. So a call is checked twice.
+    """
+    return _DEVICE.get()
+
+
+@contextlib.contextmanager
+def lowered_for(device: Device | None) -> Iterator[None]:
+    token = _DEVICE.set(device)
+    try:
+        yield
+    finally:
+        _DEVICE.reset(token)
+
+
+def capability_of(device: object) -> Capability | None:
+    said = getattr(device, "compute_capability", None)
+    if not isinstance(said, str):
+        return None
+    major, _, minor = said.partition(".")
+    return int(major), int(minor or 0)
+
+
+def target_capability() -> Capability | None:
+    return capability_of(target_device())
+
+
+def check_capability(name: str, least: Capability, below: Capability | None = None) -> None:
+    found = target_capability()
+    if found is None or (found >= least and (below is None or found < below)):
+        return
+    text = ["on" if x is None else ".".join(map(str, x)) for x in (least, below, found)]
+    end = text[1] if below is None else f"to below {text[1]}"
+    raise NotImplementedError(
+        f"{name}: wanted a GPU of compute capability from {text[0]} {end}, got {text[2]}"
+    )
+
+
+@functools.cache
+def cuda_version(library: str) -> int | None:
+    """The version of "cudnn" or "cuda_runtime" here, as 12080 for CUDA 12.8; None if there is none."""
+    try:
+        return getattr(private_names("cuda_versions").versions, f"{library}_get_version")()
+    except Exception:  # of various kinds, without CUDA or cuDNN
+        return None

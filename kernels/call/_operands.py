@@ -94,28 +94,23 @@ class Operands(NamedTuple):
 
     def map_queries(self, f: Callable[[Array, int], Any]) -> "Operands":
         """`f(x, axis)` of each array and its axis of queries, which broadcasts where it is 1."""
-        return self._replace(
-            query=f(self.query, 1),
-            bias=self.bias if self.bias is None else f(self.bias, 2),
-            mask=self.mask if self.mask is None else f(self.mask, 2),
-            tokens=self.tokens.map_queries(lambda x: f(x, 1)),
-        )
+        tokens = self.tokens.map_queries(lambda x: f(x, 1))
+        return self._mapped(f, query=1, bias=2, mask=2)._replace(tokens=tokens)
 
     def map_keys(self, f: Callable[[Array, int], Any]) -> "Operands":
         """`f(x, axis)` of each array and its axis of keys, which broadcasts where it is 1."""
-        return self._replace(
-            key=f(self.key, 1),
-            value=f(self.value, 1),
-            bias=self.bias if self.bias is None else f(self.bias, 3),
-            mask=self.mask if self.mask is None else f(self.mask, 3),
-            tokens=self.tokens.map_keys(lambda x: f(x, 1)),
-            scales=Scales(*(x if x is None else f(x, 1) for x in self.scales)),
-        )
+        tokens = self.tokens.map_keys(lambda x: f(x, 1))
+        scales = Scales(*(x if x is None else f(x, 1) for x in self.scales))
+        mapped = self._mapped(f, key=1, value=1, bias=3, mask=3)
+        return mapped._replace(tokens=tokens, scales=scales)
+
+    def _mapped(self, f: Callable[[Array, int], Any], **axes: int) -> "Operands":
+        given = ((name, axis, getattr(self, name)) for name, axis in axes.items())
+        return self._replace(**{name: f(x, axis) for name, axis, x in given if x is not None})
 
     def part_indices(self) -> tuple[Array, Array]:
-        """Indices in the whole batch, `[B]`, and among all heads, `[N]`."""
         batch, _, heads = self.query.shape[:3]
-        pairs = (self.indices.batch, batch), (self.indices.heads, heads)
+        pairs = zip(self.indices, (batch, heads), strict=True)
         batches, heads = (jnp.arange(n, dtype=jnp.int32) if x is None else x for x, n in pairs)
         return batches, heads
 
@@ -234,29 +229,26 @@ def cotangents(
 
 
 def differentiated(operands: Operands) -> Operands:
-    """The differentiated arrays of operands or of tangents, with None for the others."""
     arrays = (x if x is None or floating(x) else None for x in operands.score_arrays)
     return cotangents(*operands.qkv, operands.bias, tuple(arrays), operands.sink)
 
 
-def map_some(f: Callable[..., Any], first: Operands, *rest: Any) -> Operands:
-    """`f` of what is not None in `first`, with what is in its place in the others; else None."""
+def map_some(f: Callable[..., Any], first: Operands, *rest: Operands) -> Operands:
+    """Maps `f` over the leaves of `first` that are not None, with the leaves of `rest` in their places."""
 
-    def of(x: Any, *others: Any) -> Any:
+    def of(x: object, *others: object) -> Any:
         return None if x is None else f(x, *others)
 
     return jax.tree.map(of, first, *rest, is_leaf=lambda x: x is None)
 
 
 def with_moved(operands: Operands, moved: Operands) -> Operands:
-    """Operands with those that are not None in `moved` in their places."""
-    arrays = (
-        x if y is None else y
-        for x, y in zip(operands.score_arrays, moved.score_arrays, strict=True)
-    )
-    names = "query", "key", "value", "bias", "sink"
-    some = {name: x for name in names if (x := getattr(moved, name)) is not None}
-    return operands._replace(**some, score_arrays=tuple(arrays))
+    """Replaces operands by those that are not None in `moved`."""
+
+    def of(new: object, old: object) -> object:
+        return old if new is None else new
+
+    return jax.tree.map(of, moved, operands, is_leaf=lambda x: x is None)
 
 
 def bound(settings: Settings, operands: Operands) -> AbstractMask:
@@ -265,7 +257,6 @@ def bound(settings: Settings, operands: Operands) -> AbstractMask:
 
 
 def bound_score(settings: Settings, operands: Operands) -> BoundScore | None:
-    """The score of a call with its arrays; None: there is none."""
     if settings.score is None:
         return None
     return BoundScore(settings.score, operands.score_arrays, settings.needs.score_grad)
@@ -293,10 +284,7 @@ def hide_unreachable(operands: Operands, settings: Settings) -> Operands:
 
 
 def zero_absent(operands: Operands) -> Operands:
-    """Operands with zeros in absent rows and slots, whose products are weighted by zero.
-
-    A key that a mask hides from all queries counts as absent. Scales get zeros likewise.
-    """
+    """Zeros rows and slots that are absent or seen by no query, so that a weight of zero makes no NaN."""
     keys = present_keys(operands)
 
     def kept(x: Any, some: Array | None) -> Any:
@@ -324,7 +312,7 @@ def present_keys(operands: Operands) -> Array | None:
 
 
 def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:
-    """Returns the dtype of `out`: that of the dequantized `value`, or of `lse` where `out` stays unrounded."""
+    """Returns the dtype of `out`: as `lse` where it stays unrounded, else as the dequantized `value`."""
     read = operands.value if operands.scales.value is None else operands.query
     if settings.needs.unrounded:
         return lse_dtype(operands.query.dtype, read.dtype)

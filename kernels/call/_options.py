@@ -40,7 +40,7 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class RowOptions(TypedDict, total=False):
-    """Where queries and keys stand, and which of them are there."""
+    """Positions, segments and presence of queries and keys."""
 
     query_seq_lengths: Int[Array, "..."] | None
     """`[B]` integers; queries at this index and after are absent."""
@@ -83,30 +83,25 @@ class MergedOptions(MergedScoreOptions, RowOptions, total=False):
 
 # What to write here, and how other libraries call it.
 _SAID_ELSEWHERE = {
-    "is_causal": ("causal", "use_causal_mask"),
-    "mask (True: a key takes part)": (
-        "attn_mask",
-        "attention_mask",
-        "key_padding_mask",
-        "padding_mask",
-    ),
-    "mask=masks.Function(function)": ("mask_mod", "mask_fn", "mask_function"),
-    "bias": ("attn_bias", "attention_bias"),
-    "score=scores.Function(function)": ("score_mod", "score_fn"),
-    "score=scores.SoftCap(c)": ("softcap", "soft_cap", "logits_soft_cap", "attn_logits_soft_cap"),
-    "score=scores.ALiBi(slopes)": ("alibi_slopes",),
-    "scale": ("sm_scale", "softmax_scale", "scaling", "beta"),
-    "local_window_size": ("window_size", "sliding_window", "window"),
-    "sink": ("s_aux", "sinks", "softmax_aux"),
-    "query_positions and key_positions": ("positions", "position_ids"),
-    "query_segment_ids and key_segment_ids": ("segment_ids", "q_segment_ids", "kv_segment_ids"),
-    "return_energy": ("return_lse", "return_softmax_lse"),
-    "free_energy(query, key, value, source=source)": ("source",),
-    "FreeEnergy().at(query, key, value)": ("query", "key", "value"),
-    "nn.MultiheadAttention(dropout_p=p)": ("dropout", "dropout_p", "dropout_rate"),
-    "FreeEnergy().at(query, key, value).weights()": ("need_weights", "output_attentions"),
+    "is_causal": "causal use_causal_mask",
+    "mask (True: a key takes part)": "attn_mask attention_mask key_padding_mask padding_mask",
+    "mask=masks.Function(function)": "mask_mod mask_fn mask_function",
+    "bias": "attn_bias attention_bias",
+    "score=scores.Function(function)": "score_mod score_fn",
+    "score=scores.SoftCap(c)": "softcap soft_cap logits_soft_cap attn_logits_soft_cap",
+    "score=scores.ALiBi(slopes)": "alibi_slopes",
+    "scale": "sm_scale softmax_scale scaling beta",
+    "local_window_size": "window_size sliding_window window",
+    "sink": "s_aux sinks softmax_aux",
+    "query_positions and key_positions": "positions position_ids",
+    "query_segment_ids and key_segment_ids": "segment_ids q_segment_ids kv_segment_ids",
+    "return_energy": "return_lse return_softmax_lse",
+    "free_energy(query, key, value, source=source)": "source",
+    "FreeEnergy().at(query, key, value)": "query key value",
+    "nn.MultiheadAttention(dropout_p=p)": "dropout dropout_p dropout_rate",
+    "FreeEnergy().at(query, key, value).weights()": "need_weights output_attentions",
 }
-_MEANT = {name: said for said, names in _SAID_ELSEWHERE.items() for name in names}
+_MEANT = {name: said for said, names in _SAID_ELSEWHERE.items() for name in names.split()}
 
 
 def check_options(
@@ -114,8 +109,7 @@ def check_options(
 ) -> None:
     """Raises `TypeError` for a name that is none of the keys of the `TypedDict` `declared`.
 
-    The error names what was meant, if that can be told: one of these keys or of the function's other
-    `arguments`, or one of the `fields` that an energy has and a call of it has not.
+    The error names what was meant: one of these keys or of the other `arguments`, or one of the `fields` of an energy.
     """
     known = (*arguments, *declared.__annotations__)
     for name in given:
@@ -126,7 +120,6 @@ def check_options(
 
 
 def _meant(name: str, known: tuple[str, ...], fields: tuple[str, ...]) -> str | None:
-    """Suggestion for an unknown option, or None."""
     close = difflib.get_close_matches(name, (*known, *fields), 1, 0.75)
     for said in (name, _MEANT.get(name, name), *close):
         option = said.partition("=")[0].partition(" ")[0]

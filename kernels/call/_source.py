@@ -1,15 +1,17 @@
-"""Additions to the scores of a call: a source, and numbers of a context's tokens."""
+"""Additions to the scores of a call: a source, a sink, and numbers of a context's tokens."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from .._checks import check_floating, received
 from ._operands import Operands, Settings, dequantized
-from ._state import lse_dtype
+from ._state import AttentionState, lse_dtype, safe_shift, share
 
 
 def with_source(settings: Settings, operands: Operands, source: Array) -> tuple[Settings, Operands]:
@@ -22,7 +24,7 @@ def with_source(settings: Settings, operands: Operands, source: Array) -> tuple[
     operands = dequantized(operands)
     query, key, value = operands.qkv
     dtype, width = lse_dtype(query.dtype, source.dtype), settings.scored_width or query.shape[-1]
-    source, value = _as_split(source, query), _as_split(value, key)
+    source, value = _sharded_as(source, query, 3), _sharded_as(value, key, 3)
     query = jnp.concatenate([query.astype(dtype) * settings.scale, source.astype(dtype)], -1)
     key = jnp.concatenate([key.astype(dtype), value.astype(dtype)], -1)
     settings = settings._replace(scale=1.0)
@@ -31,13 +33,61 @@ def with_source(settings: Settings, operands: Operands, source: Array) -> tuple[
     return settings, operands._replace(query=query, key=key)
 
 
-def _as_split(x: Array, like: Array) -> Array:
-    """`x` with the sharding of `like` on all axes but the last."""
+def _sharded_as(x: Array, like: Array, axes: int) -> Array:
+    """Returns `x` with the sharding of `like` on its first `axes`."""
     sharding: Any = jax.typeof(like).sharding
-    parts = sharding.spec[: like.ndim - 1]
-    if tuple(jax.typeof(x).sharding.spec[: like.ndim - 1]) == tuple(parts):
+    parts = tuple(sharding.spec)[:axes]
+    if tuple(jax.typeof(x).sharding.spec)[:axes] == parts:
         return x
     return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*parts)))
+
+
+def check_sink(sink: object, rows: tuple[int, ...] | None = None) -> Any:
+    """Returns `sink` if it is a score for each head of rows `(B, T, N)` or `(T, N)`; None: of rows not yet known."""
+    array = check_floating("sink", sink)
+    if rows is None:
+        if array.ndim not in (1, 2):
+            raise ValueError(f"sink: wanted shape (N,) or (B, N), got {received(sink)}")
+        return array
+    heads = rows[-1]
+    shapes = [(heads,)] if len(rows) == 2 else [(heads,), (rows[0], heads)]
+    if array.shape not in shapes:
+        raise ValueError(
+            f"sink: wanted a score for each head, {' or '.join(map(str, shapes))}, "
+            f"got {received(sink)}"
+        )
+    return array
+
+
+def with_sink(state: AttentionState, sink: Array, positions: Array | None) -> AttentionState:
+    r"""Merges a state with the state of a checked sink, $(0, b)$, elementwise.
+
+    $$F = \log(e^{F_{keys}} + e^b), \qquad \mathrm{out} = e^{F_{keys} - F}\, \mathrm{out}_{keys}, \qquad
+      \frac{\partial F}{\partial b} = e^{b - F}$$
+
+    `positions`: those of the queries, `[B or 1, T]`, negative where a query is absent, which then has no
+    sink; None: all are there.
+    """
+
+    def as_rows(x: Array) -> Array:
+        return _sharded_as(jnp.broadcast_to(x, state.lse.shape), state.lse, state.lse.ndim)
+
+    scores = jnp.asarray(sink, state.lse.dtype)
+    scores = as_rows(scores[None, None] if scores.ndim == 1 else scores[:, None])
+    if positions is not None:
+        scores = jnp.where(as_rows(positions[..., None] >= 0), scores, -jnp.inf)
+    # Plus infinity is the limit, whose derivative in the sink is 1 and in all else 0; a NaN is kept by 0 * NaN.
+    infinite = jnp.isposinf(scores)
+    finite = jnp.where(infinite, 0.0, scores)
+    shift = safe_shift(jnp.maximum(*lax.stop_gradient((state.lse, finite))))
+    total = jnp.exp(state.lse - shift) + jnp.exp(finite - shift)
+    empty = total == 0
+    lse = jnp.where(empty, -jnp.inf, shift + jnp.log(jnp.where(empty, 1.0, total)))
+    lse = jnp.where(infinite, 0.0 * lse + scores, lse)
+    part = share(state.lse, lse)
+    # a product whose transpose is that of `dot_rows`
+    out = jnp.einsum("btnh,btn->btnh", state.out, part, precision=lax.Precision.HIGHEST)
+    return AttentionState(out, lse)
 
 
 # By which a program shows where they are added.
@@ -47,12 +97,7 @@ weighing = jax.make_user_context(())
 
 
 class TokenScores:
-    """Per-key score offsets active during tracing; compared by identity.
-
-    Attributes:
-        scores: `[B, S]` or `[1, S]`.
-        used: whether an attention has added them.
-    """
+    """Per-key score offsets active during tracing, and whether an attention added them; compared by identity."""
 
     def __init__(self, scores: Float[Array, "B S"]):
         self.scores = scores
@@ -60,10 +105,6 @@ class TokenScores:
 
 
 def with_token_scores(bias: Array | None, batch: int, key_len: int) -> Array | None:
-    """A bias with the scores in force added.
-
-    Raises `ValueError` for an attention over other keys than those that they are of.
-    """
     for active in weighing.value:
         rows, number = active.scores.shape
         if number != key_len or rows not in (1, batch):

@@ -84,10 +84,7 @@ State = TypeVar("State", AttentionState, CovarianceState)
 
 
 def lse_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype of energies and of accumulation for operands of `dtypes`.
-
-    float64 if any is float64, else float32.
-    """
+    """The dtype of energies and of accumulation: float64 if any of `dtypes` is float64, else float32."""
     any_float64 = any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes)
     return jnp.dtype(jnp.float64 if any_float64 else jnp.float32)
 
@@ -151,7 +148,7 @@ def empty_state(
 # part is in the weights or in the sum, whatever a maximum over devices makes of it, and so reaches
 # the result.
 def holds_keys(lse: Array) -> Array:
-    """Which parts hold keys: all whose `lse` is not minus infinity, NaN included."""
+    """Whether parts hold keys: `lse` is not minus infinity. A NaN holds keys."""
     return lse != -jnp.inf
 
 
@@ -187,7 +184,7 @@ def of_each(f: Callable[..., Array], *arrays: Array) -> Array:
 
 
 def divided(cotangent: AttentionState, factor: Array) -> AttentionState:
-    """The cotangent by which weights whose sum is the inverse of `factor` become shares of it."""
+    """The cotangent times `factor`, the inverse of the sum of the weights, which makes shares of them."""
     out = cotangent.out.astype(factor.dtype) * factor[..., None]
     lse = None if cotangent.lse is None else cotangent.lse * factor
     return AttentionState(out.astype(cotangent.out.dtype), lse)  # pyright: ignore[reportArgumentType]
@@ -224,7 +221,6 @@ def _weighed(state: AttentionState, shift: Array) -> tuple[Array, Array]:
 def _divided(
     numerator: Array, denominator: Array, shift: Array, dtype: jnp.dtype
 ) -> AttentionState:
-    """The state of the two sums of a fold."""
     empty = denominator == 0
     denominator = jnp.where(empty, 1.0, denominator)
     lse = jnp.where(empty, -jnp.inf, shift + jnp.log(denominator))
@@ -268,14 +264,12 @@ def merge(a: State, b: State) -> State:
     if type(a) is not type(b):
         raise TypeError(f"b: wanted the kind of state of a, {type(a).__name__}, got {received(b)}")
     for mine, theirs, field in zip(a, b, a._fields, strict=True):
-        if mine.shape != theirs.shape:
-            raise ValueError(
-                f"b.{field}: wanted the shape of a's, {mine.shape}, got {received(theirs)}"
-            )
-        if mine.dtype != theirs.dtype:
-            raise TypeError(
-                f"b.{field}: wanted the dtype of a's, {mine.dtype}, got {received(theirs)}"
-            )
+        for fact, error in (("shape", ValueError), ("dtype", TypeError)):
+            wanted = getattr(mine, fact)
+            if wanted != getattr(theirs, fact):
+                raise error(
+                    f"b.{field}: wanted the {fact} of a's, {wanted}, got {received(theirs)}"
+                )
     # The larger part first. XLA fuses one of the two products into the sum, where it is rounded less
     # than the other. In the order given, merge(a, b) and merge(b, a) would differ in the last bit, as
     # would two devices that exchange their states and each merge "mine, theirs". Parts of equal lse
@@ -370,11 +364,7 @@ def _sum(x: Array, axis: int) -> Array:
 
 
 def check_state(name: str, state: object) -> None:
-    """Checks that `state` is an `AttentionState` or a `CovarianceState` of arrays that fit.
-
-    Raises `TypeError` for another type or a dtype that is not floating, `ValueError` for shapes
-    that differ in more than the width axes.
-    """
+    """Raises `TypeError` and `ValueError` unless `state` is one of the states above, of arrays that fit."""
     if not isinstance(state, (AttentionState, CovarianceState)):
         raise TypeError(f"{name}: wanted an AttentionState, got {received(state)}")
     check_floating(f"{name}.out", state.out)

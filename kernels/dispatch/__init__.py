@@ -1,1 +1,1 @@
-"""Which kernel computes a call, on which platform, and how its state is differentiated."""
+"""The choice of a kernel for a call, by platform, and the derivatives of its state."""

@@ -1,20 +1,21 @@
 """Attention merged into the state of other keys: one step of a ring of keys."""
 
-import functools
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
 from jaxtyping import Array
 
+from ..autodiff._function import AbstractFunction, function_call
 from ..call._kernel import Candidate
 from ..call._operands import Operands, Settings, is_static
 from ..call._state import AttentionState, merge
-from ._overlap import overlap_transfer
 from ._registry import attend
 
+Computed = TypeVar("Computed")
 Tree = TypeVar("Tree")
 
 # What a kernel returns, and its copies in other layouts, are scratch beside the state that they are
@@ -43,8 +44,12 @@ def attend_and_merge(
     settings = settings.needing(part=True)
 
     def merge_rows(first: int | Array, size: int, state: AttentionState) -> AttentionState:
-        rows = jax.tree.map(functools.partial(_cut, first=first, size=size, axis=1), state)
-        rows = merge(rows, attend(names, settings, _rows(operands, first, size)))
+        def cut(x: Array, axis: int = 1) -> Array:
+            return lax.dynamic_slice_in_dim(x, first, size, axis)
+
+        rows = jax.tree.map(cut, state)
+        part = operands.map_queries(lambda x, axis: x if x.shape[axis] == 1 else cut(x, axis))
+        rows = merge(rows, attend(names, settings, part))
         return jax.tree.map(
             lambda x, new: lax.dynamic_update_slice_in_dim(x, new, first, 1), state, rows
         )
@@ -63,12 +68,20 @@ def _part_len(state: AttentionState) -> int:
     return max(blocks, 1) * LEAST_PART
 
 
-def _rows(operands: Operands, first: int | Array, size: int) -> Operands:
-    """The operands of `size` queries from `first`."""
-    return operands.map_queries(
-        lambda x, axis: x if x.shape[axis] == 1 else _cut(x, first, size, axis)
-    )
+def overlap_transfer(computed: Computed, in_flight: Tree) -> tuple[Computed, Tree]:
+    """Returns both behind an optimization barrier, so that XLA overlaps the transfer with the computation.
+
+    XLA:TPU starts a transfer as late as it can, after all products if sums or copies of their results could
+    hide it. Behind the barrier these cannot, so the products do (red without: `test_a_ring_sends_while_it_computes`).
+    """
+    return function_call(_OverlapTransfer(), (computed, in_flight))
 
 
-def _cut(x: Array, first: int | Array, size: int, axis: int) -> Array:
-    return lax.dynamic_slice_in_dim(x, first, size, axis)
+@dataclasses.dataclass(frozen=True)
+class _OverlapTransfer(AbstractFunction):
+    def apply(self, args: tuple[Any, Any]) -> tuple[Any, Any]:
+        return lax.optimization_barrier(args)
+
+    def jvp(self, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        # JAX's rule would make arrays of tangents that are zero, which a ring would then send
+        return function_call(self, primals), tangents

@@ -2,38 +2,75 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from ..autodiff._function import AbstractFunction, AbstractLinearMap, function_call, linear_call
-from ..call._checkpoint import named, named_rest
-from ..call._kernel import AbstractKernel, as_read
+from ..autodiff._function import (
+    AbstractFunction,
+    AbstractLinearMap,
+    function_call,
+    jvp_of_some,
+    linear_call,
+)
+from ..call._kernel import AbstractKernel
 from ..call._operands import (
     KernelCall,
     Operands,
     Settings,
-    cotangents,
+    dequantized,
     differentiated,
+    hide_unreachable,
+    is_static,
+    map_some,
 )
 from ..call._state import AttentionState
 from ..xla._blockwise import Blockwise, empty_like
+from ..xla._decode import per_head
 from ..xla._tangent import tangent
 from ._lowering import run_when_lowered
 
 Kernels = tuple[AbstractKernel, ...]
+Attend = Callable[[tuple[Any, ...], Settings, Operands], AttentionState]  # hashable
+
+
+CHECKPOINT_NAMES = ("energy_attn_out", "energy_attn_lse")
+"""The names, by `jax.ad_checkpoint.checkpoint_name`, of what the derivative of a call keeps beside its operands: `out`,
+and what is of the size of `lse`.
+
+A policy of `jax.checkpoint` that keeps them, as `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`, or
+one that offloads them, has a backward that computes all else again, but no attention: the derivative needs
+queries, keys and values, which are cheap, and the state, which is not. On a mesh the states before and after a merge
+have these names alike; a tree's merge of sharded queries takes its maxima again.
+
+Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> import energy_attn as ea
+    >>> policy = jax.checkpoint_policies.save_only_these_names(*ea.CHECKPOINT_NAMES)
+    >>> layer = jax.checkpoint(lambda x: ea.attention(x, x, x).sum(), policy=policy)
+    >>> jax.grad(layer)(jnp.ones((3, 2, 4))).shape
+    (3, 2, 4)
+"""
+
+
+def named(state: AttentionState) -> AttentionState:
+    return AttentionState(*map(checkpoint_name, state, CHECKPOINT_NAMES))
+
+
+def named_rest(rest: Array) -> Array:
+    return checkpoint_name(rest, CHECKPOINT_NAMES[1])
 
 
 class Saved(NamedTuple):
     """The residuals that the derivatives of a state are computed from.
 
-    Attributes:
-        operands: of the call.
-        state: its state.
-        rest: what rounding took from its energies, `[B, T, N]`; None: it is not known. The weights of a backward are
-            `exp(s - lse)`, whose sum is off by as much as `lse`.
+    `rest`: the rounding error of its energies, `[B, T, N]`, or None where it is not known. The weights of a backward
+    are `exp(s - lse)`, whose sum is off by as much as `lse`.
     """
 
     operands: Operands
@@ -50,11 +87,11 @@ class AbstractDerivative(abc.ABC):
 
     @abc.abstractmethod
     def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
-        """The cotangents of what is differentiated; those that `moved` does not name are dropped."""
+        """The cotangents of the operands that `moved` names; others are dropped."""
 
     @abc.abstractmethod
     def plain(self) -> "AbstractDerivative":
-        """The same derivative in JAX's operations, of which JAX takes those of higher order."""
+        """The derivative in JAX's operations, which JAX differentiates again."""
 
 
 def tangent_along(
@@ -71,16 +108,14 @@ def tangent_along(
 
 
 def keep_moved(found: Operands, moved: Operands) -> Operands:
-    """Those of the cotangents that are True in `moved`; None for the others."""
-    names = "query", "key", "value", "bias", "sink"
-    kept = {name: getattr(found, name) if getattr(moved, name) else None for name in names}
+    """Keeps the cotangents that are not None in `moved`, and makes the others None."""
     # a kernel that takes no scores may return None for their arrays
-    pairs = zip(found.score_arrays or (), moved.score_arrays, strict=True)
-    return cotangents(**kept, score_arrays=tuple(x if some else None for x, some in pairs))
+    found = found._replace(score_arrays=found.score_arrays or ())
+    return map_some(lambda _, x: x, moved, found)
 
 
 def needing_moved(settings: Settings, moved: Operands) -> Settings:
-    """The settings of a backward of which the cotangents in `moved` are kept."""
+    """The settings of a backward that computes the cotangents in `moved`."""
     return settings.needing(
         score_grad=any(x is not None for x in moved.score_arrays),
         bias_grad=moved.bias is not None,
@@ -90,41 +125,33 @@ def needing_moved(settings: Settings, moved: Operands) -> Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Tangent(AbstractLinearMap):
-    """The derivative of a state in a direction, at given operands and state."""
-
     derivative: AbstractDerivative
 
     def apply(self, fixed: Saved, moving: Operands) -> AttentionState:
-        """The tangent."""
         return self.derivative.tangent(fixed, moving)
 
     def plain(self, fixed: Saved, moving: Operands) -> AttentionState:
-        """The tangent in JAX's operations."""
         return self.derivative.plain().tangent(fixed, moving)
 
     def transpose(self, fixed: Saved, moving: Operands, cotangent: AttentionState) -> Operands:
-        """The backward."""
         moved = jax.tree.map(lambda _: True, moving)
         return linear_call(Pullback(self.derivative, moved), fixed, cotangent)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pullback(AbstractLinearMap):
-    """The cotangents of the operands that are True in `moved`, and not None, from those of a state.
+    """The cotangents of the operands that are True in `moved`, not None, given a cotangent of the state.
 
-    A cotangent of `lse` that is None is zero: then one call of a vendor's backward, which takes none,
-    is enough.
+    A cotangent of `lse` that is None is zero: one call of a vendor's backward, which takes none, is enough.
     """
 
     derivative: AbstractDerivative
     moved: Operands
 
     def apply(self, fixed: Saved, moving: AttentionState) -> Operands:
-        """The backward."""
         return self._of(self.derivative, fixed, moving)
 
     def plain(self, fixed: Saved, moving: AttentionState) -> Operands:
-        """The backward in JAX's operations."""
         return self._of(self.derivative.plain(), fixed, moving)
 
     def _of(self, derivative: AbstractDerivative, fixed: Saved, moving: AttentionState) -> Operands:
@@ -136,7 +163,6 @@ class Pullback(AbstractLinearMap):
     def transpose(
         self, fixed: Saved, moving: AttentionState, cotangent: Operands
     ) -> AttentionState:
-        """The tangent."""
         found = linear_call(Tangent(self.derivative), fixed, cotangent)
         kept = zip(moving, found, strict=True)
         return AttentionState._make(None if x is None else y for x, y in kept)
@@ -146,52 +172,36 @@ class Pullback(AbstractLinearMap):
 class Attention(AbstractFunction):
     """The state by the first of `kernels` that fits; `out` and `lse` are differentiable, in both modes.
 
-    First derivatives are the kernel's own `tangent` and `backward`, each of which is the transpose of
-    the other; those of higher order are JAX's, of the blockwise ones. Raises as `run_when_lowered`.
+    `has_rest`: with it, the rounding error of `lse`, which does not move. First derivatives are the kernel's own
+    `tangent` and `backward`, each of which is the transpose of the other; derivatives of higher order are JAX's, of
+    the blockwise ones. Raises as `run_when_lowered`.
     """
 
     kernels: Kernels
     settings: Settings
+    has_rest: bool = False
 
-    def apply(self, args: Operands) -> AttentionState:
-        first = self.kernels[0]
-        if first.platforms:
-            return run_when_lowered(_forward, empty_like, self.kernels, self.settings, args)
-        return first.forward(as_read(first, KernelCall(args, self.settings)))
-
-    def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
-        state, rest = function_call(_WithRest(self.kernels, self.settings), primals)
-        state, rest = named(state), named_rest(rest)
-        saved = Saved(primals, state, rest)
-        return state, tangent_along(_OfKernels(self.kernels, self.settings), saved, tangents)
-
-
-@dataclasses.dataclass(frozen=True)
-class _WithRest(AbstractFunction):
-    """The same, and what rounding took from its energies, which does not move."""
-
-    kernels: Kernels
-    settings: Settings
-
-    def apply(self, args: Operands) -> tuple[AttentionState, Array]:
-        return run_when_lowered(_with_rest, _like_rest, self.kernels, self.settings, args)
+    def apply(self, args: Operands) -> Any:
+        method, like = (_with_rest, like_rest) if self.has_rest else (_forward, empty_like)
+        return run_when_lowered(method, like, self.kernels, self.settings, args)
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[Any, Any]:
-        found: tuple[AttentionState, Array] = function_call(self, primals)
+        state, rest = function_call(dataclasses.replace(self, has_rest=True), primals)
+        if not self.has_rest:
+            state, rest = named(state), named_rest(rest)
         derivative = _OfKernels(self.kernels, self.settings)
-        return found, (tangent_along(derivative, Saved(primals, *found), tangents), None)
+        change = tangent_along(derivative, Saved(primals, state, rest), tangents)
+        return ((state, rest), (change, None)) if self.has_rest else (state, change)
 
 
 @dataclasses.dataclass(frozen=True)
 class _OfKernels(AbstractDerivative):
-    """The derivative by the first of `kernels` that fits."""
-
     kernels: Kernels
     settings: Settings
 
     def tangent(self, saved: Saved, directions: Operands) -> AttentionState:
         of = self.kernels, self.settings, saved.operands
-        return run_when_lowered(_tangent, _like_state, *of, saved.state, directions)
+        return run_when_lowered(_tangent, like_state, *of, saved.state, directions)
 
     def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
         of = self.kernels, needing_moved(self.settings, moved), saved.operands
@@ -216,7 +226,7 @@ def _with_rest(kernel: AbstractKernel, call: KernelCall) -> tuple[AttentionState
     return kernel.forward_and_rest(call)
 
 
-def _like_rest(settings: Settings, operands: Operands) -> tuple[AttentionState, Array]:
+def like_rest(settings: Settings, operands: Operands) -> tuple[AttentionState, Array]:
     state = empty_like(settings, operands)
     return state, state.lse
 
@@ -240,9 +250,56 @@ def _backward(
     return kernel.backward(call, state, kernel.corrected(cotangent, rest))
 
 
-def _like_state(settings: Settings, operands: Operands, state: AttentionState, *_: Any) -> Any:
+def like_state(settings: Settings, operands: Operands, state: AttentionState, *_: object) -> Any:
     return jax.tree.map(jnp.zeros_like, state)
 
 
-def _like_operands(settings: Settings, operands: Operands, *_: Any) -> Operands:
+def _like_operands(settings: Settings, operands: Operands, *_: object) -> Operands:
     return jax.tree.map(jnp.zeros_like, differentiated(operands))
+
+
+@dataclasses.dataclass(frozen=True)
+class EightBits(AbstractFunction):
+    """The state of operands with scales, by the first of `kernels` that fits.
+
+    Few queries on a TPU or a GPU read keys and values of eight bits as they are stored. Derivatives are those of
+    dequantized operands, of which `attend(names, settings, operands)` gives the state, in both modes.
+    """
+
+    attend: Attend
+    names: tuple[Any, ...]
+    kernels: tuple[AbstractKernel, ...]
+    settings: Settings
+
+    def apply(self, args: Operands) -> AttentionState:
+        by_kernel = Attention(self.kernels, self.settings).apply
+        if "decode" not in self.names or not _pays(args):
+            return by_kernel(args)
+
+        # XLA:TPU casts eight bits inside a product. Of eight bits times their scale it still writes keys or values
+        # to memory (libtpu 0.0.52), and for a Pallas kernel both: so scores and weights are scaled in their place.
+        # Red with keys and values dequantized: `test_nothing_is_dequantized` of tests/tpu.
+        def in_place(args: Operands) -> AttentionState:
+            return per_head(hide_unreachable(args, self.settings), self.settings)
+
+        return lax.platform_dependent(args, tpu=in_place, default=by_kernel)
+
+    def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
+        leaves, tree = jax.tree.flatten(primals)
+
+        def run(*leaves: Array) -> AttentionState:
+            return self.attend(self.names, self.settings, dequantized(tree.unflatten(leaves)))
+
+        return jvp_of_some(run, leaves, tree.flatten_up_to(tangents))
+
+
+def _pays(operands: Operands) -> bool:
+    """Whether the scores take at most a quarter of the memory that dequantized keys and values would.
+
+    In float16 weights times a scale would underflow; float64 is no dtype of TPUs.
+    """
+    query, key, value = operands.qkv
+    if query.dtype.name not in ("bfloat16", "float32") or not is_static(*query.shape, *key.shape):
+        return False
+    widths = key.shape[2] * (key.shape[3] + value.shape[3])
+    return 4 * 4 * query.shape[1] * query.shape[2] <= widths * query.dtype.itemsize

@@ -18,9 +18,8 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array, PyTree
 
 from ..autodiff._function import run_compiled
-from ..call._kernel import AbstractKernel, as_read, check_call_of
+from ..call._kernel import AbstractKernel, Device, as_read, check_call_of, lowered_for
 from ..call._operands import KernelCall, Operands, Settings, is_static
-from ..call._target import Device, lowered_for
 from ._probe import obstacle
 
 KernelMethod = Callable[..., Any]  # (kernel, call, *args) to arrays
@@ -44,15 +43,8 @@ def run_when_lowered(
         return method(kernels[0], as_read(kernels[0], KernelCall(operands, settings)), *others)
     args = operands, *others
     flat, tree = jax.tree.flatten(args)
-    found = _bind(
-        *flat,
-        method=method,
-        like=like,
-        kernels=tuple(kernels),
-        settings=settings,
-        levels=(),
-        tree=tree,
-    )
+    call: Any = {"method": method, "like": like, "kernels": tuple(kernels), "settings": settings}
+    found = _bind(*flat, **call, levels=(), tree=tree)
     results = jax.eval_shape(functools.partial(like, settings), *args)
     return jax.tree.unflatten(jax.tree.structure(results), found)
 
@@ -60,13 +52,8 @@ def run_when_lowered(
 class Program(NamedTuple):
     """The properties of a program that decide which kernels it may contain.
 
-    Attributes:
-        platform: what it is lowered for.
-        partitioned: whether XLA partitions it over devices.
-        exported: whether it will be serialised, and run by other versions of JAX.
-        symbolic: whether its arrays have symbolic sizes.
-        device: one of those that will run it, if that is known.
-        call: what is attended to, by shapes: kernels are asked again whether they take it on this device.
+    `partitioned`: by XLA, over devices. `exported`: serialised, to be run by other versions of JAX. `symbolic`: of
+    arrays with symbolic sizes. `device`: one of those that will run it, if it is known. `call`: its shapes.
     """
 
     platform: str
@@ -101,7 +88,6 @@ def first_fitting(kernels: Sequence[AbstractKernel], program: Program) -> Abstra
 
 
 def why_unfit(kernel: AbstractKernel, program: Program) -> str | None:
-    """Why a program cannot contain a kernel; None if it can."""
     if not kernel.platforms:
         return None
     if program.platform not in kernel.platforms:
@@ -116,18 +102,13 @@ def why_unfit(kernel: AbstractKernel, program: Program) -> str | None:
         return "wanted sizes that are known, got symbolic ones"
     if program.exported and not kernel.exported:
         return "JAX does not serialise programs with it (jax.export)"
-    return _declined(kernel, program) or obstacle(kernel, program.platform)
-
-
-def _declined(kernel: AbstractKernel, program: Program) -> str | None:
-    if program.device is None or program.call is None:
-        return None  # it has been asked when the call was traced
-    try:
-        with lowered_for(program.device):
-            check_call_of(kernel, program.call)
-    except NotImplementedError as reason:
-        return str(reason)
-    return None
+    if program.device is not None and program.call is not None:
+        try:  # again: it has been asked when the call was traced, of no device
+            with lowered_for(program.device):
+                check_call_of(kernel, program.call)
+        except NotImplementedError as reason:
+            return str(reason)
+    return obstacle(kernel, program.platform)
 
 
 Levels = tuple[tuple[int | None, ...], ...]  # the mapped axes of nested vmaps, innermost first
@@ -171,13 +152,13 @@ def _one_by_one(
     """`jax.vmap(run, in_axes=axes)` as a loop, for kernels that JAX does not batch."""
 
     def mapped(*flat: Array) -> list[Any]:
-        def one(some: list[Array]) -> list[Any]:
-            given = iter(some)
-            pairs = zip(flat, axes, strict=True)
-            return run(*(x if axis is None else next(given) for x, axis in pairs))
-
         pairs = zip(flat, axes, strict=True)
-        return jax.lax.map(one, [jnp.moveaxis(x, axis, 0) for x, axis in pairs if axis is not None])
+        moved = [None if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
+
+        def one(some: list[Any]) -> list[Any]:
+            return run(*(x if y is None else y for x, y in zip(flat, some, strict=True)))
+
+        return jax.lax.map(one, moved)
 
     return mapped
 
@@ -260,12 +241,26 @@ def _lower(
     )
     kernel = first_fitting(kernels, program)
     run = functools.partial(_run, kernel=kernel, platform=on, **params)
-    if kernel.platforms:
-        # Without the varying mesh axes that types have inside jax.shard_map: no kernel communicates,
-        # and Pallas, its interpreter above all, mixes such arrays with constants.
-        plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
-        ctx = ctx.replace(avals_in=plain)
-    with lowered_for(program.device):
+    return lower_on(program.device, ctx, flat, run, plain=bool(kernel.platforms))
+
+
+def lower_on(
+    device: Device | None,
+    ctx: Any,
+    flat: Sequence[mlir.ir.Value],
+    run: Callable[..., list[Any]],
+    *,
+    plain: bool,
+) -> Any:
+    """Lowers `run(*flat)` for a device.
+
+    `plain`: without the varying mesh axes that types have inside `jax.shard_map`. No kernel communicates, and
+    Pallas, its interpreter above all, mixes such arrays with constants.
+    """
+    if plain:
+        types = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+        ctx = ctx.replace(avals_in=types)
+    with lowered_for(device):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *flat)
 
 
@@ -285,14 +280,16 @@ def _operands(
     return tree.unflatten([unmapped(*x) for x in zip(flat, mapped, strict=True)])[0]
 
 
-for _platform in PLATFORMS:
-    mlir.register_lowering(
-        attention_kernel_p, functools.partial(_lower, on=_platform), platform=_platform
-    )
+def lower_by_platform(primitive: Primitive, lower: Callable[..., Any]) -> None:
+    """Registers `lower(ctx, *flat, on=platform, ...)` for each platform."""
+    for platform in PLATFORMS:
+        mlir.register_lowering(primitive, functools.partial(lower, on=platform), platform=platform)
+
+
+lower_by_platform(attention_kernel_p, _lower)
 
 
 def platform_here() -> str:
-    """The platform that programs are lowered for by default."""
     return _platform_of(jax.devices()[0])
 
 
@@ -303,7 +300,7 @@ def _platform_of(device: Any) -> str:
 
 
 def device_of(context: mlir.ModuleContext, platform: str) -> Device | None:
-    """One of the devices of a program; None: not known.
+    """Returns one of the devices of a program, or None where it is not known.
 
     A client, which JAX keeps one program for, has devices of one kind.
     """
@@ -315,7 +312,6 @@ def device_of(context: mlir.ModuleContext, platform: str) -> Device | None:
 
 
 def is_exported(context: mlir.ModuleContext) -> bool:
-    """Whether a program is lowered for serialisation, by the context of its module."""
     return context.lowering_parameters.for_export
 
 
@@ -325,3 +321,44 @@ def _is_unpartitioned(context: object) -> bool:
         mesh = context.mesh
         return context.manual_axes | set(mesh.manual_axes) == set(mesh.axis_names)
     return getattr(context, "num_devices", 1) == 1
+
+
+def unless_exported(function: Callable[..., Array], x: Array, *others: Array) -> Array:
+    """`function(x, *others)`, of the type of `x`; in a program of `jax.export`, `x`.
+
+    So a callback, with which JAX does not serialise a program, is in other programs only.
+    """
+    return _bind_unless_exported(x, *others, function=function)
+
+
+unless_exported_p = Primitive("unless_exported")
+_bind_unless_exported = run_compiled(unless_exported_p, ("function",))
+
+
+@unless_exported_p.def_abstract_eval
+def _type_of_first(
+    x: jax.core.ShapedArray, *others: object, **params: object
+) -> jax.core.ShapedArray:
+    return x
+
+
+def _batch_unless_exported(
+    args: Sequence[Array], axes: Sequence[int | None], *, function: Callable[..., Array]
+) -> tuple[Array, int]:
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    first, *others = axes
+    x = batching.bdim_at_front(args[0], first, size)
+    mapped = jax.vmap(function, in_axes=(0, *others))
+    return unless_exported_p.bind(x, *args[1:], function=mapped), 0
+
+
+batching.primitive_batchers[unless_exported_p] = _batch_unless_exported
+
+
+def _lower_unless_exported(ctx: Any, *args: Any, function: Callable[..., Array]) -> Any:
+    if is_exported(ctx.module_context):
+        return [args[0]]
+    return mlir.lower_fun(function, multiple_results=False)(ctx, *args)
+
+
+mlir.register_lowering(unless_exported_p, _lower_unless_exported)

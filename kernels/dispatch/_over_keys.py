@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, PyTree
@@ -13,7 +12,7 @@ from ..call._kernel import AbstractKernel
 from ..call._operands import KernelCall, Operands, Settings
 from ..call._state import AttentionState, lse_dtype
 from ..call._tokens import LEAF
-from ..xla._blockwise import empty_like
+from ._derivative import like_rest, like_state
 from ._lowering import run_when_lowered
 from ._registry import accepting, reproducible_kernels
 
@@ -35,37 +34,31 @@ class CallOnDevice:
         return run_when_lowered(method, like, kernels, self.settings, self.operands, *args)
 
     def key_cotangents(self, *given: AttentionState) -> tuple[Array, Array]:
-        """The gradients of keys and values, in the dtype of the scores."""
         return self.run(_Method("key_cotangents"), _like_keys, *given)
 
     def sink_terms(self, *given: AttentionState) -> Array:
-        """Terms of rows in the gradient of a sink, `[B, T, N]`."""
         return self.run(_Method("sink_terms"), _like_terms, *given)
 
     def sink_sums(self, terms: Array) -> Array:
-        """Sums of one number per row, `[B, N]`."""
         return self.run(_Method("sink_sums"), _like_sums, terms)
 
 
 @dataclasses.dataclass(frozen=True)
 class FoldOfRows:
-    """A fold of each row over its keys; static.
+    """A fold of each row over its keys, by the method `name` of a canonical kernel; static.
 
-    Attributes:
-        name: the method of a canonical kernel that returns the `AbstractRowsFold`.
-        like: arrays of the types of its results.
-        widths: the features of what a node has for each row, None for a number, `(operands)`.
+    `like` returns arrays of the types of its results, and `widths(operands)` the number of features of each array of
+    a node for each row, None for a number.
     """
 
     name: str
     like: Like
     widths: Callable[[Operands], tuple[int | None, ...]]
 
-    def whole(self, of: CallOnDevice, *others: Any) -> Any:
-        """The results, over all keys of a call."""
+    def whole(self, of: CallOnDevice, *others: PyTree) -> Any:
         return of.run(_Whole(self.name), self.like, *others)
 
-    def nodes(self, of: CallOnDevice, run: int, *others: Any) -> tuple[list[Array], Array]:
+    def nodes(self, of: CallOnDevice, run: int, *others: PyTree) -> tuple[list[Array], Array]:
         """Partial folds, one per run of whole leaves, `[nodes, B, T, N, ...]`, with their index in the tree."""
         leaves = run // LEAF
         # of a number of leaves that is no power of two, each run has several nodes
@@ -73,9 +66,8 @@ class FoldOfRows:
         return of.run(step, step.like, *others, run=run)
 
     def of_nodes(
-        self, of: CallOnDevice, nodes: list[Array], numbers: Int[Array, "B nodes"], *others: Any
+        self, of: CallOnDevice, nodes: list[Array], numbers: Int[Array, "B nodes"], *others: PyTree
     ) -> Any:
-        """The results, over the nodes of all devices."""
         step = _OfNodes(self.name, self)
         return of.run(step, step.like, (nodes, numbers), *others, run=LEAF)
 
@@ -115,7 +107,7 @@ class _OfNodes(_Method):
     def __call__(self, kernel: AbstractKernel, call: KernelCall, *args: PyTree) -> Any:
         return super().__call__(kernel, call, *args[1:]).of_nodes(*args[0])
 
-    def like(self, settings: Settings, operands: Operands, _: object, *others: Any) -> Any:
+    def like(self, settings: Settings, operands: Operands, _: object, *others: PyTree) -> Any:
         return self.fold.like(settings, operands, *others)
 
 
@@ -138,21 +130,10 @@ def _like_keys(settings: Settings, operands: Operands, *_: object) -> tuple[Arra
     return lax.full_like(operands.key, 0, dtype), lax.full_like(operands.value, 0, dtype)
 
 
-def _like_state(settings: Settings, operands: Operands) -> tuple[AttentionState, Array]:
-    state = empty_like(settings, operands)
-    return state, state.lse
-
-
-def _like_query(settings: Settings, operands: Operands, *_: object) -> Array:
-    return _of_rows(operands, operands.query.shape[-1])[0]
-
-
-def _like_tangent(
-    settings: Settings, operands: Operands, state: AttentionState, _: Operands
-) -> AttentionState:
-    return jax.tree.map(jnp.zeros_like, state)
-
-
-STATE = FoldOfRows("state_fold", _like_state, lambda x: (None, None, x.value.shape[-1]))
-QUERY_COTANGENT = FoldOfRows("query_fold", _like_query, lambda x: (x.query.shape[-1],))
-TANGENT = FoldOfRows("tangent_fold", _like_tangent, lambda x: (x.value.shape[-1], None, None))
+STATE = FoldOfRows("state_fold", like_rest, lambda x: (None, None, x.value.shape[-1]))
+QUERY_COTANGENT = FoldOfRows(
+    "query_fold",
+    lambda _, operands, *others: _of_rows(operands, operands.query.shape[-1])[0],
+    lambda x: (x.query.shape[-1],),
+)
+TANGENT = FoldOfRows("tangent_fold", like_state, lambda x: (x.value.shape[-1], None, None))

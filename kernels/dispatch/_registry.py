@@ -1,20 +1,22 @@
-"""The implementations by name, and which of them takes a call."""
+"""The implementations by name, which of them takes a call, and calls on one device."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from inspect import get_annotations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
-from .._checks import check_flag, received
+from .._checks import check_flag, check_taylor, received
 from .._varying import vary_together
 from ..autodiff._function import function_call
-from ..call._kernel import AbstractKernel, Candidate, as_read, check_call_of
+from ..call._arguments import check_call
+from ..call._kernel import AbstractKernel, Candidate, Device, as_read, check_call_of
 from ..call._operands import KernelCall, Operands, Settings, is_static
+from ..call._options import KernelOptions, check_options
 from ..call._state import AttentionState
-from ..call._target import Device
+from ..masks._abstract import AbstractMask
 from ..pallas.canonical._kernel import CanonicalGPU, CanonicalTPU
 from ..pallas.gpu._kernel import PallasGPU
 from ..pallas.mosaic._kernel import MosaicGPU
@@ -28,8 +30,7 @@ from ..xla._canonical import Canonical
 from ..xla._decode import Decode
 from ..xla._decode_cpu import DecodeCPU
 from ..xla._reference import Reference
-from ._derivative import Attention
-from ._eight_bits import attend_eight_bits
+from ._derivative import Attention, EightBits
 from ._lowering import Program, first_fitting, why_unfit
 
 # In order of preference: vendors' kernels, which are tuned for many rows and take few calls; our own,
@@ -94,18 +95,16 @@ def implementations() -> tuple[str, ...]:
 
 
 def tried() -> tuple[str, ...]:
-    """The names that are tried, in this order, where none is given."""
+    """The names that are tried by default, in order."""
     return tuple(name for name in _REGISTRY if name not in _BY_NAME)
 
 
 @functools.lru_cache(maxsize=256)
 def differentiated_by_jax(names: Sequence[Candidate]) -> bool:
-    """Whether JAX differentiates whatever computes a call, by its operations."""
     return all(_kernel_of(name).differentiated_by_jax for name in names)
 
 
 def is_reproducible(names: Sequence[Candidate]) -> bool:
-    """Whether what computes a call gives a row the same bits in every call."""
     return _kernel_of(names[-1]).reproducible
 
 
@@ -121,18 +120,14 @@ class Explanation(NamedTuple):
 
 
 def reproducible_kernels(run: int | None = None) -> tuple[AbstractKernel, ...]:
-    """The canonical kernels of all platforms, of keys in such runs; the last is that of CPUs."""
+    """The canonical kernels of all platforms, for keys in such runs; the last runs on CPUs."""
     return CanonicalTPU(run), CanonicalGPU(run), Canonical(run)
 
 
 def candidates(
     implementation: Candidate | Sequence[Candidate] | None, reproducible: bool = False
 ) -> tuple[Candidate, ...]:
-    """The implementations to try for the user's `implementation=` and `reproducible=`.
-
-    Raises `ValueError` for an unknown name, or any beside `reproducible`, and `TypeError` for anything but names and
-    kernels.
-    """
+    """The implementations to try for the user's `implementation=` and `reproducible=`, checked."""
     if check_flag("reproducible", reproducible):
         if implementation is not None:
             raise ValueError(
@@ -187,18 +182,78 @@ def _check_kernel(kernel: AbstractKernel) -> None:
 def attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands) -> AttentionState:
     """Runs the first of the implementations `names`, or kernels, that takes the call.
 
-    Among kernels for single platforms, the choice is made when the program is lowered. Raises
-    `NotImplementedError` if the only one declines, and an `ExceptionGroup` of all reasons if several
-    do.
+    Among kernels for single platforms, the choice is made when the program is lowered. Raises the reason of the only
+    one that declines, or an `ExceptionGroup` of all reasons.
     """
     operands = vary_together(operands)
     kernels, _ = accepting(names, settings, operands)
     if operands.scales.key is not None:
         operands = operands.positioned(read=False)
-        return attend_eight_bits(attend, names, kernels, settings, operands)
+        return function_call(EightBits(attend, names, kernels, settings), operands)
     if kernels[0].differentiated_by_jax:
         return kernels[0].forward(as_read(kernels[0], KernelCall(operands, settings)))
     return function_call(Attention(kernels, settings), operands)
+
+
+def local_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    *,
+    source: Float[Array, "*B T N Hv"] | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | AbstractMask | None = None,
+    **options: Unpack[KernelOptions],
+) -> AttentionState:
+    r"""The state `(out, lse)` of an attention over the keys given: one kernel pass.
+
+    $$F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q\cdot k_a + b_a + \zeta\cdot v_a), \qquad
+      \mathrm{lse} = F(\zeta), \quad \mathrm{out} = \nabla F(\zeta) = \sum_a P_a v_a$$
+
+    with the sum over the keys that the query sees. Both outputs are differentiable in query, key,
+    value, source and bias. [`merge`][energy_attn.kernels.merge] joins states of disjoint keys.
+
+    Args:
+        query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
+        key: `[B, S, K, H]` or `[S, K, H]`, of query's dtype. `K` divides `N`: query head `n` reads
+            key head `n // (N / K)`, and no key is repeated in memory. `S` may be 0.
+        value: `[B, S, K, Hv]` or `[S, K, Hv]`; `Hv` may differ from `H`.
+        source: the source $\zeta$, `[B, T, N, Hv]`; None means zero and costs nothing.
+        bias: added to the scaled scores; four axes (leading ones may be left out), each of size 1
+            or that of `[B, N, T, S]`.
+        mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
+            boolean, shaped like `bias`, True where a key takes part.
+        **options: the keys of `KernelOptions`, which says what each does.
+
+    Returns:
+        `out` `[B, T, N, Hv]` in value's dtype, and `lse` `[B, T, N]` in float32 (float64 for
+        float64), in nats. Fully masked rows have `out = 0`, `lse = -inf` and zero gradients.
+
+    Raises:
+        TypeError: an argument is not an array or has another dtype, or an unknown option.
+        ValueError: shapes do not fit, values are out of range, or a name is unknown.
+        NotImplementedError: the implementation named declines the call (if several are named, an
+            `ExceptionGroup` of their reasons).
+
+    Source: Tree Attention (arXiv 2408.04093), equations 6 and 15; FlashAttention-2
+    (arXiv 2307.08691) for the blockwise passes.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from energy_attn.kernels import local_attention, merge
+        >>> q, k, v = (jax.random.normal(key, (1, 6, 2, 4)) for key in jax.random.split(jax.random.key(0), 3))
+        >>> whole = local_attention(q, k, v)
+        >>> halves = merge(local_attention(q, k[:, :3], v[:, :3]), local_attention(q, k[:, 3:], v[:, 3:]))
+        >>> bool(jnp.allclose(whole.out, halves.out, atol=1e-6))
+        True
+    """
+    names = candidates(options.get("implementation"), options.get("reproducible", False))
+    check_options(options, KernelOptions, "source", "bias", "mask")
+    call = check_call(query, key, value, source, bias, mask, **options)
+    if not differentiated_by_jax(names):
+        check_taylor(call.operands)
+    state = attend(names, call.settings, call.operands)
+    return state if call.batched else jax.tree.map(lambda x: x[0], state)
 
 
 def explain(
@@ -208,10 +263,9 @@ def explain(
     platform: str,
     device: Device | None = None,
 ) -> Explanation:
-    """Which of `names` takes a call on a platform, and why others for that platform decline.
+    """Explains the choice among `names` for a call on a platform; raises as `attend`.
 
-    `operands` may be `jax.ShapeDtypeStruct`s. Without a device, GPUs are of the class of H100. Raises as
-    `attend`.
+    `operands` may be `jax.ShapeDtypeStruct`s. Without a device, GPUs are of the class of H100.
     """
     kernels, declined = accepting(names, settings, operands)
     program = Program(platform, device=device, call=KernelCall(operands, settings))
@@ -233,20 +287,16 @@ def accepting(
     slower: list[AbstractKernel] = []
     reasons: list[tuple[str, NotImplementedError]] = []
     for name in names:
-        kernel = _kernel_of(name)
+        kernel, takes = _kernel_of(name), False
         try:
             if kernel.platforms:
-                _check_known(operands)
-                _check_unsplit(operands)
+                _check_for_kernels(operands)
             check_call_of(kernel, call)
-        except NotImplementedError as reason:
-            reasons.append((kernel.name, reason))
-            continue
-        try:
+            takes = True
             kernel.check_preferred(call)
         except NotImplementedError as reason:
             reasons.append((kernel.name, reason))
-            slower.append(kernel)
+            slower += [kernel] * takes
             continue
         kernels.append(kernel)
         if not kernel.platforms:
@@ -263,29 +313,18 @@ def accepting(
     )
 
 
-def _check_known(operands: Operands) -> None:
-    for name, x in _named_arrays(operands):
-        if not is_static(*x.shape):
-            raise NotImplementedError(f"{name}: wanted sizes that are known, got shape {x.shape}")
-
-
-def _named_arrays(operands: Operands) -> Iterator[tuple[str, Any]]:
+def _check_for_kernels(operands: Operands) -> None:
+    """Raises `NotImplementedError` for arrays that only XLA's operations take: of symbolic sizes, or split by type."""
     for name, x in operands.named().items():
         for array in jax.tree.leaves(x):
-            yield name, array
-
-
-def _check_unsplit(operands: Operands) -> None:
-    for name, x in _named_arrays(operands):
-        if any(part is not None for part in split(x)):
-            raise NotImplementedError(
-                f"{name}: wanted an array that its type does not split over a mesh (as inside "
-                f"jax.shard_map), got one split by {split(x)}"
-            )
-
-
-def split(x: Array | jax.ShapeDtypeStruct) -> tuple[Any, ...]:
-    """The mesh axes that each axis of an array is sharded over, by its type."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return ()
-    return tuple(jax.typeof(x).sharding.spec)
+            if not is_static(*array.shape):
+                raise NotImplementedError(
+                    f"{name}: wanted sizes that are known, got shape {array.shape}"
+                )
+            is_type = isinstance(array, jax.ShapeDtypeStruct)
+            split: Any = () if is_type else tuple(jax.typeof(array).sharding.spec)
+            if any(part is not None for part in split):
+                raise NotImplementedError(
+                    f"{name}: wanted an array that its type does not split over a mesh (as inside "
+                    f"jax.shard_map), got one split by {split}"
+                )

@@ -1,4 +1,4 @@
-"""A program whose results have the same bits in all surroundings: one operation, until it is lowered for a platform."""
+"""Programs whose results have the same bits in all surroundings, each one operation until it is lowered."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,21 +14,19 @@ from jaxtyping import Array
 
 from .._varying import axes_of, vary_together
 from ..autodiff._function import run_compiled
-from ..call._target import lowered_for
 from ..pallas.gpu._plan import named_gpu
 from ..pallas.tile_program import _evaluated as chips
 from ..program._read import evaluate_by, function_of, without_mesh
 from ..xla import _tile_program as cpu
-from ._lowering import PLATFORMS, device_of
+from ._lowering import device_of, lower_by_platform, lower_on
 
 
 def computed(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)` of arrays, as `evaluated`."""
     return evaluate_by(evaluated, function, *args)
 
 
 def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr, each of whose entries has the same bits whatever is computed around it.
+    """Evaluates a jaxpr to entries with the same bits in all surroundings.
 
     Raises `NotImplementedError`, when it is lowered for a TPU or a GPU, for operations whose order is XLA's there.
     """
@@ -86,15 +84,8 @@ def _lower(ctx: Any, *flat: mlir.ir.Value, on: str, jaxpr: Jaxpr) -> Any:
         with nullcontext() if is_manual else without_mesh(), named_gpu(on):
             return rules(jaxpr, flat[:count], flat[count:])
 
-    if on != "cpu" or not is_manual:
-        # nor do types say what varies over mesh axes, which Pallas does not mix with constants
-        plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
-        ctx = ctx.replace(avals_in=plain)
-    with lowered_for(device_of(ctx.module_context, on)):
-        return mlir.lower_fun(run, multiple_results=True)(ctx, *flat)
+    device = device_of(ctx.module_context, on)
+    return lower_on(device, ctx, flat, run, plain=on != "cpu" or not is_manual)
 
 
-for _platform in PLATFORMS:
-    mlir.register_lowering(
-        _tile_program_p, functools.partial(_lower, on=_platform), platform=_platform
-    )
+lower_by_platform(_tile_program_p, _lower)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from .._slice import slice_at
 from ..call._tokens import leaves_for
-from ..masks._interval import interval
+from ..masks._abstract import interval
 
 Merge = Callable[[Any, Any], Any]  # of the items of smaller numbers and those of larger ones
 

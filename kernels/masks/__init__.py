@@ -2,18 +2,18 @@
 
 from ._abstract import AbstractMask as AbstractMask
 from ._abstract import And as And
+from ._abstract import Function as Function
+from ._abstract import Interval as Interval
 from ._abstract import Not as Not
 from ._abstract import Or as Or
-from ._function import Function as Function
-from ._interval import Interval as Interval
-from ._lengths import Lengths as Lengths
-from ._lengths import Prefix as Prefix
-from ._segments import Segments as Segments
-from ._table import BlockTable as BlockTable
-from ._table import tabulate as tabulate
-from ._window import All as All
-from ._window import Causal as Causal
-from ._window import Window as Window
+from ._ready import All as All
+from ._ready import Causal as Causal
+from ._ready import Lengths as Lengths
+from ._ready import Prefix as Prefix
+from ._ready import Segments as Segments
+from ._ready import Window as Window
+from ._visibility import BlockTable as BlockTable
+from ._visibility import tabulate as tabulate
 
 __all__ = [
     "AbstractMask",

@@ -1,9 +1,10 @@
-"""The abstract class of a mask, and how masks are joined."""
+"""The abstract class of a mask, how masks are joined, and the mask by any function of positions."""
 
 import abc
+import functools
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
@@ -11,8 +12,41 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from .._checks import check_nesting, received
-from ._interval import Interval
+from .._checks import (
+    broadcasts,
+    check_array,
+    check_boolean,
+    check_function,
+    check_integer,
+    check_nesting,
+    received,
+)
+
+# The last position, and the largest distance of two.
+FAR = int(jnp.iinfo(jnp.int32).max)
+
+
+class Interval(NamedTuple):
+    """The smallest and largest position in each block; blocks without any have `low > high`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> early, late = (masks.Interval(jnp.array(a), jnp.array(b)) for a, b in ((0, 3), (4, 7)))
+        >>> bool(masks.Causal().any_visible(early, late)), bool(masks.Causal().all_visible(late, early))
+        (False, True)
+    """
+
+    low: Int[Array, "..."]
+    high: Int[Array, "..."]
+
+
+def interval(positions: Int[Array, "*blocks block"]) -> Interval:
+    """The interval of the positions along the last axis, negative ones excluded."""
+    present = positions >= 0
+    low = jnp.where(present, positions, FAR).min(-1, initial=FAR)
+    high = jnp.where(present, positions, -1).max(-1, initial=-1)
+    return Interval(low, high)
 
 
 class AbstractMask(eqx.Module):
@@ -49,11 +83,11 @@ class AbstractMask(eqx.Module):
     @property
     @abc.abstractmethod
     def ranks(self) -> tuple[int, ...]:
-        """The number of axes of each array of the mask, without that of the batch."""
+        """The number of axes of each array of the mask, without the batch axis."""
 
     @abc.abstractmethod
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Which queries see which keys, by position; the arguments broadcast."""
+        """Whether queries see keys, by position; the arguments broadcast."""
 
     def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
         """Whether any query of one interval sees any key of another; the intervals broadcast.
@@ -92,21 +126,21 @@ class AbstractMask(eqx.Module):
             f"got {received(self)}, which has none"
         )
 
-    def __rand__(self, other: Any) -> "And":
+    def __rand__(self, other: object) -> "And":
         return And(check_mask("&", other), self)
 
-    def __ror__(self, other: Any) -> "Or":
+    def __ror__(self, other: object) -> "Or":
         return Or(check_mask("|", other), self)
 
 
 class AbstractComparison(AbstractMask):
-    """A mask that compares positions, so that `any_visible` decides by the ends of intervals alone, and exactly."""
+    """A mask that compares positions and scalars: `any_visible` decides by the ends of intervals, exactly."""
 
     by_intervals = True
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return ()
+        return (0,) * len(jax.tree.leaves(self))
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Compares intervals of one position."""
@@ -117,8 +151,7 @@ class AbstractComparison(AbstractMask):
         return self.any_visible(Interval(query.high, query.low), Interval(key.high, key.low))
 
 
-def check_mask(name: str, x: Any, wanted: str = "a mask of energy_attn.masks") -> AbstractMask:
-    """Returns `x` if it is a mask; raises `TypeError` otherwise, and says how to make one of it."""
+def check_mask(name: str, x: object, wanted: str = "a mask of energy_attn.masks") -> AbstractMask:
     if isinstance(x, AbstractMask):
         return x
     hint = ""
@@ -132,7 +165,6 @@ def check_mask(name: str, x: Any, wanted: str = "a mask of energy_attn.masks") -
 
 
 def parts(mask: AbstractMask) -> list[AbstractMask]:
-    """A mask, and all masks that it joins."""
     return [mask, *(x for inner in _inner(mask) for x in parts(inner))]
 
 
@@ -142,39 +174,40 @@ def _inner(mask: AbstractMask) -> list[AbstractMask]:
     return [x for x in leaves if isinstance(x, AbstractMask)]
 
 
-def _check_nesting(mask: AbstractMask) -> None:
-    check_nesting("masks", mask, AbstractMask, "join them in pairs, as (a & b) & (c & d)")
+def _of_each(method: str) -> Any:
+    """A method of masks that are joined: joins what `method` returns of each, in one frame, as masks nest deeply."""
+
+    @functools.wraps(getattr(AbstractMask, method), updated=())
+    def joined(self: "_Joined", query: Array | Interval, key: Array | Interval) -> Array:
+        found = []
+        for x in vars(self).values():
+            found.append(getattr(x, method)(query, key))
+        return self._join(*found)
+
+    return joined
 
 
-class _Pair(AbstractMask):
-    """Two masks that are joined."""
-
-    first: AbstractMask
-    second: AbstractMask
+class _Joined(AbstractMask):
+    """Masks that are joined; each of its fields is a mask."""
 
     by_intervals = True
-    _join: ClassVar[Callable[[Array, Array], Array]]
+    _join: ClassVar[Callable[..., Any]]
 
     def __check_init__(self) -> None:
-        check_mask("first", self.first)
-        check_mask("second", self.second)
-        _check_nesting(self)
+        for name, x in vars(self).items():
+            check_mask(name, x)
+        check_nesting("masks", self, AbstractMask, "join them in pairs, as (a & b) & (c & d)")
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return self.first.ranks + self.second.ranks
+        return sum((x.ranks for x in vars(self).values()), ())
 
-    def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
-        return self._join(self.first.visible(query, key), self.second.visible(query, key))
-
-    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        return self._join(self.first.any_visible(query, key), self.second.any_visible(query, key))
-
-    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        return self._join(self.first.all_visible(query, key), self.second.all_visible(query, key))
+    visible = _of_each("visible")
+    any_visible = _of_each("any_visible")
+    all_visible = _of_each("all_visible")
 
 
-class And(_Pair):
+class And(_Joined):
     """`first & second`: shows the keys that both masks show.
 
     Raises:
@@ -188,10 +221,13 @@ class And(_Pair):
         [[False, True, True, False]]
     """
 
+    first: AbstractMask
+    second: AbstractMask
+
     _join = staticmethod(operator.and_)
 
 
-class Or(_Pair):
+class Or(_Joined):
     """`first | second`: shows the keys that either mask shows.
 
     Raises:
@@ -205,10 +241,13 @@ class Or(_Pair):
         [[True, True, False, False]]
     """
 
+    first: AbstractMask
+    second: AbstractMask
+
     _join = staticmethod(operator.or_)
 
 
-class Not(AbstractMask):
+class Not(_Joined):
     """`~mask`: shows the keys that the mask hides.
 
     Raises:
@@ -224,24 +263,83 @@ class Not(AbstractMask):
 
     mask: AbstractMask
 
-    by_intervals = True
+    _join = staticmethod(operator.invert)
 
-    def __check_init__(self) -> None:
-        check_mask("mask", self.mask)
-        _check_nesting(self)
+    any_visible = _of_each("all_visible")
+    all_visible = _of_each("any_visible")
+
+
+class Function(AbstractMask):
+    r"""The mask that a function computes: $\mathrm{visible}_{ij} = f(p_i, p_j, \theta)$.
+
+    Blocks of keys that it hides are not read: the function is evaluated for all pairs, once in a call. Pallas
+    kernels compute what depends on one position alone (`ids[query]`) once in a call, too, and the rest in
+    tiles; they decline tables by query and key (`table[query, key]`).
+
+    Args:
+        function: `function(query_positions, key_positions, *parameters)`, elementwise on int32 arrays
+            that broadcast, to booleans that broadcast to them. It is part of the program: the same
+            function is the same program, and a new `lambda` a new one.
+        *parameters: integers or booleans, or arrays of them. Traced values have to be passed here, as
+            values that the function closes over are constants.
+        batched: whether all parameters have a first axis of the batch, 1 or `B`, of which the function
+            gets an entry.
+
+    Raises:
+        TypeError: no function, one that takes other arguments, or a parameter that is no array of
+            integers or booleans: a mask has no derivative.
+        ValueError: a function that cannot be hashed.
+
+    Source: flex attention (arXiv 2412.05496), the masks by function.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> strided = masks.Function(lambda query, key, step: (query - key) % step == 0, 3)
+        >>> (masks.Causal() & strided).visible(jnp.array([[6]]), jnp.arange(8)[None]).astype(int).tolist()
+        [[1, 0, 0, 1, 0, 0, 1, 0]]
+    """
+
+    function: Callable[..., Any] = eqx.field(static=True)
+    parameters: tuple[Any, ...]
+    batched: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *parameters: int | Array | np.ndarray | np.generic,
+        batched: bool = False,
+    ) -> None:
+        self.function = function
+        self.parameters = tuple(map(_parameter, parameters))
+        self.batched = batched
+        if batched and not all(x.ndim for x in self.parameters):
+            raise ValueError("parameters: wanted a first axis of the batch in each, got a scalar")
+        check_function("function", function, "query", "key", *("parameter",) * len(parameters))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return self.mask.ranks
+        return tuple(x.ndim - self.batched for x in self.parameters)
 
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Hidden by the mask."""
-        return ~self.mask.visible(query, key)
+        """The function's result. Raises if it is not boolean or does not broadcast."""
+        result = check_boolean("function's result", self.function(query, key, *self.parameters))
+        shape = jnp.broadcast_shapes(query.shape, key.shape)
+        if not broadcasts(result.shape, shape):
+            raise ValueError(
+                f"function: wanted a result with axes of 1 or those of {shape}, got {received(result)}"
+            )
+        return jnp.broadcast_to(result, shape)
 
-    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """Whether the mask need not show all pairs."""
-        return ~self.mask.all_visible(query, key)
 
-    def all_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
-        """Whether the mask shows no pair."""
-        return ~self.mask.any_visible(query, key)
+def _parameter(x: object) -> Any:
+    if isinstance(x, bool):
+        return np.asarray(x)
+    if isinstance(x, int):
+        return np.asarray(check_integer("parameters", x), np.int32)
+    array = x if isinstance(x, np.generic) else check_array("parameters", x)
+    if not (jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == jnp.bool_):
+        raise TypeError(
+            f"parameters: wanted integers or booleans, as a mask has no derivative, got {received(x)}"
+        )
+    return array

@@ -10,9 +10,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from ..call._operands import Operands, Settings
-from ..masks._abstract import AbstractMask
-from ..masks._interval import Interval, interval
-from ..masks._pairwise import Features, Pairwise, pairwise
+from ..masks._abstract import AbstractMask, Interval, interval
+from ..masks._structure import Features, Pairwise, pairwise
 from ..masks._visibility import facing, meeting, must_meet
 from ..xla._grid import pad
 

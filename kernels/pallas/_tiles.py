@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ..call._operands import Operands, Settings, bound, hide_unreachable
-from ..masks._pairwise import Pairwise
+from ..masks._structure import Pairwise
 from ._rows import (
     BlockList,
     Visibility,

@@ -2,14 +2,14 @@
 
 from ._abstract import AbstractScore as AbstractScore
 from ._abstract import At as At
-from ._distance import ALiBi as ALiBi
-from ._distance import Distance as Distance
-from ._distance import RelativeBias as RelativeBias
-from ._distance import t5_buckets as t5_buckets
-from ._function import Compose as Compose
-from ._function import Function as Function
-from ._scale import SoftCap as SoftCap
-from ._scale import Temperature as Temperature
+from ._abstract import Compose as Compose
+from ._abstract import Function as Function
+from ._ready import ALiBi as ALiBi
+from ._ready import Distance as Distance
+from ._ready import RelativeBias as RelativeBias
+from ._ready import SoftCap as SoftCap
+from ._ready import Temperature as Temperature
+from ._ready import t5_buckets as t5_buckets
 
 __all__ = [
     "ALiBi",

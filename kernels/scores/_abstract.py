@@ -1,18 +1,25 @@
-"""The abstract class of a score, and the check of its parameters."""
+"""The abstract class of a score, scores by any function, and scores one after the other."""
 
 import abc
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
-import jax
-import jax.core
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._checks import check_finite_number, check_floating, check_shape, received
+from .._checks import (
+    check_array,
+    check_function,
+    check_integer,
+    check_nesting,
+    received,
+)
 
 
 class At(NamedTuple):
-    """Where scores are: int32 arrays that broadcast with them.
+    """Indices and positions of scores: int32 arrays that broadcast with them.
 
     Attributes:
         batch: the entry of the batch.
@@ -76,24 +83,106 @@ class AbstractScore(eqx.Module):
         """The scores from the scaled products: elementwise, of the same shape and dtype."""
 
     def per_head(self) -> tuple[Any, ...]:
-        """The arrays whose axis 0 is that of the heads; its length is checked."""
+        """The arrays whose first axis is the head axis; its length is checked."""
         return ()
 
 
-def check_parameter(
-    name: str, x: object, shape: tuple[int | str, ...], *, above_zero: bool = False
-) -> Any:
-    """Returns `x`: a floating array of `shape`, or, for a shape without axes, a finite number.
+class Function(AbstractScore):
+    r"""The score that a function computes: $g(s) = f(s; i, a, h, \theta)$.
 
-    Raises `TypeError` for anything else and `ValueError` for another shape or, where values are known,
-    for a number that is not above zero.
+    Args:
+        function: `function(score, at, *parameters)`, elementwise, to an array of the shape and dtype of
+            `score`. It is part of the program: the same function is the same program, and a new
+            `lambda` a new one.
+        *parameters: numbers and arrays; floating arrays are learnt. Traced values have to be passed here,
+            as values that the function closes over are constants.
+
+    Raises:
+        TypeError: no function, one that takes other arguments, or a parameter that is neither a number nor an array.
+        ValueError: a function that cannot be hashed.
+
+    Source: flex attention (arXiv 2412.05496), the score modification.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> def cosine(score, at, period):
+        ...     return score + jnp.cos((at.query - at.key) / period[at.head])
+        >>> score = ea.scores.Function(cosine, jnp.array([2.0, 5.0]))
+        >>> ea.attention(q, k, v, score=score).shape
+        (5, 2, 4)
     """
-    if shape or hasattr(x, "shape"):
-        check_shape(name, check_floating(name, x), shape)
-        is_number = not isinstance(x, jax.core.Tracer) and not shape
-    else:
-        check_finite_number(name, x)
-        is_number = True
-    if above_zero and is_number and not float(x) > 0:  # pyright: ignore[reportArgumentType]  # a number
-        raise ValueError(f"{name}: wanted a number above zero, got {received(x)}")
-    return x
+
+    function: Callable[..., Any] = eqx.field(static=True)
+    parameters: tuple[Any, ...]
+
+    def __init__(
+        self, function: Callable[..., Any], *parameters: float | Array | np.ndarray | np.generic
+    ) -> None:
+        self.function = function
+        self.parameters = tuple(map(_parameter, parameters))
+        check_function("function", function, "score", "at", *("parameter",) * len(parameters))
+
+    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+        """The function's result."""
+        return self.function(score, at, *self.parameters)
+
+
+def _parameter(x: object) -> Any:
+    if isinstance(x, (bool, float)):
+        return x
+    if isinstance(x, int):
+        return check_integer("parameters", x)
+    if isinstance(x, np.generic):
+        return np.asarray(x)
+    array = check_array("parameters", x)
+    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_):
+        raise TypeError(f"parameters: wanted numbers or arrays of them, got {received(x)}")
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"parameters: wanted real numbers, got {received(x)}")
+    return jnp.asarray(array)
+
+
+class Compose(AbstractScore):
+    r"""Scores one after the other, the first on the product: $g = g_n \circ \dots \circ g_1$.
+
+    Args:
+        *scores: the scores, in the order in which they are applied.
+
+    Raises:
+        TypeError: an argument that is no score.
+        ValueError: more than 100 inside each other.
+
+    Examples:
+        >>> import jax
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> score = ea.scores.Compose(ea.scores.ALiBi(num_heads=2), ea.scores.SoftCap(30.0))
+        >>> ea.attention(q, k, v, score=score).shape
+        (5, 2, 4)
+    """
+
+    scores: tuple[AbstractScore, ...]
+
+    def __init__(self, *scores: AbstractScore) -> None:
+        for x in scores:
+            if not isinstance(x, AbstractScore):
+                raise TypeError(f"scores: wanted scores of energy_attn.scores, got {received(x)}")
+        self.scores = scores
+        check_nesting("scores", self, AbstractScore, "Compose(a, b, c, ...) takes any number")
+
+    @property
+    def compares(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # read of instances
+        """Whether any of them reads positions."""
+        return any(x.compares for x in self.scores)
+
+    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+        """The scores of the last."""
+        for g in self.scores:
+            score = g(score, at)
+        return score
+
+    def per_head(self) -> tuple[Any, ...]:
+        """The arrays of all scores."""
+        return sum((x.per_head() for x in self.scores), ())

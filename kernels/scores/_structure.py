@@ -1,15 +1,21 @@
-"""The static structure of a score: the score without its arrays."""
+"""The static structure of a score, without its arrays, and the check of a score by its jaxpr."""
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
 from .._checks import received
+from ..autodiff._function import jvp_of_some
+from ..program._operations import Operation, ProgramValue, inputs_of, operations_of
+from ..program._read import CALLS_WITH_RULES, programs, without_mesh
 from ._abstract import AbstractScore, At
 
 _ARRAYS = jax.Array, np.ndarray, np.generic
@@ -18,10 +24,7 @@ _ARRAYS = jax.Array, np.ndarray, np.generic
 class ScoreStructure:
     """A score without its arrays; hashable. Scores of equal structure have the same object.
 
-    Attributes:
-        name: of its class.
-        compares: whether it reads positions.
-        width: how many features of query and key make the products that it is of; None: all.
+    `width`: how many features of query and key make its products; None: all.
     """
 
     def __init__(self, tree: Any, static: tuple[Any, ...], width: int | None = None):
@@ -56,11 +59,7 @@ def _known(tree: Any, static: tuple[Any, ...], width: int | None = None) -> Scor
 
 
 def split_score(score: object) -> tuple[ScoreStructure | None, tuple[Any, ...]]:
-    """The structure of a score and its arrays, which are those of its leaves; None and () of None.
-
-    Raises `TypeError` for anything else than a score, and for a leaf that is neither an array nor
-    hashable.
-    """
+    """The structure of a score and its arrays, in the order of its leaves; None and () of None."""
     if score is None:
         return None, ()
     if not isinstance(score, AbstractScore):
@@ -97,53 +96,148 @@ class BoundScore(NamedTuple):
     needs_grad: bool = True
 
     def __call__(self, raw: Array, at: At) -> Array:
-        """The scores of scaled products."""
-        return self._scores(raw, self.arrays, at)
+        return self.structure.bind(self._cast(raw.dtype))(raw, at)
 
     def vjp(self, raw: Array, at: At) -> tuple[Array, Any]:
         """The scores, and the pullback to the cotangents of the products and of the arrays."""
         arrays = self._cast(raw.dtype)
-        if not self.needs_grad:
-            scores, pullback_raw = jax.vjp(lambda raw: self._scores(raw, arrays, at), raw)
-            zeros = tuple(jnp.zeros_like(x) if floating(x) else None for x in arrays)
-            return scores, lambda cotangent: (*pullback_raw(cotangent), zeros)
-        scores, pullback = jax.vjp(lambda raw, arrays: self._scores(raw, arrays, at), raw, arrays)
 
-        def floating_cotangents(cotangent: Array) -> tuple[Array, tuple[Any, ...]]:
-            d_raw, d_arrays = pullback(cotangent)
-            return d_raw, tuple(
-                d_array if floating(x) else None
-                for d_array, x in zip(d_arrays, arrays, strict=True)
-            )
+        def scores(raw: Array, arrays: Sequence[Any] = arrays) -> Array:
+            return self.structure.bind(arrays)(raw, at)
 
-        return scores, floating_cotangents
+        found, pullback = jax.vjp(scores, *((raw, arrays) if self.needs_grad else (raw,)))
+
+        def cotangents(cotangent: Array) -> tuple[Array, tuple[Any, ...]]:
+            d_raw, *given = pullback(cotangent)
+            d_arrays = given[0] if given else map(jnp.zeros_like, arrays)
+            pairs = zip(d_arrays, arrays, strict=True)
+            return d_raw, tuple(d_array if floating(x) else None for d_array, x in pairs)
+
+        return found, cotangents
 
     def jvp(
         self, raw: Array, at: At, change: Array | None, changes: Sequence[Any]
     ) -> tuple[Array, Array | None]:
         """The scores, and their derivative in directions of products and arrays; None: no directions."""
-        arrays = self._cast(raw.dtype)
-        tangents: Any = {i: x.astype(raw.dtype) for i, x in enumerate(changes) if x is not None}
-        primals: Any = {i: arrays[i] for i in tangents}
-        if change is not None:
-            primals, tangents = primals | {-1: raw}, tangents | {-1: change}
-        if not tangents:
+        tangents = change, *(x if x is None else x.astype(raw.dtype) for x in changes)
+        if all(x is None for x in tangents):
             return self(raw, at), None
 
-        def scores(primals: dict[int, Array]) -> Array:
-            replaced = tuple(primals.get(i, x) for i, x in enumerate(arrays))
-            return self._scores(primals.get(-1, raw), replaced, at)
+        def scores(raw: Array, *arrays: Any) -> Array:
+            return self.structure.bind(arrays)(raw, at)
 
-        return jax.jvp(scores, (primals,), (tangents,))
+        return jvp_of_some(scores, (raw, *self._cast(raw.dtype)), tangents)
 
     def _cast(self, dtype: jnp.dtype) -> tuple[Any, ...]:
-        return tuple(x.astype(dtype) if floating(x) else x for x in self.arrays)
-
-    def _scores(self, raw: Array, arrays: Sequence[Any], at: At) -> Array:
-        cast = [jnp.asarray(x, raw.dtype) if floating(x) else x for x in arrays]
-        return self.structure.bind(cast)(raw, at)
+        return tuple(jnp.asarray(x, dtype) if floating(x) else x for x in self.arrays)
 
 
 def floating(x: Any) -> bool:
-    """Whether an array is differentiated."""
     return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+_FOLLOWED = 2**16  # entries of indices that are followed, at most
+# Operations that mix entries of an array, so that a score would depend on the other keys in its block.
+_MIXING = (
+    *("dot_general", "conv_general_dilated", "sort", "top_k", "rev", "transpose", "slice"),
+    *("dynamic_slice", "dynamic_update_slice", "pad", "scatter", "scatter-add", "fft"),
+)
+_MIXING_STARTS = "reduce_", "cum", "arg"
+
+
+def check_score(
+    score: object, shape: tuple[Any, Any, Any, Any], dtype: jnp.dtype
+) -> tuple[ScoreStructure | None, tuple[Any, ...]]:
+    """The structure and the arrays of a checked score for scores `(B, N, T, S)` of `dtype`, or None and ()."""
+    structure, arrays = split_score(score)
+    if structure is None or not isinstance(score, AbstractScore):
+        return None, ()
+    for x in arrays:
+        kinds = (jnp.integer, jnp.bool_)
+        if not floating(x) and not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+            raise TypeError(f"score: wanted arrays of real numbers, got {received(x)}")
+    for x in score.per_head():
+        if x.shape[0] != shape[1]:
+            raise ValueError(
+                f"score: wanted arrays of {structure.name} with an entry for each of the {shape[1]} "
+                f"heads, got {received(x)}"
+            )
+    batch_and_heads = shape[:2] if all(isinstance(x, int) for x in shape[:2]) else (1, shape[1])
+    _check(structure, tuple((x.shape, x.dtype) for x in arrays), batch_and_heads, jnp.dtype(dtype))
+    return structure, tuple(jnp.asarray(x) for x in arrays)
+
+
+@functools.lru_cache(maxsize=256)
+def _check(
+    structure: ScoreStructure, arrays: tuple[Any, ...], size: tuple[int, int], dtype: jnp.dtype
+) -> None:
+    batch, heads = size
+    shape = batch, heads, 3, 2
+    axes = (np.arange(x, dtype=np.int32) for x in shape)
+    numbers: Any = np.meshgrid(*axes, indexing="ij", sparse=True)
+    indices_of_scores = At(*numbers)
+    if not structure.compares:
+        indices_of_scores = At(*indices_of_scores[:2], None, None)  # pyright: ignore[reportArgumentType]
+
+    def run(score: Array, at: At, *arrays: Array) -> Array:
+        cast = (x.astype(dtype) if floating(x) else x for x in arrays)
+        return structure.bind(tuple(cast))(score, at)
+
+    types = [jax.ShapeDtypeStruct(*x) for x in arrays]
+    traced = jax.make_jaxpr(run, return_shape=True)
+    with without_mesh():
+        program, out = traced(jax.ShapeDtypeStruct(shape, dtype), indices_of_scores, *types)
+    if not hasattr(out, "dtype") or out.shape != shape:
+        raise ValueError(
+            f"score: wanted scores of the shape that {structure.name} was given, {shape}, "
+            f"got {out if hasattr(out, 'shape') else received(out)}"
+        )
+    if out.dtype != dtype:
+        raise TypeError(
+            f"score: wanted scores of the dtype that {structure.name} was given, {dtype}, got "
+            f"{out.dtype}"
+        )
+    if any(isinstance(x, jax.core.Tracer) for x in program.consts):
+        raise ValueError(
+            f"score: wanted arrays that are traced as parameters of {structure.name}, got a function "
+            "that closes over them"
+        )
+    inputs = inputs_of(program, *("score",) * (1 + len(jax.tree.leaves(indices_of_scores))))
+    inputs[1].known, inputs[2].known = indices_of_scores[:2]
+    _check_program(structure.name, program, inputs)
+
+
+def _check_program(name: str, program: ClosedJaxpr, inputs: Sequence[ProgramValue]) -> None:
+    """Checks each operation; values that have an entry for each score read "score"."""
+    options: Any = {"calls": CALLS_WITH_RULES, "foldable": _FOLLOWED}
+    for x in operations_of(program, inputs, **options)[0]:
+        _check_operation(name, x)
+        for inner in programs(x.equation):
+            variables = inner.jaxpr.invars
+            if len(variables) == len(x.inputs):
+                pairs = zip(variables, x.inputs, strict=True)
+                _check_program(name, inner, [ProgramValue(y.aval, z.reads) for y, z in pairs])
+
+
+def _check_operation(name: str, operation: Operation) -> None:
+    step = operation.name
+    mixes = step in _MIXING or step.startswith(_MIXING_STARTS)
+    # indices are concatenated from several arrays
+    if step == "concatenate":
+        mixes = not jnp.issubdtype(operation.outputs[0].dtype, jnp.integer)
+    if (mixes and operation.reads) or (step == "gather" and operation.inputs[0].reads):
+        raise ValueError(
+            f"score: wanted an elementwise function of scores and places, got {name}, which takes "
+            f"{step} of them"
+        )
+    if step == "gather" and operation.inputs[1].known is not None:
+        sizes, index = operation.inputs[0].shape, operation.inputs[1].known
+        for place, axis in enumerate(
+            operation.equation.params["dimension_numbers"].start_index_map
+        ):
+            least, most = index[..., place].min(), index[..., place].max()
+            if not 0 <= least <= most < sizes[axis]:
+                raise ValueError(
+                    f"score: wanted indices of {name} by head or batch from 0 to {sizes[axis] - 1}, "
+                    f"the length of the array that it reads, {sizes}, got {least} to {most}"
+                )

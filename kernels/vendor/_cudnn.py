@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._private import private_names
+from ..call._kernel import check_capability, cuda_version, target_capability
 from ..call._operands import KernelCall
-from ..call._target import check_capability, cuda_version, target_capability
-from ..masks._lengths import Lengths
+from ..masks._ready import Lengths
 from ..masks._structure import WINDOWS
 from ._adapter import VendorGPU, check_plain, lengths, sides_of
 

@@ -10,8 +10,8 @@ import jax
 from jaxtyping import Array
 
 from .._private import private_names
+from ..call._kernel import Capability, capability_of, target_capability
 from ..call._operands import KernelCall
-from ..call._target import Capability, capability_of, target_capability
 from ._adapter import VendorGPU, check_plain, sides_of
 
 WIDEST = {8: 256, 9: 256, 10: 128, 12: 256}  # by the major compute capability

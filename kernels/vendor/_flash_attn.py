@@ -11,8 +11,8 @@ from typing import Any
 from jaxtyping import Array
 
 from .._private import private_names
+from ..call._kernel import check_capability
 from ..call._operands import KernelCall
-from ..call._target import check_capability
 from ._adapter import VendorGPU, check_plain, sides_of
 
 

@@ -20,8 +20,7 @@ from .._private import private_names
 from ..call._kernel import AbstractKernel
 from ..call._operands import KernelCall, Operands, Settings
 from ..call._state import AttentionState
-from ..masks._lengths import Lengths
-from ..masks._segments import Segments
+from ..masks._ready import Lengths, Segments
 from ..masks._structure import WINDOWS
 from ..pallas.tpu._kernel import PallasTPU
 from ..xla._blockwise import backward_delta

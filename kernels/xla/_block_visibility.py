@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from ..call._operands import Operands, Settings, all_meet, bound, hide_unreachable
-from ..masks._interval import Interval
+from ..masks._abstract import Interval
 from ..masks._visibility import may_meet, meeting, visible
 from ._grid import Grid, Index, pad
 

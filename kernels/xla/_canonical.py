@@ -23,7 +23,7 @@ from ..fold._kernel import AbstractCanonical, backward_rows, check_whole, unit_i
 from ..fold._programs import Blocks, score_changes
 from ..fold._tree import entry
 from ..masks._abstract import AbstractMask
-from ..masks._lengths import Lengths
+from ..masks._ready import Lengths
 from ..scores._structure import floating
 from ._canonical_schedule import XLASchedule
 from ._canonical_tiles import PairsOfTile

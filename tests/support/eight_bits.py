@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 
 from energy_attn.kernels.call import _kernel
-from energy_attn.kernels.dispatch import _eight_bits, _registry
+from energy_attn.kernels.dispatch import _derivative, _registry
 
 
 def read_as_stored(monkeypatch) -> Iterator[list]:
@@ -18,7 +18,7 @@ def read_as_stored(monkeypatch) -> Iterator[list]:
         return tpu(operands)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_eight_bits, "lax", types.SimpleNamespace(platform_dependent=branch))
+        patch.setattr(_derivative, "lax", types.SimpleNamespace(platform_dependent=branch))
         _registry.attend.clear_cache()  # calls traced with the other branch, and then with this one
         yield given
     _registry.attend.clear_cache()

@@ -7,10 +7,9 @@ from typing import Any, ClassVar, Never
 
 from jaxtyping import Array
 
-from ...call._kernel import check_operands
+from ...call._kernel import check_capability, check_operands
 from ...call._operands import KernelCall, Operands
 from ...call._state import AttentionState
-from ...call._target import check_capability
 from ...call._tokens import LEAF
 from ...fold._call import AbstractRowsFold
 from ...fold._kernel import AbstractCanonical, check_whole

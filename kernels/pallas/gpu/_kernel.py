@@ -4,10 +4,9 @@ import dataclasses
 
 import jax
 
-from ...call._kernel import AbstractKernel, check_operands
+from ...call._kernel import AbstractKernel, check_capability, check_operands
 from ...call._operands import KernelCall, Operands, dequantized
 from ...call._state import AttentionState
-from ...call._target import check_capability
 from ...masks._abstract import AbstractMask
 from ._plan import OWN, GPUTiles, KernelKind, TritonPlan, make_plan, named_gpu
 

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 
+from ...call._kernel import target_device
 from ...call._operands import Operands, Settings
-from ...call._target import target_device
-from ...masks._pairwise import Pairwise
+from ...masks._structure import Pairwise
 from .._rows import pairs_of
 from .._score import score_of
 from .._score_program import ScoreProgram, Target

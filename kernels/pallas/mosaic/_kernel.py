@@ -2,10 +2,9 @@
 
 import dataclasses
 
-from ...call._kernel import AbstractKernel, check_operands
+from ...call._kernel import AbstractKernel, check_capability, check_operands, cuda_version
 from ...call._operands import KernelCall, Operands
 from ...call._state import AttentionState
-from ...call._target import check_capability, cuda_version
 from ...masks._structure import WINDOWS
 from ...xla import _blockwise
 from .._rows import moving_arrays

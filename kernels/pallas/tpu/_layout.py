@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ...call._kernel import target_device
 from ...call._operands import Operands, Settings
-from ...call._target import target_device
-from ...masks._pairwise import Pairwise
+from ...masks._structure import Pairwise
 from .._rows import pad_to_blocks, pairs_of
 from .._score import score_of
 from .._score_program import ScoreProgram, Target

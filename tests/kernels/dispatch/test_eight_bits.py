@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.dispatch._eight_bits import attend_eight_bits
+from energy_attn.kernels.dispatch._derivative import EightBits
 from energy_attn.kernels.internal import (
     GPUTiles,
     PallasGPU,
@@ -269,9 +269,9 @@ def test_traced_once(monkeypatch):
 
     def counting(*given):
         traced.append(given)
-        return attend_eight_bits(*given)
+        return EightBits(*given)
 
-    monkeypatch.setattr(_registry, "attend_eight_bits", counting)
+    monkeypatch.setattr(_registry, "EightBits", counting)
     _registry.attend.clear_cache()
     for _ in range(3):
         call(arrays, problem, attend)

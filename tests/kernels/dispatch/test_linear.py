@@ -109,6 +109,7 @@ def test_of_many(axes):
             jax.grad(total(mapped), ALL)(*args),
             jax.grad(total(mapped), (1, 2))(*args),  # by the transpose alone
             jax.vmap(jax.grad(total(f), ALL), in_axes=axes)(*args),
+            jax.jvp(lambda w: mapped(*args[:2], w), args[2:], args[2:])[1],  # one direction
             jax.grad(total(twice), ALL)(*args[:2], jnp.stack([args[2], -args[2]])),
             jax.jvp(jax.grad(total(mapped), ALL), tuple(args), tuple(args))[1],
         )

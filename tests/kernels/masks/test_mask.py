@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energy_attn import masks
-from energy_attn.kernels.masks._interval import Interval, interval
+from energy_attn.kernels.masks._abstract import Interval, interval
 from energy_attn.kernels.masks._structure import structure_of
 from energy_attn.kernels.masks._visibility import may_meet, meeting, must_meet, reachable, visible
 from tests.support.arrays import array

@@ -17,8 +17,7 @@ from energy_attn import masks
 from energy_attn.kernels import AttentionState, KernelCall
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.masks._pairwise import pairwise
-from energy_attn.kernels.masks._structure import structure_of
+from energy_attn.kernels.masks._structure import pairwise, structure_of
 from energy_attn.kernels.pallas._rows import block_list
 from tests.support.arrays import array
 from tests.support.compare import close

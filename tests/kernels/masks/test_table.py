@@ -13,7 +13,7 @@ import energy_attn as ea
 from energy_attn import masks
 from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.masks._interval import Interval
+from energy_attn.kernels.masks._abstract import Interval
 from energy_attn.kernels.pallas._rows import block_run, block_spans
 from energy_attn.kernels.pallas._tiles import tile_ranges, visibility_of
 from energy_attn.kernels.pallas.gpu._plan import make_plan

@@ -10,8 +10,8 @@ import pytest
 
 from energy_attn.kernels import KernelCall, local_attention
 from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels.call._kernel import lowered_for, target_device
 from energy_attn.kernels.call._operands import Scales
-from energy_attn.kernels.call._target import lowered_for, target_device
 from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
 from energy_attn.kernels.pallas.gpu._plan import KINDS, GPUTiles, make_plan
 from energy_attn.kernels.xla._blockwise import Blockwise

@@ -14,10 +14,9 @@ import pytest
 
 from energy_attn.kernels import KernelCall
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._kernel import as_read, check_call_of
+from energy_attn.kernels.call._kernel import AssumedGPU, as_read, check_call_of, lowered_for
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.call._state import AttentionState
-from energy_attn.kernels.call._target import AssumedGPU, lowered_for
 from energy_attn.kernels.masks._structure import window_structure
 from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
 from energy_attn.kernels.pallas.mosaic._plan import (

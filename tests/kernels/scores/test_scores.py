@@ -314,7 +314,7 @@ def function(f, *parameters):
         (function(lambda s, at: s > 0), TypeError, "score", "bool", "float32"),
         (lambda: function(_read, jnp.ones(1))(), ValueError, "score", "0 to 1", "0 to 0"),
         (lambda: asked(scores.ALiBi(jnp.ones(3)))(), ValueError, "score", "[3]", "2 heads"),
-        (lambda: scores.SoftCap(0.0), ValueError, "cap", "0.0", "above zero"),
+        (lambda: scores.SoftCap(0.0), ValueError, "cap", "0.0", "above 0"),
         (lambda: scores.SoftCap("50"), TypeError, "cap", "50", "number"),
         (lambda: scores.ALiBi(), TypeError, "slopes", "None", "num_heads"),
         (lambda: scores.RelativeBias(jnp.ones((2, 4))), ValueError, "table", "4", "odd"),

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from energy_attn.kernels import AttentionState, KernelCall, _private, local_attention
-from energy_attn.kernels.call import _target
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._kernel import check_call_of
+from energy_attn.kernels.call._kernel import AssumedGPU, check_call_of, lowered_for
 from energy_attn.kernels.dispatch import _probe, _registry
 from energy_attn.kernels.dispatch._lowering import platform_here
 from energy_attn.kernels.vendor import _adapter, _cudnn, _fa4, _flash_attn, _splash
@@ -533,8 +532,8 @@ def test_capabilities(name, found, width, reason, monkeypatch):
 
 def gpu(capability):
     """While a program is lowered for a GPU of a compute capability; None: for one that is not known."""
-    device = None if capability is None else _target.AssumedGPU("{}.{}".format(*capability))
-    return _target.lowered_for(device)
+    device = None if capability is None else AssumedGPU("{}.{}".format(*capability))
+    return lowered_for(device)
 
 
 def declined(kernel, call, reason):

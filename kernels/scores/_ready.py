@@ -1,4 +1,4 @@
-"""Biases by distance: any function, linear ones, and learnt tables."""
+"""Scores: bounded, scaled by a number for each head, and with biases by distance."""
 
 import dataclasses
 import math
@@ -10,11 +10,94 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._checks import check_flag, check_function, check_hashable, check_integer, received
-from ._abstract import AbstractScore, At, check_parameter
+from .._checks import (
+    check_flag,
+    check_floating,
+    check_function,
+    check_integer,
+    check_positive,
+    check_shape,
+    received,
+)
+from ._abstract import AbstractScore, At
 
 # From the position of the key less that of the query, int32, to an index of the table.
 Buckets = Callable[[Array], Array]
+
+
+def _check_floats(name: str, x: object, *shape: str) -> Any:
+    check_shape(name, check_floating(name, x), shape)
+    return x
+
+
+class SoftCap(AbstractScore):
+    r"""Scores within a bound: $g(s) = c \tanh(s / c)$.
+
+    Attributes:
+        cap: $c$, the bound, above zero; a number, or a floating scalar that is learnt.
+
+    Raises:
+        TypeError: a cap that is neither.
+        ValueError: an array with axes, or a number that is not above zero.
+
+    Source: Gemma 2 (arXiv 2408.00118), section 2, logit soft-capping; there $c = 50$.
+
+    Examples:
+        >>> import jax
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> ea.attention(q, k, v, score=ea.scores.SoftCap(50.0)).shape
+        (5, 2, 4)
+    """
+
+    cap: float | Float[Array, ""]
+
+    compares = False
+
+    def __check_init__(self) -> None:
+        check_positive("cap", self.cap)
+
+    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+        """The capped scores."""
+        return self.cap * jnp.tanh(score / self.cap)
+
+
+class Temperature(AbstractScore):
+    r"""An inverse temperature for each head: $g(s) = \beta_h s$.
+
+    Attributes:
+        beta: $\beta$, `[N]`, a floating array.
+
+    Raises:
+        TypeError: no floating array.
+        ValueError: it has not one axis, or (in a call) another length than the number of heads.
+
+    Source: Hopfield networks is all you need (arXiv 2008.02217), $\beta$; a learnt one for each head as
+    in Swin Transformer V2 (arXiv 2111.09883).
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
+        >>> cold = ea.FreeEnergy(score=ea.scores.Temperature(jnp.array([1.0, 10.0]))).at(q, k, v)
+        >>> bool((cold.entropy()[:, 1] < cold.entropy()[:, 0]).all())
+        True
+    """
+
+    beta: Float[Array, " N"]
+
+    compares = False
+
+    def __check_init__(self) -> None:
+        _check_floats("beta", self.beta, "N")
+
+    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+        """The scaled scores."""
+        return self.beta[at.head] * score
+
+    def per_head(self) -> tuple[Any, ...]:
+        """The inverse temperatures."""
+        return (self.beta,)
 
 
 class Distance(AbstractScore):
@@ -40,9 +123,8 @@ class Distance(AbstractScore):
     function: Callable[[Array], Array]
 
     def __check_init__(self) -> None:
-        check_function("function", self.function, "distance")
-        if not isinstance(self.function, eqx.Module):
-            check_hashable("function", self.function)
+        static = not isinstance(self.function, eqx.Module)
+        check_function("function", self.function, "distance", static=static)
 
     def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
         """The scores, and the function of the distance."""
@@ -81,7 +163,7 @@ class ALiBi(AbstractScore):
             )
         if num_heads is not None:
             slopes = jnp.asarray(_paper_slopes(check_integer("num_heads", num_heads, least=1)))
-        self.slopes = check_parameter("slopes", slopes, ("N",))
+        self.slopes = _check_floats("slopes", slopes, "N")
 
     def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
         """The scores, less the distance times the slope."""
@@ -130,10 +212,9 @@ class RelativeBias(AbstractScore):
     buckets: Buckets | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
-        check_parameter("table", self.table, ("N", "D"))
+        _check_floats("table", self.table, "N", "D")
         if self.buckets is not None:
             check_function("buckets", self.buckets, "distance")
-            check_hashable("buckets", self.buckets)
         elif self.table.shape[1] % 2 == 0:
             raise ValueError(
                 f"table: wanted an odd number of distances, from -R to R, got {received(self.table)}"
@@ -172,7 +253,7 @@ class _T5Buckets:
         return first + index
 
     def _starts(self, exact: int, number: int) -> list[int]:
-        """The least distances of the buckets after that of `exact`, as float32 rounds their logarithms."""
+        """The least distances of later buckets, as float32 rounds their logarithms."""
         distances = np.arange(exact, self.max_distance + 1, dtype=np.float32)
         fraction = np.log(distances / np.float32(exact)) / np.log(self.max_distance / exact)
         buckets = exact + (fraction.astype(np.float32) * (number - exact)).astype(np.int64)

@@ -1,0 +1,237 @@
+"""Masks: windows of distances, lengths of rows, prefixes, and the segments of documents packed into one row."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from .._checks import as_ids, as_int32, check_int32, check_integer, received
+from ._abstract import FAR, AbstractComparison, AbstractMask, Interval
+
+
+def _unless_none(check: Callable[[str, object], Any], name: str) -> Callable[[object], Any]:
+    return lambda x: None if x is None else check(name, x)
+
+
+def ids(name: str, x: object) -> Any:
+    return as_ids(_of_rank(name, x, 1))
+
+
+def integers(name: str, x: object, rank: int) -> Any:
+    """Returns an array of integers of `rank` axes, or one more for the batch, as int32."""
+    return as_int32(_of_rank(name, x, rank))
+
+
+def lengths(name: str, x: object) -> Any:
+    """A scalar array of numbers from 0 on, or one with a batch axis; an int becomes an array, and is not static."""
+    array: Any
+    if isinstance(x, int):
+        array = np.asarray(integers(name, np.asarray(check_integer(name, x)), 0))
+    else:
+        array = integers(name, x, 0)
+    if not isinstance(array, jax.core.Tracer) and array.size:
+        if (least := int(np.asarray(array).min())) < 0:
+            raise ValueError(f"{name}: wanted at least 0, got {least}")
+    return array
+
+
+def _of_rank(name: str, x: object, rank: int) -> Any:
+    array = check_int32(name, x)
+    if array.ndim not in (rank, rank + 1):
+        axes = ", ".join(("L",) * rank)
+        raise ValueError(
+            f"{name}: wanted shape ({axes}) or ({', '.join(('B', *('L',) * rank))}), got {received(x)}"
+        )
+    return array
+
+
+class All(AbstractComparison):
+    """Every query sees every key: the neutral mask of `&`; `~All()` hides everything.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> masks.All().visible(jnp.array([0]), jnp.array([7])).tolist()
+        [True]
+    """
+
+
+class Causal(AbstractComparison):
+    r"""A query sees keys at its own position and before: $p_j \le p_i$. `is_causal=True` builds it.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q = jax.random.normal(jax.random.key(0), (1, 5, 2, 4))
+        >>> out = ea.attention(q, q, q, mask=ea.masks.Causal())
+        >>> bool(jnp.allclose(out, ea.attention(q, q, q, is_causal=True)))
+        True
+    """
+
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether the first key is not after the last query."""
+        return key.low <= query.high
+
+
+def _side(x: object) -> int | None:
+    if isinstance(x, (int, np.integer)) and x < 0:
+        raise ValueError(f"left and right: wanted at least 0, or None for any distance, got {x}")
+    return None if x is None else check_integer("left and right", x, is_wide=True)
+
+
+class Window(AbstractComparison):
+    r"""A query sees the keys near to it: $p_i - \mathrm{left} \le p_j \le p_i + \mathrm{right}$.
+
+    `local_window_size=(left, right)` builds it.
+
+    Attributes:
+        left: how far before a query its keys may lie; None: any distance.
+        right: how far after it, likewise.
+
+    Raises:
+        TypeError: a side is neither an int nor None.
+        ValueError: a negative side.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> masks.Window(1, 0).visible(jnp.array([[5]]), jnp.arange(7)[None]).tolist()
+        [[False, False, False, False, True, True, False]]
+    """
+
+    left: int | None = eqx.field(static=True, converter=_side)
+    right: int | None = eqx.field(static=True, converter=_side)
+
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether the interval of the keys meets the windows of the queries."""
+        # Differences of positions cannot overflow; the sum of a position and a window might.
+        left, right = sides(self)
+        return (key.high - query.low >= -left) & (key.low - query.high <= right)
+
+
+def sides(window: Window) -> tuple[int, int]:
+    left, right = (FAR if x is None else min(x, FAR) for x in (window.left, window.right))
+    return left, right
+
+
+# Masks of these classes are fully described by their window.
+WINDOWS = (All, Causal, Window)
+
+
+class Lengths(AbstractComparison):
+    r"""Hides tokens at positions from a length on; others take part: $p_j < n$, and $p_i < m$ if $m$ is given.
+
+    `key_value_seq_lengths=` and `query_seq_lengths=` say the same of indices.
+
+    Attributes:
+        keys: $n$, an int or an integer array: a scalar for all rows, or `[B]`.
+        queries: $m$, likewise, by keyword only; None: all queries take part.
+
+    Raises:
+        TypeError: a length of another type.
+        ValueError: a negative one, or an array of another rank.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> x = jnp.ones((2, 4, 1, 2))
+        >>> energy = ea.free_energy(x, x, x, scale=0.0, mask=ea.masks.Lengths(jnp.array([1, 4])))
+        >>> jnp.exp(energy[:, 0, 0]).round().tolist()  # the number of keys
+        [1.0, 4.0]
+    """
+
+    keys: Int[Array | np.ndarray, "*B"] = eqx.field(converter=functools.partial(lengths, "keys"))
+    queries: Int[Array | np.ndarray, "*C"] | None = eqx.field(
+        default=None, converter=_unless_none(lengths, "queries"), kw_only=True
+    )
+
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether the first of both are below their lengths."""
+        below = key.low < self.keys
+        return below if self.queries is None else below & (query.low < self.queries)
+
+
+class Prefix(AbstractComparison):
+    r"""Every query sees the keys at positions below a length: $p_j < n$.
+
+    `Causal() | Prefix(n)` is the mask of a prefix-LM, whose first `n` tokens see each other.
+
+    Attributes:
+        length: $n$, an int or an integer array: a scalar for all rows, or `[B]`.
+
+    Raises:
+        TypeError: a length of another type.
+        ValueError: a negative one, or an array of another rank.
+
+    Source: Exploring the Limits of Transfer Learning (arXiv 1910.10683), figure 4.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> mask, tokens = masks.Causal() | masks.Prefix(2), jnp.arange(3)
+        >>> mask.visible(tokens[:, None], tokens[None]).astype(int).tolist()
+        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+
+    length: Int[Array | np.ndarray, "*B"] = eqx.field(
+        converter=functools.partial(lengths, "length")
+    )
+
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether the first key is below the length."""
+        return key.low < self.length
+
+
+class Segments(AbstractMask):
+    r"""A query sees the keys of its own segment: $s(p_i) = s'(p_j)$.
+
+    The ids are a table by position, as in `Causal() & Segments(documents)` for documents packed into one
+    row. A position past its end is in no segment. `query_segment_ids=` and `key_segment_ids=` say the
+    same of indices.
+
+    Attributes:
+        query_ids: $s$, integers `[L]` for all rows, or `[B, L]`.
+        key_ids: $s'$, likewise; None: the same table.
+
+    Raises:
+        TypeError: ids of another type.
+        ValueError: an array of another rank.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> documents, tokens = masks.Segments(jnp.array([7, 7, 8])), jnp.arange(4)
+        >>> documents.visible(tokens[:, None], tokens[None]).astype(int).tolist()
+        [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    """
+
+    query_ids: Int[Array | np.ndarray, "*B L"] = eqx.field(
+        converter=functools.partial(ids, "query_ids")
+    )
+    key_ids: Int[Array | np.ndarray, "*C M"] | None = eqx.field(
+        default=None, converter=_unless_none(ids, "key_ids")
+    )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (1,) if self.key_ids is None else (1, 1)
+
+    def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
+        """Whether both positions are in the tables, with equal ids."""
+        keys = self.query_ids if self.key_ids is None else self.key_ids
+        query_id, query_in_table = looked_up(self.query_ids, query)
+        key_id, key_in_table = looked_up(keys, key)
+        return (query_id == key_id) & query_in_table & key_in_table
+
+
+def looked_up(table: Array | np.ndarray, positions: Array) -> tuple[Array, Array]:
+    """The ids at positions, from a table `[L]`, and whether the table has them."""
+    in_table = (positions >= 0) & (positions < len(table))
+    if len(table) == 0:
+        return positions, in_table
+    return jnp.asarray(table)[jnp.where(in_table, positions, 0)], in_table
