@@ -22,7 +22,7 @@ from energy_attn.kernels.internal import (
     vary_together,
 )
 
-from ..methods._arguments import Axes
+from ..merge._abstract import Axes
 from ..methods._parallel import SequenceParallel
 from ..methods._plan import check_mesh, is_explicit, mesh_axes_of, reshard_explicit
 from ._slots import Slots
