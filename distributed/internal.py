@@ -1,18 +1,19 @@
-"""The private names of this room that `energy_attn` may import; those of caches and files when first used."""
+"""Private names of this room that `energy_attn` may import; names of caches and files when they are first used."""
 
 import typing as _typing
 
 from energy_attn.kernels.internal import lazy as _lazy
 
-from .cost._transfer import part_sent as part_sent
-from .cost._transfer import seconds as seconds
+from .cost._network import part_sent as part_sent
+from .cost._network import seconds as seconds
 from .hlo._parse import Kind as Kind
-from .merge._packing import as_invariant as as_invariant
+from .merge._abstract import Axes as Axes
+from .merge._abstract import as_invariant as as_invariant
 from .merge._strategies import STRATEGIES as STRATEGIES
-from .methods._arguments import Axes as Axes
-from .methods._arguments import unbatched as unbatched
+from .methods._layout import place_by as place_by
 from .methods._layout import sequence_order as sequence_order
-from .methods._methods import METHOD_OPTIONS as METHOD_OPTIONS
+from .methods._local import unbatched as unbatched
+from .methods._parallel import METHOD_OPTIONS as METHOD_OPTIONS
 from .methods._plan import ShardingPlan as ShardingPlan
 from .methods._plan import check_mesh as check_mesh
 from .methods._plan import is_explicit as is_explicit
@@ -21,14 +22,13 @@ from .methods._plan import sharding_plan as sharding_plan
 from .methods._plan import split_along as split_along
 from .methods._plan import whole_along as whole_along
 from .methods._prepare import fit_plan as fit_plan
-from .methods._prepare import place_by as place_by
 from .methods._prepare import plan_call as plan_call
-from .methods._sharded_attention import attend_sharded as attend_sharded
-from .methods._sharded_reduction import Reduction as Reduction
-from .methods._sharded_reduction import fold_maxima as fold_maxima
-from .methods._sharded_reduction import fold_states as fold_states
-from .methods._sharded_reduction import fold_sums as fold_sums
-from .methods._sharded_reduction import sharded_reduction as sharded_reduction
+from .methods._sharded import Reduction as Reduction
+from .methods._sharded import attend_sharded as attend_sharded
+from .methods._sharded import fold_maxima as fold_maxima
+from .methods._sharded import fold_states as fold_states
+from .methods._sharded import fold_sums as fold_sums
+from .methods._sharded import sharded_reduction as sharded_reduction
 
 if _typing.TYPE_CHECKING:
     from .cache._arguments import check_counts as check_counts
@@ -38,7 +38,7 @@ if _typing.TYPE_CHECKING:
     from .cache._tokens import run_of as run_of
     from .cache._write import positions_from as positions_from
     from .hlo._collectives import waits as waits
-    from .plan._chips import CHIPS as CHIPS
+    from .plan._step import CHIPS as CHIPS
     from .runtime import _files, _safetensors
     from .runtime._files import IDENTITY as IDENTITY
     from .runtime._files import UNFINISHED as UNFINISHED
@@ -60,7 +60,7 @@ else:
             "run_of": ".cache._tokens",
             "positions_from": ".cache._write",
             "waits": ".hlo._collectives",
-            "CHIPS": ".plan._chips",
+            "CHIPS": ".plan._step",
             "IDENTITY": ".runtime._files",
             "UNFINISHED": ".runtime._files",
             "check_file": ".runtime._files",

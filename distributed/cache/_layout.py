@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from ..methods._arguments import Axes
+from ..merge._abstract import Axes
 from ..methods._parallel import SequenceParallel
 from ..methods._plan import (
     check_mesh,

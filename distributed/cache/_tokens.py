@@ -23,7 +23,7 @@ from energy_attn.kernels.masks import AbstractMask
 
 from ..methods._parallel import SequenceParallel
 from ..methods._plan import sharding_plan
-from ..methods._sharded_attention import attend_sharded
+from ..methods._sharded import attend_sharded
 from ._arguments import (
     check_counts,
     check_importance,

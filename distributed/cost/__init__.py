@@ -22,12 +22,12 @@ import typing as _typing
 
 from energy_attn.kernels.internal import lazy as _lazy
 
-from ._devices import topology_of_mesh as topology_of_mesh
 from ._interconnects import topology as topology
+from ._interconnects import topology_of_mesh as topology_of_mesh
+from ._network import Link as Link
+from ._network import Topology as Topology
+from ._network import Transfer as Transfer
 from ._shape import Shape as Shape
-from ._topology import Link as Link
-from ._topology import Topology as Topology
-from ._transfer import Transfer as Transfer
 
 # Methods and merges say what they send by the names above, so that what asks them comes later.
 if _typing.TYPE_CHECKING:

@@ -1,17 +1,29 @@
-"""The networks of machines by name.
+"""The networks of machines by name, and of the devices of a mesh.
 
 Figures are published by the makers, for one direction and device; others are marked as assumed. They serve to rank
 strategies, and are not measurements.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from energy_attn.kernels.internal import check_choice, check_integer, received
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
-from ._topology import Link, Topology
+from energy_attn.kernels.internal import (
+    check_choice,
+    check_integer,
+    check_names,
+    private_names,
+    received,
+)
+
+from ..runtime._mesh import network_part
+from ._network import Link, Topology
 
 
 class Interconnect(NamedTuple):
@@ -32,14 +44,12 @@ class Interconnect(NamedTuple):
     joined: int = 4
 
     def link(self, devices: int, within: int, slow: bool) -> Link:
-        """The link of an axis of `devices`, between hosts of `within` devices or inside of one."""
         link = self.between if slow else self.inside
         if slow and self.platform == "cpu":  # devices of a process share its host's network card
             link = dataclasses.replace(link, bandwidth=link.bandwidth / within, sharing=within)
         return dataclasses.replace(link, devices=devices)
 
     def over(self, name: str, links: Sequence[Link]) -> Topology:
-        """The topology of these links along the mesh axes."""
         return Topology(
             name, tuple(links), self.all_reduce, self.launch, self.platform, self.overhead
         )
@@ -59,7 +69,7 @@ _THREADS = Link(1, 1e-6, 5e9, "memory")
 def _tpu(
     link: float, network: float, kinds: tuple[str, ...], joined: int = 4, source: str = _CLOUD
 ) -> Interconnect:
-    """A chip's one-way bytes per second over an ICI link, of which a ring uses two, and between slices."""
+    """A TPU, from one-way bytes per second of an ICI link, and between slices. A ring uses two links of a chip."""
     ici = Link(1, 1e-6, 2 * link, "ICI", torus=True)
     between = Link(1, 1e-5, network, "data-centre network")
     return Interconnect("tpu", ici, between, "levels", 1e-6, source, kinds, joined=joined)
@@ -182,4 +192,133 @@ def topology(
     options = {"launch": launch, "overhead": overhead}
     return dataclasses.replace(
         interconnect, **{key: x for key, x in options.items() if x is not None}
+    )
+
+
+def topology_of_mesh(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Topology:
+    """The network of a mesh, from the attributes of its devices.
+
+    `Device.device_kind` determines the machine. Along an axis that changes `Device.slice_index` (without
+    one, `process_index`), devices communicate over the network between slices or hosts. On TPUs
+    `Device.coords` determine how many chips neighbours of the mesh are apart, and whether the ends of an
+    axis along one dimension of the torus are joined; devices of one chip share its links.
+
+    Args:
+        mesh: with its devices, also those of `jax.experimental.topologies`.
+        axes: of the mesh, slow ones first; None: all.
+
+    Returns:
+        A [`Topology`][energy_attn.distributed.cost.Topology] with a link for each axis.
+
+    Raises:
+        TypeError: `mesh` is no mesh with devices.
+        ValueError: axes that the mesh does not have.
+
+    Source: for the figures, see [`topology`][energy_attn.distributed.cost.topology]. GPUs of unknown kinds count as
+        those of DGX H100, TPUs as v5p, CPU processes as hosts with 1 Gbit/s and 0.1 ms between them. Google
+        Cloud's pages say which axes of a torus are joined.
+
+    Examples:
+        >>> import jax
+        >>> from energy_attn.distributed import cost, make_mesh
+        >>> mesh = make_mesh((jax.device_count(),), ("device",))
+        >>> cost.topology_of_mesh(mesh).devices == jax.device_count()
+        True
+    """
+    if not isinstance(mesh, Mesh) or mesh.empty:
+        raise TypeError(f"mesh: wanted a jax.sharding.Mesh of devices, got {received(mesh)}")
+    names = mesh.axis_names if axes is None else check_names("axes", axes, "mesh axes")
+    unknown = [name for name in names if name not in mesh.axis_names]
+    if unknown:
+        raise ValueError(f"axes: wanted axes of the mesh, {mesh.axis_names}, got {unknown[0]!r}")
+    return _of_devices(mesh.devices, [mesh.axis_names.index(name) for name in names])
+
+
+def usual_topology(mesh: AbstractMesh, axes: tuple[str, ...]) -> Topology:
+    """The network of some axes of the mesh in force, from its devices where they are known."""
+    device: Any = getattr(mesh, "abstract_device", None)
+    platform = getattr(device, "platform", None) or jax.default_backend()
+    kind = getattr(device, "device_kind", None) or ""
+    devices = _devices(mesh, kind)
+    if devices is not None:
+        return _of_devices(devices, [mesh.axis_names.index(axis) for axis in axes])
+    sizes = tuple(mesh.shape[axis] for axis in axes)
+    return of_sizes(sizes, platform, kind, jax.process_count())
+
+
+def of_sizes(sizes: tuple[int, ...], platform: str, kind: str, processes: int) -> Topology:
+    """The network of axes with unknown devices: the first is between processes, TPUs are in one slice."""
+    name = _name(platform, kind, processes > 1)
+    if processes > 1 and platform != "tpu":
+        return topology(name, sizes[1:], nodes=sizes[0])
+    return topology(name, sizes)
+
+
+def _devices(mesh: AbstractMesh, kind: str) -> np.ndarray | None:
+    """The devices of the mesh in force, if it is this one, or all devices, if their number is right."""
+    try:
+        mesh_in_force: Mesh = private_names("mesh").in_force()
+    except NotImplementedError:
+        mesh_in_force = Mesh(np.empty((), object), ())
+    if not mesh_in_force.empty and tuple(mesh_in_force.shape.items()) == tuple(mesh.shape.items()):
+        return mesh_in_force.devices
+    all_devices = jax.devices()
+    sizes = tuple(mesh.shape.values())
+    if len(all_devices) != math.prod(sizes) or kind not in ("", all_devices[0].device_kind):
+        return None
+    return np.array(all_devices, dtype=object).reshape(sizes)
+
+
+def _name(platform: str, kind: str, between_processes: bool) -> str:
+    if platform == "cpu":
+        return "ethernet" if between_processes else "simulated"
+    matching = (
+        name
+        for name, machine in INTERCONNECTS.items()
+        if any(f" {words} " in f" {kind} " for words in machine.kinds)
+    )
+    return next(matching, "tpu_v5p" if platform == "tpu" else "dgx_h100")
+
+
+def _of_devices(devices: np.ndarray, axes: Sequence[int]) -> Topology:
+    first = devices.flat[0]
+    parts = np.vectorize(network_part, otypes=[object])(devices)
+    counts = [int((parts == part).sum()) for part in set(parts.flat)]
+    name = _name(first.platform, first.device_kind, len(counts) > 1)
+    machine, links = INTERCONNECTS[name], []
+    for axis in axes:
+        slow = bool((parts != parts.take([0], axis)).any())
+        link = machine.link(devices.shape[axis], max(counts), slow)
+        on_chips = machine.platform == "tpu"
+        links.append(_on_chips(machine, link, devices, axis) if on_chips else link)
+    return machine.over(name, links)
+
+
+def _on_chips(machine: Interconnect, link: Link, devices: np.ndarray, axis: int) -> Link:
+    """A chip's link along an axis, adjusted for devices that share it and for the distance of chips."""
+    places = np.empty(devices.size, object)
+    for i, device in enumerate(devices.flat):
+        places[i] = (network_part(device), *device.coords)
+    places = places.reshape(devices.shape)
+    shared = link.bandwidth * len(set(places.flat)) / devices.size
+    link = dataclasses.replace(link, bandwidth=shared)
+    if not link.torus:
+        return link
+    every = np.array([place[1:] for place in places.flat])
+    lengths = every.max(0) - every.min(0) + 1
+
+    def apart(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+        steps = np.abs(np.subtract(a[1:], b[1:]))
+        around = np.where(lengths % machine.joined == 0, lengths - steps, steps)
+        return int(np.minimum(steps, around).sum())
+
+    row = np.moveaxis(places, axis, -1).reshape(-1, devices.shape[axis])[0]
+    # XLA orders its own ring over the chips of several dimensions
+    neighbours = max(1, min((apart(*pair) for pair in itertools.pairwise(row)), default=1))
+    one_dimension = sum(len(set(steps)) > 1 for steps in zip(*row, strict=True)) == 1
+    # over a line, messages around the end travel all the way back
+    line = one_dimension and apart(row[0], row[-1]) > neighbours
+    stretch = neighbours * (2 if line else 1)
+    return dataclasses.replace(
+        link, latency=link.latency * stretch, bandwidth=link.bandwidth / stretch
     )

@@ -12,7 +12,7 @@ from energy_attn.kernels.internal import (
     received,
 )
 
-from ._topology import Topology
+from ._network import Topology, Transfer, Transfers
 
 _MOST_PIECES = 8
 
@@ -98,12 +98,12 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Of one number of the arrays."""
+        """Bytes of one number of the arrays."""
         return check_floating_dtype("dtype", self.dtype).itemsize
 
     @property
     def lse_bytes(self) -> int:
-        """Of one number of `lse`, and of sums."""
+        """Bytes of one number of `lse`, and of sums."""
         return max(self.bytes, 4)
 
     @property
@@ -121,15 +121,21 @@ def check_sizes(shape: object, topology: object) -> None:
 
 
 def kv_shard(shape: Shape, topology: Topology) -> tuple[int, int]:
-    """Bytes of one device's keys and of its values."""
     rows = shape.batch * -(-shape.keys // topology.devices) * shape.kv_heads
     return rows * shape.width * shape.bytes, rows * shape.out_width * shape.bytes
 
 
 def local_rows(shape: Shape, topology: Topology) -> int:
-    """The rows of queries on one device."""
     shards = topology.devices if shape.queries_sharded else 1
     return shape.batch * -(-shape.queries // shards) * shape.heads
+
+
+def position_gather(
+    length: int, shape: Shape, topology: Topology, axes: tuple[int, ...]
+) -> Transfers:
+    """The gather, at the start, of the positions of `length` tokens where they are compared."""
+    if shape.causal:
+        yield Transfer("all-gather", 4 * -(-length // topology.devices), axes)
 
 
 def tangent_bytes(size: int, shape: Shape) -> int:
@@ -138,25 +144,22 @@ def tangent_bytes(size: int, shape: Shape) -> int:
 
 
 def key_copies(heads: int, kv_heads: int, devices: int) -> int | None:
-    """How often each head of keys is sent, so that every device has those of its own query heads.
+    """How often each head of keys is sent, so that every device has the keys of its query heads.
 
-    Once where the devices divide them; None where the devices cannot share the query heads so.
+    Once where the devices divide the heads of keys; None where they cannot share the query heads so.
     """
     copies = devices // math.gcd(kv_heads, devices)
     return None if heads % (kv_heads * copies) else copies
 
 
 def pieces(keys: int) -> int:
-    """The number of equal pieces in which a device's keys are gathered, 8 at most.
-
-    One for a number that is a symbol of `jax.export.symbolic_shape`.
-    """
-    if not is_static(keys):
+    """The number of equal pieces in which a device's keys are gathered, 8 at most."""
+    if not is_static(keys):  # a symbol of `jax.export.symbolic_shape`
         return 1
     return next(n for n in range(min(keys, _MOST_PIECES) or 1, 0, -1) if keys % n == 0)
 
 
 def halves(keys: int) -> int:
-    """Of how many runs of a device's keys a piece is made: 2 if both halves can be divided so, else 1."""
+    """The number of runs of a device's keys in a piece: 2 if both halves can be divided so, else 1."""
     count = pieces(keys)
     return 2 if count > 1 and keys % (2 * count) == 0 else 1

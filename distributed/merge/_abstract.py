@@ -1,25 +1,37 @@
-"""The abstract class of a merge strategy."""
+"""The abstract class of a merge strategy, and states as messages, packed so that few collectives are sent."""
 
 import abc
-from typing import ClassVar
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
+import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
+from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState, merge_all
-from energy_attn.kernels.internal import State
+from energy_attn.kernels import AttentionState, CovarianceState, merge_all
+from energy_attn.kernels.internal import (
+    AbstractFunction,
+    State,
+    apply_in_float32,
+    function_call,
+    vary_together,
+)
 
+from ..cost._network import Topology, Transfer, Transfers
 from ..cost._shape import Shape
-from ..cost._topology import Topology
-from ..cost._transfer import Transfer, Transfers
-from ._packing import promoted, transfer
 
 Axes = tuple[str, ...]
+Tree = TypeVar("Tree")
 
 
 class AbstractMerge(abc.ABC):
     """Reduces the states of all devices to one, equal on all of them.
 
-    A strategy is one class in a module of its own, in the list of `merge/_strategies.py`. Strategies are not
+    A strategy is one class, in the list of `merge/_strategies.py`. Strategies are not
     differentiated: the derivative of a fold is the same for all, and `merge_across` defines it.
 
     Attributes:
@@ -29,8 +41,8 @@ class AbstractMerge(abc.ABC):
     """
 
     name: ClassVar[str]
-    least_axes: ClassVar[int]
-    automatic: ClassVar[bool]
+    least_axes: ClassVar[int] = 1
+    automatic: ClassVar[bool] = True
 
     @abc.abstractmethod
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
@@ -42,7 +54,8 @@ class AbstractMerge(abc.ABC):
 
     def scatter(self, states: AttentionState, axes: Axes) -> AttentionState:
         """The fold where queries are sharded: of states `[p, ...]`, device i keeps row i, in `lse`'s dtype."""
-        return exchange(states, axes)
+        exchanged = transfer(lambda x: lax.all_to_all(x, axes, 0, 0), states)
+        return merge_all(promoted(exchanged), axis=0)
 
     def scatter_transfers(self, rows: int, shape: Shape, topology: Topology) -> Transfers:
         """The collectives of `scatter`, for this many rows of all devices together."""
@@ -57,7 +70,162 @@ class AbstractMessageMerge(AbstractMerge):
         """The fold of each device's state, of either kind, equal on all devices of `axes`."""
 
 
-def exchange(states: AttentionState, axes: Axes) -> AttentionState:
-    """Folds states `[p, ...]`, leaving row i on device i in `lse`'s dtype, by one all-to-all."""
-    exchanged = transfer(lambda x: lax.all_to_all(x, axes, 0, 0), states)
-    return merge_all(promoted(exchanged), axis=0)
+def transfer(collective: Callable[[Any], Any], state: AttentionState) -> AttentionState:
+    """Applies one collective, which maps over trees and keeps last axes, to both arrays of a state.
+
+    On CPUs they are sent as one array, in `lse`'s dtype, as gloo would send each separately. Elsewhere they
+    are sent as a pair, which XLA combines without copying; `lse` as another lane of `out` would be padded to
+    128 lanes on TPUs.
+    """
+
+    def as_one(out: Array, lse: Array) -> AttentionState:
+        found = collective(jnp.concatenate([out.astype(lse.dtype), lse[..., None]], -1))
+        return AttentionState(found[..., :-1].astype(out.dtype), found[..., -1])
+
+    def pair(out: Array, lse: Array) -> AttentionState:
+        return AttentionState(*collective((out, lse)))
+
+    return lax.platform_dependent(*vary_together(state), cpu=as_one, default=pair)
+
+
+def moved(collective: Callable[[Array], Array], x: Array) -> Array:
+    """Applies a collective that moves numbers without computing with them to an array.
+
+    On CPUs 16-bit floats are sent as integers, as XLA would widen them and send twice the bytes.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
+        return collective(x)
+    return function_call(_AsBits(collective), x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AsBits(AbstractFunction):
+    collective: Callable[[Array], Array]
+
+    def apply(self, args: Array) -> Array:
+        as_integers = functools.partial(as_bits, self.collective)
+        return lax.platform_dependent(args, cpu=as_integers, default=self.collective)
+
+    def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
+        # Integers have no tangents; in float32, as the transpose of a gather is a sum.
+        return function_call(self, primals), apply_in_float32(self.collective, tangents)
+
+
+def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(collective(bits), x.dtype)
+
+
+def joined(tree: Tree, axes: Axes, axis: int) -> Tree:
+    """The parts of arrays on all devices, end to end along `axis`."""
+
+    def whole(x: Array) -> Array:
+        if x.size == 0:  # HLO gathers no empty arrays
+            shape = list(x.shape)
+            shape[axis] *= lax.axis_size(axes)
+            return lax.full_like(x, 0, shape=tuple(shape))
+        return moved(lambda x: lax.all_gather(x, axes, axis=axis, tiled=True), x)
+
+    return jax.tree.map(whole, tree) if axes else tree
+
+
+def gathered(state: AttentionState, axes: Axes) -> AttentionState:
+    """The states of all devices, on a leading axis. It has no derivative.
+
+    XLA:TPU does not combine the gathers of two arrays (`tests/tpu`), so they are sent there as the bits of
+    one, with `lse` in rows below those of `out`; except where the mesh has an automatic axis, over which XLA
+    may have sharded the rows.
+    """
+
+    def gather(x: Tree) -> Tree:
+        return lax.all_gather(x, axes)
+
+    def stacked(out: Array, lse: Array) -> AttentionState:
+        unit = jnp.dtype(f"uint{8 * min(out.dtype.itemsize, lse.dtype.itemsize)}")
+        bits = [lax.bitcast_convert_type(x, unit) for x in (out, lse)]
+        out_rows, lse_rows = bits[0].reshape(-1, out.shape[-1]), bits[1].reshape(-1)
+        lse_rows = jnp.pad(lse_rows, (0, -lse_rows.size % out.shape[-1])).reshape(-1, out.shape[-1])
+        joined = gather(jnp.concatenate([out_rows, lse_rows]))
+        devices, rows = joined.shape[0], out_rows.shape[0]
+        outs = joined[:, :rows].reshape(devices, *bits[0].shape)
+        lses = joined[:, rows:].reshape(devices, -1)[:, : bits[1].size]
+        lses = lses.reshape(devices, *bits[1].shape)
+        return AttentionState(
+            lax.bitcast_convert_type(outs, out.dtype), lax.bitcast_convert_type(lses, lse.dtype)
+        )
+
+    def plain(out: Array, lse: Array) -> AttentionState:
+        return transfer(gather, AttentionState(out, lse))
+
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    automatic = any(kind == AxisType.Auto and mesh.shape[axis] > 1 for axis, kind in kinds)
+    if state.out.size == 0 or automatic:
+        return plain(*state)
+    return lax.platform_dependent(*vary_together(state), tpu=stacked, default=plain)
+
+
+def as_invariant(tree: Tree, axes: Axes) -> Tree:
+    """Arrays that are equal on all devices of `axes`, with a type that does not vary over them.
+
+    JAX has no cast from varying to invariant, but a maximum over groups of one device each has that type
+    and sends nothing. It is of bits, as XLA:CPU returns minus infinity for the maximum of a NaN. It has no
+    derivative.
+    """
+    if not axes:
+        return tree
+    groups = [[i] for i in range(lax.axis_size(axes))]
+    largest = functools.partial(lax.pmax, axis_name=axes, axis_index_groups=groups)
+
+    def cast(x: Array) -> Array:
+        return as_bits(largest, x) if jnp.issubdtype(x.dtype, jnp.floating) else largest(x)
+
+    return jax.tree.map(cast, tree)
+
+
+def permuted(
+    state: AttentionState, axis: str | Axes, pairs: list[tuple[int, int]]
+) -> AttentionState:
+    """The state of the device that `pairs` of (source, target) name for this one."""
+    return transfer(lambda x: lax.ppermute(x, axis, pairs), state)
+
+
+def packed(state: State) -> AttentionState:
+    """A state as a message: of covariances in `lse`'s dtype, behind `out`."""
+    if isinstance(state, AttentionState):
+        return state
+    covariance, out, lse = promoted(state)
+    flat = covariance.reshape(*out.shape[:-1], out.shape[-1] ** 2)
+    return AttentionState(jnp.concatenate([out, flat], -1), lse)
+
+
+def unpacked(message: AttentionState, like: State) -> State:
+    """The state of the kind of `like`, or a stack of them, that was packed."""
+    if isinstance(like, AttentionState):
+        return message
+    width = like.out.shape[-1]
+    out, flat = message.out[..., :width], message.out[..., width:]
+    return CovarianceState(flat.reshape(*out.shape, width), out, message.lse)
+
+
+def promoted(state: State) -> State:
+    """`out` in `lse`'s dtype, so that a state that is folded repeatedly is rounded only at the end."""
+    return jax.tree.map(lambda x: x.astype(state.lse.dtype), state)
+
+
+def narrowed(state: State, like: State) -> State:
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), state, like)
+
+
+def flat_rows(state: AttentionState, multiple: int) -> AttentionState:
+    """A state `[rows, width]`, with empty rows at the end so that their number is a multiple."""
+    rows, width = state.lse.size, state.out.shape[-1]
+    missing = -rows % multiple
+    out = jnp.pad(state.out.reshape(rows, width), ((0, missing), (0, 0)))
+    lse = jnp.pad(state.lse.reshape(rows), (0, missing), constant_values=-jnp.inf)
+    return AttentionState(out, lse)
+
+
+def shaped_like(state: AttentionState, like: AttentionState) -> AttentionState:
+    """The rows of a state from `flat_rows(like, ...)`, in its shape."""
+    return jax.tree.map(lambda x, y: x[: like.lse.size].reshape(y.shape), state, like)

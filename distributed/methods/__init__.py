@@ -1,4 +1,4 @@
-"""The methods by which devices that share a sequence attend to all of it, for `method=`.
+"""Sharding methods, for `method=`: how devices that share a sequence attend to all of it.
 
 Examples:
     >>> from energy_attn.distributed import SequenceParallel, methods
@@ -8,7 +8,7 @@ Examples:
 
 from ._abstract import AbstractMethod as AbstractMethod
 from ._gather import Gather as Gather
-from ._hybrid import Hybrid as Hybrid
 from ._ring import Ring as Ring
 from ._tree import Tree as Tree
+from ._ulysses import Hybrid as Hybrid
 from ._ulysses import Ulysses as Ulysses

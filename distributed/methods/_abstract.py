@@ -8,12 +8,11 @@ from typing import ClassVar, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import CallPolicy, Operands, Settings
+from energy_attn.kernels.internal import CallPolicy, Operands, Settings, out_dtype
 
+from ..cost._network import Derivatives, Topology, Transfers
 from ..cost._shape import Shape, key_copies, local_rows
-from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfers
-from ._arguments import Axes
+from ..merge._abstract import Axes, joined
 from ._halo import Halo
 
 Axis = TypeVar("Axis")
@@ -62,7 +61,7 @@ class Split(NamedTuple):
 class AbstractMethod(abc.ABC):
     """How devices that share a sequence attend to all of its keys; a frozen dataclass.
 
-    A method of the library is one class in a module of its own, in the list of `methods/_methods.py`.
+    A method of the library is one class in a module of its own, in the list of `methods/_parallel.py`.
 
     Attributes:
         name: its name in `method=`.
@@ -91,13 +90,7 @@ class AbstractMethod(abc.ABC):
         """The state of this device's queries. Raises as kernels do."""
 
     @abc.abstractmethod
-    def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
-        """How the operands of a device are split; `operands` are one device's, or those of all together."""
-
-    @abc.abstractmethod
-    def transfers(
-        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Transfers:
+    def transfers(self, shape: Shape, topology: Topology, derivatives: Derivatives) -> Transfers:
         """The collectives of `attend` over several devices, in the order in which they run."""
 
     @classmethod
@@ -127,6 +120,11 @@ class AbstractMethod(abc.ABC):
     def state_rows(self, shape: Shape, topology: Topology) -> int:
         """The rows whose states a device holds."""
         return local_rows(shape, topology)
+
+    def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
+        """How operands, of a device or of all together, are split; by default, queries and what belongs to them."""
+        del operands, queries_sharded
+        return Split(heads=(), queries=axes, keys=(), rows=axes)
 
     def near(self, halo: Halo) -> "AbstractMethod":
         """The method that sends these keys alone, where it can; else the method itself."""
@@ -162,3 +160,13 @@ def check_heads(method: AbstractMethod, heads: int, kv_heads: int, devices: int)
             f"share them and the {kv_heads} heads of keys for {method.name!r}, got {heads}; 'ring', "
             "'gather' and 'tree' take any"
         )
+
+
+def rounded(state: AttentionState, operands: Operands, settings: Settings) -> AttentionState:
+    return AttentionState(state.out.astype(out_dtype(operands, settings)), state.lse)
+
+
+def with_all_queries(operands: Operands, axes: Axes) -> Operands:
+    """Operands with the queries of all devices, end to end, and their positions and segments."""
+    tokens = operands.tokens.map_queries(lambda x: joined(x, axes, 1))
+    return operands._replace(query=joined(operands.query, axes, 1), tokens=tokens)

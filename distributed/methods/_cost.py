@@ -3,21 +3,16 @@
 import math
 from typing import TypedDict, Unpack
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_flag,
-    check_options,
-)
+from energy_attn.kernels.internal import check_choice, check_flag, check_options
 
+from ..cost._network import Derivatives, Topology, Transfer, Transfers, sent, total_seconds
 from ..cost._shape import Shape, check_sizes, key_copies, kv_shard, local_rows
-from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer, Transfers, sent, total_seconds
 from ._abstract import AbstractMethod, exchanging
-from ._halo import Meets, halo, has_groups
-from ._methods import VARIANTS
+from ._halo import Meets, halo, halo_of_window, has_groups
+from ._parallel import VARIANTS
 
 
-class Derivatives(TypedDict, total=False):
+class DerivativeOptions(TypedDict, total=False):
     """The derivatives of an attention that are counted, too; none by default."""
 
     tangent: bool
@@ -32,7 +27,7 @@ def transfers(
     merge: str | None,
     shape: Shape,
     topology: Topology,
-    **derivatives: Unpack[Derivatives],
+    **derivatives: Unpack[DerivativeOptions],
 ) -> tuple[Transfer, ...]:
     r"""The collectives of one attention, in the order in which they run.
 
@@ -82,7 +77,7 @@ def transfers(
     found.check_axes(topology.axes)
     if not found.replicated_queries:
         check_sharded(found, shape, topology)
-    check_options(derivatives, Derivatives)
+    check_options(derivatives, DerivativeOptions)
     tangent, gradient = (
         check_flag(name, derivatives.get(name, False)) for name in ("tangent", "gradient")
     )
@@ -93,7 +88,7 @@ def transfers(
             f"gradient: wanted False for {method!r} with merge={merge!r}, got True; the model has that of "
             "the ring of keys, of 'ulysses', of 'hybrid', of 'gather' and of 'reproducible'"
         )
-    return tuple(_sent(found, shape, topology, SentDerivatives(tangent, gradient)))
+    return tuple(_sent(found, shape, topology, Derivatives(tangent, gradient)))
 
 
 def volume(
@@ -101,7 +96,7 @@ def volume(
     merge: str | None,
     shape: Shape,
     topology: Topology,
-    **derivatives: Unpack[Derivatives],
+    **derivatives: Unpack[DerivativeOptions],
 ) -> float:
     r"""Bytes that one device puts on links for one attention.
 
@@ -182,7 +177,7 @@ def latency(
     merge: str | None,
     shape: Shape,
     topology: Topology,
-    **derivatives: Unpack[Derivatives],
+    **derivatives: Unpack[DerivativeOptions],
 ) -> float:
     r"""Seconds of communication for one attention, if nothing overlaps.
 
@@ -216,8 +211,7 @@ def latency(
         >>> min(merges, key=lambda merge: cost.latency("tree", merge, shape, mesh))
         'butterfly'
     """
-    predicted = transfers(method, merge, shape, topology, **derivatives)
-    return total_seconds(predicted, topology)
+    return total_seconds(transfers(method, merge, shape, topology, **derivatives), topology)
 
 
 def choose_merge(shape: Shape, topology: Topology) -> str:
@@ -242,10 +236,7 @@ def choose_merge(shape: Shape, topology: Topology) -> str:
         'butterfly'
     """
     check_sizes(shape, topology)
-    merges = {
-        merge: way for merge, way in VARIANTS["tree"].items() if _is_choice(way, shape, topology)
-    }
-    return str(min(merges, key=lambda merge: _seconds(merges[merge], shape, topology)))
+    return str(_by_time("tree", shape, topology)[0][0])
 
 
 def choose_method(shape: Shape, topology: Topology) -> str:
@@ -278,11 +269,8 @@ def choose_method(shape: Shape, topology: Topology) -> str:
     check_sizes(shape, topology)
     if not shape.queries_sharded:
         return "tree"
-    fastest = {}
-    for name, variants in VARIANTS.items():
-        ways = [x for x in variants.values() if _is_choice(x, shape, topology)]
-        if ways:
-            fastest[name] = min(ways, key=lambda x: _seconds(x, shape, topology))
+    ranked = {name: _by_time(name, shape, topology) for name in VARIANTS}
+    fastest = {name: ways[0][1] for name, ways in ranked.items() if ways}
     held = {name: _memory(x, shape, topology) for name, x in fastest.items()}
     lean = [name for name in fastest if held[name] <= 2 * min(held.values())]
     return min(lean, key=lambda name: _seconds(fastest[name], shape, topology))
@@ -300,7 +288,8 @@ def near_method(
         return method
     if shared > 1 and not has_groups(shape.layout, *sizes, devices):
         return method
-    found = halo(shape.layout, devices // shared, *sizes, shape.window, meets)
+    find = halo if meets is not None else halo_of_window
+    found = find(shape.layout, devices // shared, *sizes, shape.window, meets)
     return method if found is None else method.near(found)
 
 
@@ -318,6 +307,14 @@ def check_sharded(method: AbstractMethod, shape: Shape, topology: Topology) -> N
         )
 
 
+def _by_time(
+    name: str, shape: Shape, topology: Topology
+) -> list[tuple[str | None, AbstractMethod]]:
+    """The variants of a method that `"auto"` considers, the fastest first."""
+    ways = [x for x in VARIANTS[name].items() if _is_choice(x[1], shape, topology)]
+    return sorted(ways, key=lambda x: _seconds(x[1], shape, topology))
+
+
 def _is_choice(method: AbstractMethod, shape: Shape, topology: Topology) -> bool:
     """Whether `"auto"` considers a method for these sizes."""
     try:
@@ -333,7 +330,7 @@ def _sent(
     method: AbstractMethod,
     shape: Shape,
     topology: Topology,
-    derivatives: SentDerivatives = SentDerivatives(),  # noqa: B008
+    derivatives: Derivatives = Derivatives(),  # noqa: B008
 ) -> Transfers:
     """The transfers of a method that these sizes and axes allow; none over one device."""
     if topology.devices == 1:

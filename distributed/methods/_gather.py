@@ -10,17 +10,15 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import InFlight, Operands, vary_together
+from energy_attn.kernels.internal import InFlight
 
-from ..cost._shape import Shape, halves, kv_shard, pieces, tangent_bytes
-from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer, Transfers, position_gather
-from ..merge._packing import joined
-from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split
-from ._arguments import Axes
+from ..cost._network import Derivatives, Topology, Transfer, Transfers
+from ..cost._shape import Shape, halves, kv_shard, pieces, position_gather, tangent_bytes
+from ..merge._abstract import Axes, joined
+from ._abstract import AbstractMethod, LocalCall, SeenPairs
 from ._halo import Halo
 from ._in_turn import AbstractTurns, Gradients, Keys, Tree, Visit, attend_in_turn
-from ._ring_keys import Neighbours
+from ._ring import Neighbours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,20 +61,10 @@ class Gather(AbstractMethod):
 
     name = "gather"
 
-    def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
-        """Splits queries, and what belongs to them; bias, mask, positions and segments are of all keys."""
-        del operands, queries_sharded
-        return Split(heads=(), queries=axes, keys=(), rows=axes)
-
     def attend(self, call: LocalCall) -> AttentionState:
-        """Raises as `attend` does."""
-        operands = vary_together(call.operands, call.axes)
-        pieces = Pieces(call.axes, operands.key.shape[1])
-        return attend_in_turn(call.policy.kernels, call.settings, pieces, operands)
+        return attend_in_turn(call, Pieces(call.axes, call.operands.key.shape[1]))
 
-    def transfers(
-        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Transfers:
+    def transfers(self, shape: Shape, topology: Topology, derivatives: Derivatives) -> Transfers:
         axes, (tangent, gradient) = topology.axes, derivatives
         count = pieces(-(-shape.keys // topology.devices))
         yield from position_gather(shape.keys, shape, topology, axes)
@@ -131,19 +119,12 @@ class Pieces(AbstractTurns):
         del here
         return self._fetch(own, turn + 1)
 
-    def cut(self, x: Array | None, axis: int, turn: int | Array) -> Array | None:
-        if x is None or x.shape[axis] == 1:
-            return x
-        apart = lax.dynamic_index_in_dim(self._apart(x, axis), turn, axis + 2, keepdims=False)
-        return apart.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
-
-    def uncut(self, found: Array, like: Array, axis: int, turn: int | Array) -> Array:
-        if like.shape[axis] == 1:
-            return found
-        zeros = self._apart(lax.full_like(found, 0.0, shape=like.shape), axis)
-        shape = *zeros.shape[: axis + 2], 1, *zeros.shape[axis + 3 :]
-        placed = lax.dynamic_update_slice_in_dim(zeros, found.reshape(shape), turn, axis + 2)
-        return placed.reshape(like.shape)
+    def cut(self, x: Array, axis: int, turn: int | Array) -> Array:
+        size = self.size // (self._halves * self.count)
+        parts = lax.axis_size(self.axes), self._halves, self.count, size
+        apart = x.reshape(*x.shape[:axis], *parts, *x.shape[axis + 1 :])
+        found = lax.dynamic_index_in_dim(apart, turn, axis + 2, keepdims=False)
+        return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     def backward(self, visit: Visit, own: Keys) -> Gradients:
         # Gradients are scattered one turn later: no transfer needs the result of its own turn.
@@ -188,9 +169,3 @@ class Pieces(AbstractTurns):
             return lax.psum_scatter(x, self.axes, scatter_dimension=1, tiled=True)
 
         return jax.tree.map(of, gradients)
-
-    def _apart(self, x: Array, axis: int) -> Array:
-        """An array of all keys with axes of devices, halves, pieces, and keys in half a piece."""
-        size = self.size // (self._halves * self.count)
-        shape = lax.axis_size(self.axes), self._halves, self.count, size
-        return x.reshape(*x.shape[:axis], *shape, *x.shape[axis + 1 :])

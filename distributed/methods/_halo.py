@@ -15,13 +15,7 @@ Meets = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndar
 
 
 class Span(NamedTuple):
-    """A part of each device's keys, sent `distance` places further on.
-
-    Attributes:
-        distance: of the devices, from 1 to one less than their number, counted around.
-        start: the first of the keys.
-        stop: the last of them, exclusive.
-    """
+    """Keys from `start` to `stop` of each device, sent `distance` places on, from 1 to one less than all devices."""
 
     distance: int
     start: int
@@ -31,28 +25,19 @@ class Span(NamedTuple):
 class Halo(NamedTuple):
     """The keys that a device receives; static.
 
-    Attributes:
-        around: how many devices' keys go around whole, its own among them, each from the device before.
-        spans: what is sent from further devices, directly.
+    Of `around` devices, its own among them, keys go around whole, each from the device before; `spans` are sent from
+    further ones directly.
     """
 
     around: int
     spans: tuple[Span, ...]
 
     def keys(self, size: int) -> int:
-        """How many keys a device sends, where each has `size`."""
         return (self.around - 1) * size + sum(x.stop - x.start for x in self.spans)
 
 
 class Run(NamedTuple):
-    """Positions in equal steps of each device, `[devices]`, and where they begin in its part.
-
-    Attributes:
-        position: of the first token.
-        place: its index.
-        length: the number of tokens.
-        stride: the step.
-    """
+    """A run of `length` positions of each device, from `position` on, every `stride`, at index `place` of its part."""
 
     position: np.ndarray
     place: int
@@ -73,6 +58,11 @@ def runs(layout: str, tokens: int, devices: int) -> list[Run] | None:
     return [Run(here * piece, 0, length), Run((2 * devices - 1 - here) * piece, piece, length)]
 
 
+def run_length(layout: str, size: int) -> int | None:
+    """The length of runs of successive tokens where a device has `size`; None: there are no runs."""
+    return {"contiguous": size, "zigzag": size // 2}.get(layout)
+
+
 def has_groups(layout: str, queries: int, keys: int, devices: int) -> bool:
     """Whether consecutive devices hold consecutive tokens, so that a group acts as one device."""
     return layout == "contiguous" and queries % devices == 0 and keys % devices == 0
@@ -90,18 +80,6 @@ def halo(
 
     `meets` may say that they see fewer.
     """
-    found = _halo if meets is not None else _halo_of_window
-    return found(layout, devices, queries, keys, window, meets)
-
-
-def _halo(
-    layout: str,
-    devices: int,
-    queries: int,
-    keys: int,
-    window: tuple[int, int],
-    meets: Meets | None,
-) -> Halo | None:
     rows, columns = (runs(layout, count, devices) for count in (queries, keys))
     size, others = -(-keys // devices), range(1, devices)
     if layout == "striped":  # token n is on device n modulo their number
@@ -122,15 +100,11 @@ def _halo(
 
 
 # A call outside of jit asks each time, and the cost model for each method.
-_halo_of_window = functools.lru_cache(maxsize=1024)(_halo)
+halo_of_window = functools.lru_cache(maxsize=1024)(halo)
 
 
 def _spans(
-    rows: list[Run],
-    columns: list[Run],
-    distance: int,
-    window: tuple[int, int],
-    meets: Meets | None,
+    rows: list[Run], columns: list[Run], distance: int, window: tuple[int, int], meets: Meets | None
 ) -> list[Span]:
     """The keys that any device needs of the one `distance` places before it, in order."""
     found: list[Span] = []

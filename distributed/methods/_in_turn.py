@@ -36,15 +36,47 @@ from energy_attn.kernels.internal import (
     tangent_along,
     tangent_of,
     tangent_sums,
+    vary_together,
 )
 
-from ._arguments import Axes, rounded
-from ._hops import among, whole
+from ..merge._abstract import Axes, joined, moved
+from ._abstract import LocalCall, rounded
 
 ALL = slice(None)
 Names = tuple[Candidate, ...]
 Tree = TypeVar("Tree")
 Found = TypeVar("Found")
+
+
+def hop(tree: Tree, axes: Axes, places: int = 1) -> Tree:
+    """The arrays of a tree from the device this number of places before."""
+    devices = lax.axis_size(axes)
+    pairs = [(i, (i + places) % devices) for i in range(devices)]
+    pass_on = functools.partial(moved, lambda x: lax.ppermute(x, axes, pairs))
+    return jax.tree.map(pass_on, tree)
+
+
+def origin(step: int | Array, axes: Axes) -> Array:
+    """The device whose part is here after `step` hops."""
+    return (lax.axis_index(axes) - step) % lax.axis_size(axes)
+
+
+def whole(x: Array | None, size: int, axes: Axes) -> Array | None:
+    """Positions or segments of all devices, `[B, p size]`, gathered where a device has only its own."""
+    return x if x is None or x.shape[1] != size else joined(x, axes, 1)
+
+
+def part(x: Array | None, axis: int, place: Array, size: int) -> Array | None:
+    if x is None or x.shape[axis] == 1:
+        return x
+    return lax.dynamic_slice_in_dim(x, place * size, size, axis)
+
+
+def among(x: Array, axis: int, first: int, size: int) -> Array:
+    """An array as a part along an axis of `size`, from `first` on, of one that is zero elsewhere."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = first, size - first - x.shape[axis]
+    return jnp.pad(x, widths)
 
 
 class Keys(NamedTuple):
@@ -69,7 +101,7 @@ Visit = Callable[..., tuple[InFlight, Gradients]]
 
 
 class AbstractTurns(abc.ABC):
-    """Which keys are here in which turn, and how the next ones come; a frozen dataclass, static.
+    """The keys of each turn, and how the next ones come; a frozen dataclass, static.
 
     Attributes:
         axes: the mesh axes over which keys are sharded.
@@ -82,11 +114,11 @@ class AbstractTurns(abc.ABC):
     @property
     @abc.abstractmethod
     def count(self) -> int:
-        """How many turns there are whose arrays are of one shape, in front."""
+        """The number of turns, the first ones, whose arrays are of one shape."""
 
     @property
     def others(self) -> int:
-        """How many turns follow them, whose number is never traced."""
+        """The number of trailing turns, unrolled: their index is static."""
         return 0
 
     @abc.abstractmethod
@@ -98,42 +130,38 @@ class AbstractTurns(abc.ABC):
         """The arrays of the turn after this one."""
 
     @abc.abstractmethod
-    def cut(self, x: Array | None, axis: int, turn: int | Array) -> Array | None:
-        """The part of an array of all keys for the keys of a turn; all of it if it is broadcast along them."""
-
-    @abc.abstractmethod
-    def uncut(self, found: Array, like: Array, axis: int, turn: int | Array) -> Array:
-        """An array of all keys that is zero but for those of a turn."""
+    def cut(self, x: Array, axis: int, turn: int | Array) -> Array:
+        """The part of an array of all keys for the keys of a turn."""
 
     @abc.abstractmethod
     def backward(self, visit: Visit, own: Keys) -> Gradients:
-        """The sum of all turns' gradients, those of keys on the devices that have them."""
+        """The sum of all turns' gradients; of keys, on the devices that have them."""
 
 
-def attend_in_turn(
-    names: Names, settings: Settings, turns: AbstractTurns, operands: Operands
-) -> AttentionState:
-    """The state of this device's queries; operands vary over the axes. Raises as `attend` does.
-
-    Positions and segments of keys are those of all devices, or of this one: then they are gathered.
-    """
+def attend_in_turn(call: LocalCall, turns: AbstractTurns) -> AttentionState:
+    """The state of this device's queries. Raises as `attend` does."""
+    function = _InTurn(call.policy.kernels, call.settings, turns)
+    operands = vary_together(call.operands, turns.axes)
     tokens = operands.tokens.map_keys(lambda x: whole(x, turns.size, turns.axes))
     operands = operands._replace(tokens=tokens)
-    if differentiated_by_jax(names):
-        return _attend(names, settings, turns, operands)
-    return function_call(_InTurn(names, settings, turns), operands)
+    if differentiated_by_jax(call.policy.kernels):
+        return function.apply(operands)
+    return function_call(function, operands)
 
 
 def added(a: Tree, b: Tree) -> Tree:
-    """The sum of two trees."""
     return jax.tree.map(jnp.add, a, b)
 
 
-def _computed_again(visit: Callable[..., Found], turn: int | Array) -> Callable[..., Found]:
-    """`visit` of a turn, computed again where it is differentiated; the number of a turn stays static if it is."""
-    if isinstance(turn, int):
-        return jax.checkpoint(functools.partial(visit, turn))
-    return functools.partial(jax.checkpoint(visit), turn)
+def _computed_again(visit: Callable[..., Found]) -> Callable[..., Found]:
+    """`visit(turn, ...)`, computed again where it is differentiated; the number of a turn stays static if it is."""
+
+    def again(turn: int | Array, *rest: Any) -> Found:
+        if isinstance(turn, int):
+            return jax.checkpoint(functools.partial(visit, turn))(*rest)
+        return jax.checkpoint(visit)(turn, *rest)
+
+    return again
 
 
 def _own(operands: Operands) -> Keys:
@@ -143,15 +171,9 @@ def _own(operands: Operands) -> Keys:
 def _with_keys(
     operands: Operands, keys: Keys, turns: AbstractTurns, turn: int | Array, some: slice = ALL
 ) -> Operands:
-    """The operands of one turn: the keys that are here, or some of them, and their part of what is of all keys."""
+    """The operands of one turn: the keys that are here, or some of them, and their part of other arrays."""
     assert keys.key is not None and keys.value is not None
-
-    def cut(x: Array | None, axis: int) -> Array | None:
-        here = turns.cut(x, axis, turn)
-        if x is None or here is None or x.shape[axis] == 1:
-            return here
-        return here[(ALL,) * axis + (some,)]
-
+    cut = functools.partial(_cut, turns, turn, some)
     return operands._replace(
         key=keys.key[:, some],
         value=keys.value[:, some],
@@ -161,70 +183,74 @@ def _with_keys(
     )
 
 
+def _cut(
+    turns: AbstractTurns, turn: int | Array, some: slice, x: Array | None, axis: int
+) -> Array | None:
+    """The part of an array of all keys for some keys of a turn; all of it if it is broadcast along them."""
+    if x is None or x.shape[axis] == 1:
+        return x
+    return turns.cut(x, axis, turn)[(ALL,) * axis + (some,)]
+
+
+def _uncut(
+    turns: AbstractTurns, turn: int | Array, some: slice, found: Array, size: int, axis: int
+) -> Array:
+    """The transpose of `_cut`: `found` among zeros of all keys, whose number, or 1, is `size`."""
+    shape = (*found.shape[:axis], size, *found.shape[axis + 1 :])
+    zeros, found = vary_together((lax.full_like(found, 0.0, shape=shape), found))
+    (whole,) = jax.linear_transpose(lambda x: _cut(turns, turn, some, x, axis), zeros)(found)
+    return whole
+
+
 def _fold(
-    visit: Callable[[Found, Tree, int | Array, Tree | None], tuple[Found, Any]],
+    visit: Callable[[int | Array, Found, Tree, Tree | None], tuple[Found, Any]],
     start: Found,
     own: Tree,
     turns: AbstractTurns,
 ) -> Found:
-    """`visit(found, here, turn, in_flight)` of all turns.
+    """`visit(turn, found, here, in_flight)` of all turns.
 
     `visit` also returns `in_flight`, the keys of the next turn; None in the last.
     """
 
     def step(carry: tuple[Found, Tree], turn: Array) -> Any:
         found, here = carry
-        return visit(found, here, turn, turns.following(here, own, turn)), None
+        return visit(turn, found, here, turns.following(here, own, turn)), None
 
     (found, here), last = (start, turns.first(own)), turns.count - 1
     if last > 0:
         (found, here), _ = lax.scan(step, (found, here), jnp.arange(last, dtype=jnp.int32))
     for turn in range(last, last + turns.others):
-        found, here = visit(found, here, turn, turns.following(here, own, turn))
-    return visit(found, here, last + turns.others, None)[0]
-
-
-def _attend(
-    names: Names, settings: Settings, turns: AbstractTurns, operands: Operands
-) -> AttentionState:
-    unrounded = settings.needing(unrounded=True)
-
-    def visit(
-        state: AttentionState, keys: Keys, turn: int | Array, in_flight: Keys | None
-    ) -> tuple[AttentionState, Keys | None]:
-        here = _with_keys(operands, keys, turns, turn)
-        return attend_and_merge(state, names, unrounded, here, in_flight)
-
-    found = _fold(visit, empty_like(unrounded, operands), _own(operands), turns)
-    return rounded(found, operands, settings)
+        found, here = visit(turn, found, here, turns.following(here, own, turn))
+    return visit(last + turns.others, found, here, None)[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class _InTurn(AbstractFunction):
-    """The state of this device's queries, with a derivative that goes through all turns again."""
+class _InTurn(AbstractFunction, AbstractDerivative):
+    """The state of this device's queries, with a derivative that goes, in either mode, through all turns again.
+
+    Where the derivative is differentiated a turn is computed again, so that keys are kept and no scores.
+    """
 
     names: Names
     settings: Settings
     turns: AbstractTurns
 
     def apply(self, args: Operands) -> AttentionState:
-        return _attend(self.names, self.settings, self.turns, args)
+        unrounded = self.settings.needing(unrounded=True)
+
+        def visit(
+            turn: int | Array, state: AttentionState, keys: Keys, in_flight: Keys | None
+        ) -> tuple[AttentionState, Keys | None]:
+            here = _with_keys(args, keys, self.turns, turn)
+            return attend_and_merge(state, self.names, unrounded, here, in_flight)
+
+        found = _fold(visit, empty_like(unrounded, args), _own(args), self.turns)
+        return rounded(found, args, self.settings)
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
         state = named(function_call(self, primals))
-        derivative = _OfTurns(self.settings, self.turns)
-        return state, tangent_along(derivative, Saved(primals, state), tangents)
-
-
-@dataclasses.dataclass(frozen=True)
-class _OfTurns(AbstractDerivative):
-    """The derivative, in either mode through all turns again.
-
-    Where it is differentiated a turn is computed again, so that keys are kept and no scores.
-    """
-
-    settings: Settings
-    turns: AbstractTurns
+        return state, tangent_along(self, Saved(primals, state), tangents)
 
     def tangent(self, saved: Saved, directions: Operands) -> AttentionState:
         turns, operands, state = self.turns, saved.operands, saved.state
@@ -233,7 +259,7 @@ class _OfTurns(AbstractDerivative):
             turn: int | Array, sums: TangentSums, here: tuple[Keys, Keys], in_flight: Tree | None
         ) -> tuple[TangentSums, Tree | None]:
             keys, changes = here
-            bias = turns.cut(directions.bias, 3, turn)
+            bias = _cut(turns, turn, ALL, directions.bias, 3)
             along = cotangents(directions.query, *changes, bias, directions.score_arrays)
             given = _with_keys(operands, keys, turns, turn)
             found = tangent_sums(given, self.settings, state.lse, along)
@@ -243,13 +269,7 @@ class _OfTurns(AbstractDerivative):
         out, lse = (lax.full_like(x, 0.0, dtype=state.lse.dtype) for x in state)
         zero = TangentSums(out, lse, lse)
         own = _own(operands), Keys(directions.key, directions.value)
-
-        def once(
-            sums: TangentSums, here: Tree, turn: int | Array, in_flight: Tree | None
-        ) -> tuple[TangentSums, Tree | None]:
-            return _computed_again(visit, turn)(sums, here, in_flight)
-
-        return tangent_of(state, _fold(once, zero, own, turns).means())
+        return tangent_of(state, _fold(_computed_again(visit), zero, own, turns).means())
 
     def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
         settings, turns = needing_moved(self.settings, moved), self.turns
@@ -262,8 +282,8 @@ class _OfTurns(AbstractDerivative):
             staying: Gradients | None,
             in_flight: InFlight,
         ) -> tuple[InFlight, Gradients]:
-            def of_turn(x: Array, axis: int) -> Array:
-                return x if some == ALL else among(x, axis, some.start, turns.size)
+            def among_turn(x: Array | None) -> Array | None:
+                return x if x is None or some == ALL else among(x, 1, some.start, turns.size)
 
             here = _with_keys(operands, keys, turns, turn, some)
             d_query = None if staying is None else staying.query
@@ -271,12 +291,11 @@ class _OfTurns(AbstractDerivative):
             found = keep_moved(found, moved)
             bias = found.bias
             if bias is not None and operands.bias is not None:
-                bias = of_turn(bias, 3) if operands.bias.shape[3] > 1 else bias
-                bias = turns.uncut(bias, operands.bias, 3, turn)
+                bias = _uncut(turns, turn, some, bias, operands.bias.shape[3], 3)
             others = bias, found.score_arrays
             if staying is not None:
                 others = added(others, (staying.bias, staying.score_arrays))
-            keys = Keys(*(x if x is None else of_turn(x, 1) for x in (found.key, found.value)))
+            keys = Keys(among_turn(found.key), among_turn(found.value))
             return in_flight, Gradients(keys, found.query, *others)
 
         def visit(
@@ -287,8 +306,8 @@ class _OfTurns(AbstractDerivative):
             some: slice = ALL,
         ) -> tuple[InFlight, Gradients]:
             staying = None if so_far is None else so_far._replace(keys=Keys(None, None))
-            again = _computed_again(functools.partial(once, some), turn)
-            return again(keys, staying, in_flight)
+            again = _computed_again(functools.partial(once, some))
+            return again(turn, keys, staying, in_flight)
 
         found = turns.backward(visit, _own(operands))
         given = cotangents(found.query, *found.keys, found.bias, found.score_arrays)

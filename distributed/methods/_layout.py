@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
 from energy_attn.kernels.internal import (
+    CheckedArrays,
+    PlaceFn,
     Tokens,
     check_array,
     check_axis,
@@ -68,10 +70,7 @@ def shard_sequence(
         >>> bool((back == x).all())
         True
     """
-    parallel = _parallel(parallel)
-    x = check_array("x", x)
-    axis = check_axis("axis", axis, x.ndim, "x")
-    order = sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
+    x, axis, parallel, order = _in_order(x, axis, parallel)
     x = x if parallel.layout == "contiguous" else jnp.take(x, order, axis, mode="clip")
     spec = PartitionSpec(*[None] * axis, parallel.axes)
     if is_explicit(jax.sharding.get_abstract_mesh(), parallel.axes):
@@ -108,20 +107,21 @@ def unshard_sequence(
         ...     unshard_sequence(jnp.arange(3), striped, axis=0).tolist()
         [0, 1, 2]
     """
-    parallel = _parallel(parallel)
-    x = check_array("x", x)
-    axis = check_axis("axis", axis, x.ndim, "x")
-    order = sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
+    x, axis, parallel, order = _in_order(x, axis, parallel)
     if parallel.layout == "contiguous":
         return jnp.asarray(x)
     return jnp.take(x, np.argsort(order).astype(np.int32), axis, mode="clip")
 
 
-def _parallel(parallel: Any) -> SequenceParallel:
+def _in_order(
+    x: Array, axis: int, parallel: Any
+) -> tuple[Array, int, SequenceParallel, np.ndarray]:
     if isinstance(parallel, str):
         layout: Any = parallel
-        return SequenceParallel(layout=layout)
-    return parallel
+        parallel = SequenceParallel(layout=layout)
+    x = check_array("x", x)
+    axis = check_axis("axis", axis, x.ndim, "x")
+    return x, axis, parallel, sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
 
 
 def sequence_order(length: int, parallel: SequenceParallel, name: str) -> np.ndarray:
@@ -159,46 +159,43 @@ def local_positions(layout: str, size: int, axes: tuple[str, ...]) -> Array:
     return jnp.where(place < piece, here * piece + place, back + place - piece)
 
 
-def place_tokens(
-    parallel: SequenceParallel,
-    plan: ShardingPlan | None,
-    query_len: int,
-    key_len: int,
-    tokens: Tokens,
-    reads: bool,
-) -> Tokens:
-    """The tokens of a call, with the positions that a layout implies if they are read or tokens are absent.
+def place_by(
+    parallel: SequenceParallel, plan: ShardingPlan | None, arrays: CheckedArrays
+) -> PlaceFn:
+    """A function that adds to tokens the positions that the layout implies, if they are read or tokens are absent.
 
-    Queries are in its order if there are as many as keys, else in their own. Given positions stay.
-
-    Raises as `sequence_order`; inside `jax.shard_map`, where arrays are one device's part, as `local_positions`.
+    Queries are in its order if there are as many as keys, else in their own. Given positions stay. It raises as
+    `sequence_order`; inside `jax.shard_map`, where arrays are one device's part, as `local_positions`.
     """
-    absent = tokens.query_lengths, tokens.query_positions, tokens.key_positions
-    local, alike = plan is not None and plan.local, query_len == key_len
-    if (not reads and all(x is None for x in absent)) or (
-        parallel.layout == "contiguous" and not local
-    ):
-        return tokens
-    if tokens.query_positions is not None and tokens.key_positions is not None:
-        return tokens
-    if plan is not None and plan.local:
-        keys = local_positions(parallel.layout, key_len, parallel.axes)
-        queries = jnp.arange(query_len, dtype=jnp.int32)[None]
-        if plan.queries:
-            layout = parallel.layout if alike else "contiguous"
-            queries = local_positions(layout, query_len, parallel.axes)
-    else:
-        order = sequence_order(key_len, parallel, "key.shape[1]")
-        queries = order if alike else np.arange(query_len, dtype=np.int32)
-        keys, queries = jnp.asarray(order[None]), jnp.asarray(queries[None])
-    if tokens.query_positions is None:
+    query_len, key_len = arrays.query.shape[1], arrays.key.shape[1]
+    layout, alike = parallel.layout, query_len == key_len
+    local = plan if plan is not None and plan.local else None
+
+    def place(tokens: Tokens, reads: bool) -> Tokens:
+        given = tokens.query_positions is not None, tokens.key_positions is not None
+        reads = reads or any(given) or tokens.query_lengths is not None
+        if not reads or all(given) or (layout == "contiguous" and local is None):
+            return tokens
+        if local is not None:
+            keys = local_positions(layout, key_len, parallel.axes)
+            queries = jnp.arange(query_len, dtype=jnp.int32)[None]
+            if local.queries:
+                order = layout if alike else "contiguous"
+                queries = local_positions(order, query_len, parallel.axes)
+        else:
+            order = sequence_order(key_len, parallel, "key.shape[1]")
+            queries = order if alike else np.arange(query_len, dtype=np.int32)
+            keys, queries = jnp.asarray(order[None]), jnp.asarray(queries[None])
         # tokens below the length, wherever they are
-        positions = shortened(queries, tokens.query_lengths)
-        tokens = tokens._replace(query_positions=positions, query_lengths=None)
-    if tokens.key_positions is None:
-        positions = shortened(keys, tokens.key_lengths)
-        tokens = tokens._replace(key_positions=positions, key_lengths=None)
-    return tokens
+        if tokens.query_positions is None:
+            queries = shortened(queries, tokens.query_lengths)
+            tokens = tokens._replace(query_positions=queries, query_lengths=None)
+        if tokens.key_positions is None:
+            keys = shortened(keys, tokens.key_lengths)
+            tokens = tokens._replace(key_positions=keys, key_lengths=None)
+        return tokens
+
+    return place
 
 
 def check_order(

@@ -3,6 +3,7 @@
 import functools
 from typing import Unpack
 
+import jax
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
@@ -11,23 +12,22 @@ from energy_attn.kernels.internal import (
     MergedOptions,
     Operands,
     Settings,
+    Tokens,
+    call_policy,
+    check_call,
     check_flag,
     check_floating,
+    check_scores,
+    split_mask,
 )
 from energy_attn.kernels.masks import AbstractMask
 
+from ..merge._abstract import Axes
 from ._abstract import AbstractMethod, LocalCall, check_heads
-from ._arguments import (
-    Axes,
-    AxisName,
-    Scores,
-    check_axes,
-    check_local,
-    queries_are_parts,
-    unbatched,
-)
-from ._methods import check_method
-from ._sharded_attention import beside_sink, method_of
+from ._merge import AxisName, check_axes
+from ._parallel import check_method
+from ._plan import queries_are_parts
+from ._sharded import beside_sink, method_of
 
 
 def sharded_attention(
@@ -103,34 +103,48 @@ def sharded_attention(
     axes = check_axes(axis_name)
     way = check_method(method)
     way.check_axes(axes)
-    sharded = _are_sharded(way, axes, query, key, queries_sharded)
-    policy, call = check_local(
-        (query, key, value, source, bias, mask),
-        options,
-        queries=sharded,
-        scores=functools.partial(_scores, way, axes, sharded),
-    )
+    for name, x in (("query", query), ("key", key)):
+        check_floating(name, x)
+    sharded = queries_sharded
+    if sharded is None:
+        sharded = not way.replicated_queries or queries_are_parts(axes, query, key)
+    elif not check_flag("queries_sharded", sharded) and not way.replicated_queries:
+        raise ValueError(f"queries_sharded: wanted True or None for {way.name!r}, got False")
+    policy = call_policy(options.get("implementation"), options.get("reproducible", False))
+    predicate, mask = split_mask(mask)
+    place = functools.partial(_check_placed, sharded)
+    call = check_call(query, key, value, source, None, predicate, place=place, **options)
+    operands = call.operands.positioned(read=False)
+    bias, mask = check_scores(bias, mask, _scores(way, axes, sharded, operands))
+    operands = operands._replace(bias=bias, mask=mask)
 
     def run(settings: Settings, operands: Operands) -> AttentionState:
         return method_of(policy, way).attend(LocalCall(policy, settings, operands, axes, sharded))
 
-    state = beside_sink(run, policy, call.settings, call.operands)
+    state = beside_sink(run, policy, call.settings, operands)
     return state if call.batched else unbatched(state)
 
 
-def _are_sharded(
-    method: AbstractMethod, axes: Axes, query: Array, key: Array, sharded: bool | None
-) -> bool:
-    for name, x in (("query", query), ("key", key)):
-        check_floating(name, x)
-    if sharded is None:
-        return not method.replicated_queries or queries_are_parts(axes, query, key)
-    if not check_flag("queries_sharded", sharded) and not method.replicated_queries:
-        raise ValueError(f"queries_sharded: wanted True or None for {method.name!r}, got False")
-    return sharded
+def _check_placed(queries: bool, tokens: Tokens, reads: bool) -> Tokens:
+    """Raises `ValueError` where positions are read and a device has only a part of them, but they are not given."""
+    wanted = {"key_positions": "keys"} | ({"query_positions": "queries"} if queries else {})
+    for name, what in wanted.items():
+        if reads and getattr(tokens, name) is None:
+            raise ValueError(
+                f"{name}: wanted the global positions of this device's {what}, as is_causal, "
+                f"local_window_size, key_value_seq_lengths, a mask or a score compare them; got None"
+            )
+    return tokens
 
 
-def _scores(method: AbstractMethod, axes: Axes, sharded: bool, operands: Operands) -> Scores:
+def unbatched(state: AttentionState) -> AttentionState:
+    """The state without the batch axis that was added to a call without one."""
+    return jax.tree.map(lambda x: x[0], state)
+
+
+def _scores(
+    method: AbstractMethod, axes: Axes, sharded: bool, operands: Operands
+) -> tuple[int, int, int, int]:
     """The shape of a device's bias and mask. Raises as `check_heads`."""
     batch, query_len, heads, _ = operands.query.shape
     key_len, kv_heads = operands.key.shape[1:3]

@@ -23,11 +23,10 @@ from energy_attn.kernels.internal import (
     with_zeros,
 )
 
-from ..cost._devices import usual_topology
+from ..cost._interconnects import usual_topology
+from ..cost._network import Topology
 from ..cost._shape import Shape
-from ..cost._topology import Topology
-from ..merge._abstract import AbstractMessageMerge
-from ..merge._packing import narrowed, packed, transfer, unpacked
+from ..merge._abstract import AbstractMessageMerge, Axes, narrowed, packed, transfer, unpacked
 from ..merge._strategies import (
     COVARIANCE_MERGES,
     STRATEGIES,
@@ -35,7 +34,8 @@ from ..merge._strategies import (
     check_merge,
     fastest_merge,
 )
-from ._arguments import Axes, AxisName, check_axes, check_topology
+
+AxisName = str | Axes
 
 
 def merge_across(
@@ -116,7 +116,7 @@ def logsumexp_across(
     *,
     topology: Topology | None = None,
 ) -> Float[Array, "..."]:
-    r"""The free energy of all keys, from that of each device's own.
+    r"""The free energy of all keys, from the free energy of each device's own keys.
 
     $$F = m + \log \sum_i e^{F_i - m}, \qquad m = \max_i F_i$$
 
@@ -161,8 +161,43 @@ def logsumexp_across(
     return fold_across(choose_merge(merge, state, axes, topology), axes, state).lse
 
 
+def check_axes(axis_name: object) -> Axes:
+    """Returns the axis names as a tuple, each bound in the surrounding `shard_map`.
+
+    Raises `TypeError` for anything but names and `ValueError` for one that repeats or is not bound.
+    """
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(axes, tuple) or not axes or not all(isinstance(x, str) for x in axes):
+        raise TypeError(
+            f"axis_name: wanted the name of a mesh axis, or a tuple of names, "
+            f"got {received(axis_name)}"
+        )
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"axis_name: wanted different mesh axes, got {axes}")
+    for axis in axes:
+        try:
+            lax.axis_size(axis)
+        except NameError:
+            raise ValueError(
+                f"axis_name: wanted mesh axes of the surrounding jax.shard_map, got {axis!r}, "
+                f"which is not bound here"
+            ) from None
+    return axes
+
+
+def check_topology(topology: object, axes: int) -> None:
+    """Raises `TypeError` unless `topology` is one, `ValueError` for another number of axes."""
+    if topology is None:
+        return
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology: wanted a cost.Topology or None, got {received(topology)}")
+    if len(topology.links) != axes:
+        raise ValueError(
+            f"topology: wanted a link for each of the {axes} mesh axes, got {len(topology.links)}"
+        )
+
+
 def fold_across(merge: str, axes: Axes, state: State) -> State:
-    """The fold of states by a strategy, with the derivative that all of them have."""
     return function_call(_FoldOfStates(merge, axes), state)
 
 

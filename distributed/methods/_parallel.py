@@ -1,17 +1,33 @@
-"""How the keys of an attention are sharded over a mesh: the user's `parallel=`."""
+"""The list of sharding methods, and the user's `parallel=`, which names one."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from energy_attn.kernels.internal import check_choice, check_flag, check_names
+from energy_attn.kernels.internal import check_choice, check_flag, check_names, received
 
-from ..cost._topology import Topology
+from ..cost._network import Topology
 from ..merge._strategies import MergeOption, check_merge
 from ._abstract import AbstractMethod
-from ._arguments import check_topology
-from ._methods import METHOD_OPTIONS, MethodOption, check_method
+from ._gather import Gather
+from ._merge import check_topology
+from ._reproducible import Reproducible
+from ._ring import Ring
 from ._tree import Tree
+from ._ulysses import Hybrid, Ulysses
+
+# Type checkers need a literal; a test compares it with the list below.
+MethodName = Literal["tree", "ring", "ulysses", "hybrid", "gather"]
+MethodOption = MethodName | Literal["auto"]
+
+METHODS: dict[str, type[AbstractMethod]] = {
+    kind.name: kind for kind in (Tree, Ring, Ulysses, Hybrid, Gather, Reproducible)
+}
+METHOD_OPTIONS = tuple(name for name, kind in METHODS.items() if kind.is_option)
+# By the names that `method` and `merge` have for them in the cost model.
+VARIANTS: Mapping[str, Mapping[str | None, AbstractMethod]] = {
+    name: kind.variants() for name, kind in METHODS.items()
+}
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -94,7 +110,6 @@ class SequenceParallel:
     ) -> None:
         names = check_names("axes", axes, "mesh axes")
         check_choice("layout", layout, ("contiguous", "striped", "zigzag"))
-        given: dict[str, Any] = {"method": method, "layout": layout}
         check_merge(merge, len(names))
         check_topology(topology, len(names))
         if not isinstance(method, AbstractMethod):
@@ -110,6 +125,7 @@ class SequenceParallel:
             check_method(method).check_axes(names)
         if queries_sharded is not None:
             check_flag("queries_sharded", queries_sharded)
+        others: dict[str, tuple[str, ...]] = {}
         taken = set(names)
         for name, axes_of in {"batch": batch, "heads": heads}.items():
             none = isinstance(axes_of, (tuple, list)) and not axes_of
@@ -119,8 +135,28 @@ class SequenceParallel:
                     f"{name}: wanted other mesh axes than {sorted(taken)}, got {found}"
                 )
             taken.update(found)
-            given[name] = found
-        given |= {"axes": names, "merge": merge, "topology": topology}
-        given |= {"queries_sharded": queries_sharded}
-        for field, value in given.items():
-            object.__setattr__(self, field, value)
+            others[name] = found
+        vars(self).update(
+            others, axes=names, method=method, merge=merge, layout=layout, topology=topology
+        )
+        vars(self)["queries_sharded"] = queries_sharded
+
+
+def check_method(method: object) -> AbstractMethod:
+    """Returns a method, or the one of a name. Raises `TypeError` or `ValueError` for anything else."""
+    if isinstance(method, AbstractMethod):
+        return method
+    if not isinstance(method, str):
+        raise TypeError(
+            f"method: wanted a name or one of distributed.methods, as methods.Ring(), got {received(method)}"
+        )
+    check_choice("method", method, METHOD_OPTIONS)
+    return named_method(method)
+
+
+def named_method(
+    name: str, merge: Any = "auto", topology: Topology | None = None
+) -> AbstractMethod:
+    """The method of this name, with its defaults; a tree that folds by `merge` on `topology`."""
+    kind = METHODS[name]
+    return kind(merge, topology) if kind is Tree else kind()

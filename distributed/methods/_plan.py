@@ -2,23 +2,22 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import received
+from energy_attn.kernels.internal import received, varying_axes
 
-from ..cost._devices import usual_topology
+from ..cost._interconnects import usual_topology
+from ..cost._network import Topology
 from ..cost._shape import Shape
-from ..cost._topology import Topology
+from ..merge._abstract import Axes
 from ._abstract import AbstractMethod, check_heads
-from ._arguments import Axes, queries_are_parts
 from ._cost import choose_method
-from ._methods import named_method
-from ._parallel import SequenceParallel
+from ._parallel import SequenceParallel, named_method
 from ._tree import Tree
 
 Arrays = TypeVar("Arrays")
@@ -48,18 +47,11 @@ class ShardingPlan(NamedTuple):
 
     @property
     def axes(self) -> Axes:
-        """All mesh axes over which an axis is sharded."""
         return self.batch + self.sequence + self.heads
 
     @property
     def devices(self) -> int:
-        """How many devices share a sequence."""
         return device_count(self.mesh, self.sequence)
-
-    def run(self, layout: str, keys: int) -> int | None:
-        """The length of runs of successive keys in a layout of `keys` tokens; None: there are no runs."""
-        share = keys if self.local else -(-keys // self.devices)
-        return {"contiguous": share, "zigzag": share // 2}.get(layout)
 
 
 def sharding_plan(
@@ -67,12 +59,11 @@ def sharding_plan(
 ) -> ShardingPlan | None:
     """The plan of a checked call, from `parallel` and from the types of the arrays.
 
-    Only explicit mesh axes are part of a type (`jax.typeof`). None if nothing is sharded and the mesh
-    has no explicit axes, over which a surrounding `jax.vmap` may have sharded the axis it maps over.
+    None if nothing is sharded and the mesh has no explicit axes, over which a surrounding `jax.vmap` may have sharded
+    the axis it maps over. Only these are part of a type (`jax.typeof`).
 
-    Raises `TypeError` if `parallel` is no `SequenceParallel`, and `ValueError` if no mesh is in
-    force, an axis is not in it, an axis is taken by a surrounding `shard_map`, or its devices
-    cannot share the rows or heads out.
+    Raises `TypeError` if `parallel` is no `SequenceParallel`, and `ValueError` if no mesh is in force, an axis is not
+    in it, an axis is taken by a surrounding `shard_map`, or its devices cannot share the rows or heads out.
     """
     if parallel is not None:
         check_mesh(parallel)
@@ -85,7 +76,9 @@ def sharding_plan(
     batch = tuple(axis for axis in batch if axis not in sequence)
     heads = tuple(axis for axis in heads if axis not in sequence + batch)
     mesh: Any = jax.sharding.get_abstract_mesh()
-    mesh = _type(key).mesh if mesh.empty and isinstance(key, jax.core.Tracer) else mesh
+    mesh = (
+        jax.typeof(key).sharding.mesh if mesh.empty and isinstance(key, jax.core.Tracer) else mesh
+    )
     if not batch + sequence + heads and not other_explicit_axes(mesh, ()):
         return None
     if mesh.empty:
@@ -107,42 +100,28 @@ def sharding_plan(
         plan = plan._replace(merge=parallel.merge, topology=parallel.topology)
     if not sequence:
         return plan
-    return _by("auto" if parallel is None else parallel.method, plan, query, key, value)
+    return by_method("auto" if parallel is None else parallel.method, plan, query, key, value)
 
 
-def in_shard_map(parallel: SequenceParallel | None) -> TypeGuard[SequenceParallel]:
-    """Whether a surrounding `jax.shard_map` has taken all axes of `parallel`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return isinstance(parallel, SequenceParallel) and all(
-        axis in mesh.axis_names and kind_of(mesh, axis) == AxisType.Manual for axis in parallel.axes
-    )
+def queries_are_parts(axes: Axes, query: Array, key: Array) -> bool:
+    """Whether queries inside `jax.shard_map` are a device's part, by the types of the arrays.
 
-
-def local_sharding_plan(
-    parallel: SequenceParallel, query: Array, key: Array, value: Array
-) -> ShardingPlan:
-    """The plan of a checked call inside a `jax.shard_map`, whose arrays are a device's part.
-
-    Queries are this device's part if their type varies along the axes, and equal on all devices if
-    only that of the keys does. Where types do not tell (`check_vma=False`), queries are a part if
-    there are as many as keys. Raises `ValueError` where a device has too few heads for `"ulysses"`.
+    Where types do not tell (`check_vma=False`), they are if there are as many as keys.
     """
-    mesh: Any = jax.sharding.get_abstract_mesh()
-    queries = parallel.queries_sharded
-    if queries is None:
-        queries = queries_are_parts(parallel.axes, query, key)
-    plan = ShardingPlan(
-        mesh, (), parallel.axes, (), queries, Tree(), parallel.merge, parallel.topology, local=True
-    )
-    return _by(parallel.method, plan, query, key, value)
+    if set(axes) <= varying_axes(key) | varying_axes(query):
+        return not set(axes).isdisjoint(varying_axes(query))
+    return query.shape[-3] == key.shape[-3]
 
 
-def _by(
+def by_method(
     method: str | AbstractMethod, plan: ShardingPlan, query: Array, key: Array, value: Array
 ) -> ShardingPlan:
     """The plan with a method. Raises `ValueError` as `check_heads`."""
-    if method == "auto":
-        method = _choose_method(plan, query, key, value)
+    if method == "auto" and plan.queries:
+        shape = shape_of(plan, query, key, value)
+        method = choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
+    elif method == "auto":
+        method = "tree"
     if isinstance(method, str):
         method = named_method(method, plan.merge, plan.topology)
     if exchanged := method.exchanged(plan.sequence):
@@ -154,13 +133,6 @@ def _by(
     return plan._replace(method=method, queries=queries)
 
 
-def _choose_method(plan: ShardingPlan, query: Array, key: Array, value: Array) -> str:
-    if not plan.queries:
-        return "tree"
-    shape = shape_of(plan, query, key, value)
-    return choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
-
-
 def shape_of(
     plan: ShardingPlan,
     query: Array,
@@ -169,7 +141,6 @@ def shape_of(
     window: tuple[int, int] | None = None,
     layout: str = "contiguous",
 ) -> Shape:
-    """The sizes of a call of sharded queries, by which a method is chosen."""
     batch, heads = device_count(plan.mesh, plan.batch), device_count(plan.mesh, plan.heads)
     parts = plan.devices if plan.local else 1
     return Shape(
@@ -188,16 +159,10 @@ def shape_of(
 
 
 def device_count(mesh: AbstractMesh, axes: Axes) -> int:
-    """The number of devices along axes of a mesh."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _type(x: Array) -> NamedSharding:
-    return jax.typeof(x).sharding
-
-
 def check_share(name: str, what: str, number: int, devices: int, hint: str = "") -> None:
-    """Raises `ValueError` unless the number of devices divides that of the rows or heads."""
     if number % devices:
         raise ValueError(
             f"{name}: wanted a number of {what} that is a multiple of the {devices} devices that "
@@ -206,17 +171,13 @@ def check_share(name: str, what: str, number: int, devices: int, hint: str = "")
 
 
 def mesh_axes_of(x: Array, axis: int) -> Axes:
-    """The mesh axes over which an axis of an array is sharded, by its type."""
-    spec = _type(x).spec
+    spec = jax.typeof(x).sharding.spec
     part = spec[axis] if axis < len(spec) else None
     return (part,) if isinstance(part, str) else tuple(part or ())
 
 
 def check_mesh(parallel: object) -> int:
-    """The number of devices that `parallel` shards over on the mesh in force.
-
-    Raises as `sharding_plan` does.
-    """
+    """The number of devices that `parallel` shards over on the mesh in force. Raises as `sharding_plan` does."""
     if not isinstance(parallel, SequenceParallel):
         raise TypeError(f"parallel: wanted a SequenceParallel or None, got {received(parallel)}")
     mesh = jax.sharding.get_abstract_mesh()
@@ -240,26 +201,22 @@ def check_mesh(parallel: object) -> int:
 
 
 def kind_of(mesh: AbstractMesh, axis: str) -> AxisType:
-    """Whether an axis of a mesh is automatic, explicit or manual."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis]
 
 
 def is_explicit(mesh: AbstractMesh, axes: Iterable[str]) -> bool:
-    """Whether any of the axes is part of array types."""
     return any(kind_of(mesh, axis) == AxisType.Explicit for axis in axes)
 
 
 def other_explicit_axes(mesh: AbstractMesh, axes: Axes) -> Axes:
-    """The explicit axes of a mesh besides `axes`, where JAX can make them automatic.
+    """The explicit axes of a mesh, but `axes`, where JAX can make them automatic, and so no part of types.
 
-    JAX allows few reshapes and sums on arrays whose types are sharded, or are by a `jax.vmap` around
-    them; made automatic, these axes are no part of the types.
+    JAX allows few reshapes and sums on arrays whose types are sharded, or are by a `jax.vmap` around them.
     """
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if AxisType.Manual in kinds.values():
+    if AxisType.Manual in mesh.axis_types:
         # the gradient of such a change fails inside a shard_map (JAX 0.8 to 0.12)
         return ()
-    return tuple(x for x in kinds if kinds[x] == AxisType.Explicit and x not in axes)
+    return tuple(x for x in mesh.axis_names if is_explicit(mesh, (x,)) and x not in axes)
 
 
 def reshard_explicit(
@@ -275,16 +232,13 @@ def whole_along(x: Array, axis: int) -> Array:
     """`x` with one of its axes on every device, if its type says that it is sharded."""
     if not mesh_axes_of(x, axis):
         return x
-    sharding = _type(x)
+    sharding = jax.typeof(x).sharding
     spec = (None if i == axis else part for i, part in enumerate(sharding.spec))
     return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 def split_along(x: Array, axis: int, parallel: SequenceParallel) -> Array:
-    """`x` with one of its axes sharded over the devices of `parallel`, which divide it.
-
-    Inside `jax.jit`.
-    """
+    """`x`, inside `jax.jit`, with one of its axes sharded over the devices of `parallel`, which divide it."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     if is_explicit(mesh, parallel.axes):
         spec: list[Any] = [mesh_axes_of(x, other) or None for other in range(x.ndim)]

@@ -1,4 +1,4 @@
-"""Attention over a mesh whose bits are those of one device."""
+"""Attention over a mesh, with the bits of attention on one device."""
 
 import dataclasses
 import functools
@@ -33,12 +33,11 @@ from energy_attn.kernels.internal import (
     varying_axes,
 )
 
+from ..cost._network import Derivatives, Topology, Transfer, Transfers
 from ..cost._shape import Shape, kv_shard, local_rows
-from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer, Transfers
-from ..merge._packing import as_invariant, joined, moved
-from ._abstract import AbstractMethod, LocalCall, Split
-from ._arguments import Axes
+from ..merge._abstract import Axes, as_invariant, joined, moved
+from ._abstract import AbstractMethod, LocalCall, Split, with_all_queries
+from ._halo import run_length
 
 Tree = TypeVar("Tree")
 
@@ -62,7 +61,6 @@ class Reproducible(AbstractMethod):
     receive_buffers = 1
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
-        """Each device has its own of all."""
         del operands
         queries = axes if queries_sharded else ()
         return Split(heads=(), queries=queries, keys=axes, rows=queries)
@@ -82,15 +80,33 @@ class Reproducible(AbstractMethod):
             return run(operands)
         return _by_heads(run, operands, lax.axis_size(axes))
 
-    def transfers(
-        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Transfers:
-        share = -(-shape.keys // topology.devices)
-        run = {"contiguous": share, "zigzag": share // 2}.get(shape.layout)
+    def transfers(self, shape: Shape, topology: Topology, derivatives: Derivatives) -> Transfers:
+        tangent, gradient = derivatives
+        devices, axes, rows = topology.devices, topology.axes, local_rows(shape, topology)
+        share = -(-shape.keys // devices)
+        run = run_length(shape.layout, share)
         if not shape.queries_sharded and run is not None and run % LEAF == 0:
+            # the roots of the trees over a device's own keys, of rows, and their numbers
             nodes = share // (run & -run) if run else 0
-            return _node_transfers(nodes, shape, topology, derivatives)
-        return _key_transfers(shape, topology, derivatives)
+            state = shape.out_width, 1, 1  # numerator, denominator, maximum
+            widths = [*state, *(state if tangent else ()), *([shape.width] if gradient else ())]
+            found = [4 * nodes * shape.batch]
+            found += [nodes * rows * width * shape.lse_bytes for width in widths]
+            yield from (Transfer("all-gather", size, axes) for size in found if size)
+            return
+        # positions and keys; for gradients of keys what else a row has, where devices have rows of their own
+        sizes = kv_shard(shape, topology)
+        yield Transfer("all-gather", 4 * share, axes)
+        if gradient and shape.queries_sharded and shape.queries != shape.keys:
+            yield Transfer("all-gather", 4 * -(-shape.queries // devices), axes)
+        turns = _head_turns(sum(sizes), shape.kv_heads, devices)
+        # the backward's keys are the forward's, unless each gathered some heads at a time; or there are directions
+        found = [*sizes] * (1 + (tangent or (gradient and turns > 1)))
+        if gradient and shape.queries_sharded:
+            numbers = shape.width * shape.bytes, shape.out_width * shape.bytes, shape.lse_bytes
+            query, out, lse = (rows * x for x in numbers)
+            found += [query, out, out, lse, lse]  # and cotangents
+        yield from (Transfer("all-gather", x // turns, axes, turns) for x in found if x)
 
     def attends_alone(self, operands: Operands) -> bool:
         return operands.sink is not None or any(map(floating, operands.score_arrays))
@@ -99,7 +115,7 @@ class Reproducible(AbstractMethod):
 def _by_heads(
     run: Callable[[Operands], AttentionState], operands: Operands, devices: int
 ) -> AttentionState:
-    """`run(operands)`, for so many heads of keys at a time that their keys on all devices take little memory."""
+    """Results of `run` for a few heads of keys at a time, so that these keys of all devices take little memory."""
     count = operands.key.shape[2]
     own = sum(x.size * x.dtype.itemsize for x in (operands.key, operands.value))
     turns = _head_turns(own, count, devices)
@@ -121,39 +137,6 @@ def _by_heads(
 
     found = lax.map(one, arrays | {"heads": apart(operands.part_indices()[1], 0)})
     return jax.tree.map(lambda x: lax.collapse(jnp.moveaxis(x, 0, 2), 2, 4), found)
-
-
-def _node_transfers(
-    nodes: int, shape: Shape, topology: Topology, derivatives: SentDerivatives
-) -> Transfers:
-    """The roots of the trees over a device's own keys, of rows, and their numbers."""
-    rows = nodes * shape.batch * shape.queries * shape.heads
-    tangent, gradient = derivatives
-    state = shape.out_width, 1, 1  # numerator, denominator, maximum
-    found = [*state, *(state if tangent else ()), *([shape.width] if gradient else ())]
-    for size in (4 * nodes * shape.batch, *(rows * width * shape.lse_bytes for width in found)):
-        if size:
-            yield Transfer("all-gather", size, topology.axes)
-
-
-def _key_transfers(shape: Shape, topology: Topology, derivatives: SentDerivatives) -> Transfers:
-    """Positions and keys; for gradients of keys what else a row has, where devices have rows of their own."""
-    tangent, gradient = derivatives
-    devices, axes, rows = topology.devices, topology.axes, local_rows(shape, topology)
-    sizes = kv_shard(shape, topology)
-    yield Transfer("all-gather", 4 * -(-shape.keys // devices), axes)
-    if gradient and shape.queries_sharded and shape.queries != shape.keys:
-        yield Transfer("all-gather", 4 * -(-shape.queries // devices), axes)
-    turns = _head_turns(sum(sizes), shape.kv_heads, devices)
-    # the backward's keys are the forward's, unless each gathered some heads at a time; or there are directions
-    found = [*sizes] * (1 + (tangent or (gradient and turns > 1)))
-    if gradient and shape.queries_sharded:
-        numbers = shape.width * shape.bytes, shape.out_width * shape.bytes, shape.lse_bytes
-        query, out, lse = (rows * x for x in numbers)
-        found += [query, out, out, lse, lse]  # and cotangents
-    for size in found:
-        if size:
-            yield Transfer("all-gather", size // turns, axes, turns)
 
 
 def _head_turns(own: int, heads: int, devices: int) -> int:
@@ -225,7 +208,7 @@ class _Across(Canonical):
         units = PerHeadSums(found, unit_numbers(operands))
         sink: Any = call.operands.sink
         apart = tuple(axis for axis in self.others if axis not in varying_axes(sink))
-        found = units.found if sink.ndim == 2 else _of_all(units, apart).of_heads()
+        found = units.found if sink.ndim == 2 else joined(units, apart, 0).of_heads()
         return as_invariant(found, self.axes + (apart if sink.ndim == 1 else ()))
 
     def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
@@ -236,9 +219,9 @@ class _Across(Canonical):
         shares = lax.axis_size(self.axes) if self.axes else 1
         whole = KernelCall(operands, call.settings)
         nodes = Canonical().sums(whole, *self._varying(given)).nodes_of_arrays(share, shares)
-        nodes, numbers = jax.tree.map(lambda x: joined(x, self.axes, 0), nodes)
+        nodes, numbers = joined(nodes, self.axes, 0)
         units = PerHeadSums(jax.vmap(tree_sum, (1, 1))(numbers, nodes), unit_numbers(operands))
-        return as_invariant(_of_all(units, self.others).summed(), self.axes + self.others)
+        return as_invariant(joined(units, self.others, 0).summed(), self.axes + self.others)
 
     def _varying(self, tree: Tree) -> Tree:
         return vary_together(tree, self.axes + self.others)
@@ -249,12 +232,13 @@ class _Across(Canonical):
         operands, given = vary_together((operands, given), self.axes)
         if not self.queries_sharded:
             return operands, given
-        tokens = operands.tokens.map_queries(self._all)
-        return operands._replace(query=self._all(operands.query), tokens=tokens), self._all(given)
+        return with_all_queries(operands, self.axes), self._all(given)
 
     def _fold(self, fold: FoldOfRows, call: KernelCall, *others: Any) -> Any:
         """The results for rows, whose type does not vary where all devices have the same queries."""
-        of = CallOnDevice(self._with_all_keys(call.operands), call.settings)
+        operands = vary_together(call.operands, self.axes)
+        operands = operands if self.folds_own else self._with_keys_of_all(operands)
+        of = CallOnDevice(operands, call.settings)
         if not self.folds_own or self.run is None:
             results = fold.whole(of, *others)
         else:
@@ -267,19 +251,9 @@ class _Across(Canonical):
     def _stacked(self, x: Array) -> Array:
         return moved(lambda x: lax.all_gather(x, self.axes), x)
 
-    def _with_all_keys(self, operands: Operands) -> Operands:
-        operands = vary_together(operands, self.axes)
-        return operands if self.folds_own else self._with_keys_of_all(operands)
-
     def _with_keys_of_all(self, operands: Operands) -> Operands:
         key, value = self._all((operands.key, operands.value))
         return operands._replace(key=key, value=value, tokens=operands.tokens.map_keys(self._all))
 
     def _all(self, tree: Tree) -> Tree:
-        """Arrays `[B, L, ...]` of which each device has a part of `L`, whole."""
-        return jax.tree.map(lambda x: joined(x, self.axes, 1), tree)
-
-
-def _of_all(units: PerHeadSums, axes: Axes) -> PerHeadSums:
-    """Units of all devices that share batch and heads."""
-    return jax.tree.map(lambda x: joined(x, axes, 0), units)
+        return joined(tree, self.axes, 1)

@@ -1,10 +1,11 @@
-"""Ring attention: keys, or queries with their states, pass every device once."""
+"""Ring attention: keys, or queries with their states, pass every device once; or keys those that may see them."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -12,6 +13,7 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
+    InFlight,
     Operands,
     Settings,
     attend,
@@ -22,18 +24,29 @@ from energy_attn.kernels.internal import (
     vary_together,
 )
 
-from ..cost._shape import Shape, kv_shard, local_rows, tangent_bytes
-from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer, Transfers, position_gather
-from ..merge._packing import transfer
+from ..cost._network import Derivatives, Topology, Transfer, Transfers
+from ..cost._shape import Shape, kv_shard, local_rows, position_gather, tangent_bytes
+from ..merge._abstract import Axes, transfer
 from ..merge._strategies import STRATEGIES
-from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split
-from ._arguments import Axes, rounded
-from ._halo import Halo
-from ._hops import hop, origin, part, whole
-from ._in_turn import Names
+from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split, rounded
+from ._halo import Halo, Span
+from ._in_turn import (
+    ALL,
+    AbstractTurns,
+    Gradients,
+    Keys,
+    Names,
+    Tree,
+    Visit,
+    added,
+    among,
+    attend_in_turn,
+    hop,
+    origin,
+    part,
+    whole,
+)
 from ._merge import fold_across
-from ._ring_keys import Neighbours, around_transfers, keys_around
 
 ROTATED = ("keys", "queries")
 
@@ -96,33 +109,29 @@ class Ring(AbstractMethod):
         check_choice("rotate", self.rotate, (*ROTATED, "auto"))
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
-        """Of what goes around, bias, mask, positions and segments are on all devices."""
+        # bias, mask, positions and segments of what rotates are replicated
         if self._rotates_keys(operands, queries_sharded):
             rows = axes if queries_sharded else ()
             return Split(heads=(), queries=rows, keys=(), rows=rows)
         return Split(heads=(), queries=(), keys=axes, rows=())
 
     def attend(self, call: LocalCall) -> AttentionState:
-        """Raises as `attend` does."""
-        call = call._replace(operands=vary_together(call.operands, call.axes))
         policy, settings, operands, axes, queries_sharded, _ = call
-        names = policy.kernels
         if self._rotates_keys(operands, queries_sharded):
             return keys_around(call)
+        names, operands = policy.kernels, vary_together(operands, axes)
         if queries_sharded:
             return _queries_around(names, settings, axes, operands)
         state = fold_across("ring", axes, attend(names, settings.needing(unrounded=True), operands))
         return rounded(state, operands, settings)
 
-    def transfers(
-        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Transfers:
+    def transfers(self, shape: Shape, topology: Topology, derivatives: Derivatives) -> Transfers:
         devices, axes, keys = topology.devices, topology.axes, kv_shard(shape, topology)
         rows = local_rows(shape, topology)
         query, state = rows * shape.width * shape.bytes, rows * shape.state
         if self._moves_keys(sum(keys), query + state, shape.queries_sharded):
-            yield from position_gather(shape.keys, shape, topology, axes)
-            yield from around_transfers(keys, 1, Halo(devices, ()), axes, shape, derivatives)
+            every = Neighbours(Halo(devices, ()))
+            yield from every.transfers(shape, topology, derivatives)
         elif not shape.queries_sharded:
             yield from STRATEGIES["ring"].transfers(shape, topology)
             yield from [Transfer("all-reduce", state, axes)] * derivatives.tangent
@@ -165,8 +174,29 @@ class Ring(AbstractMethod):
         return queries_sharded and keys <= queries
 
 
+@dataclasses.dataclass(frozen=True)
+class Neighbours(AbstractMethod):
+    r"""Keys come from those devices alone whose keys some query may see, and no more of them than that.
+
+    It takes the place of a ring, of a gather, and of a tree of sharded queries, where a window says so: with $S / p$
+    keys on a device and a window of $w$, contiguous shards need $\lceil (w - 1) p / S \rceil$ hops, the last one of a
+    part of the keys. Gradients of keys return as the keys came.
+    """
+
+    halo: Halo
+
+    name = "ring"
+
+    def attend(self, call: LocalCall) -> AttentionState:
+        return keys_around(call, self.halo)
+
+    def transfers(self, shape: Shape, topology: Topology, derivatives: Derivatives) -> Transfers:
+        yield from position_gather(shape.keys, shape, topology, topology.axes)
+        keys, axes = kv_shard(shape, topology), topology.axes
+        yield from around_transfers(keys, self.halo, axes, shape, topology, derivatives)
+
+
 def ring_pairs(seen: SeenPairs, size: int) -> list[np.ndarray]:
-    """The pairs of each device in each step of a ring of keys."""
     pairs = seen(0, size)
     here = np.arange(len(pairs))
     return [pairs[here, here - step] for step in range(len(pairs))]
@@ -194,3 +224,141 @@ def _queries_around(
     start = empty_like(unrounded, operands), operands.query
     (state, _), _ = lax.scan(step, start, steps)
     return rounded(state, operands, settings)
+
+
+def keys_around(call: LocalCall, halo: Halo | None = None) -> AttentionState:
+    """The state of this device's queries, as the keys of `halo` go around; None: all keys."""
+    halo = halo or Halo(lax.axis_size(call.axes), ())
+    turns = Around(call.axes, call.operands.key.shape[1], halo)
+    return attend_in_turn(call, turns)
+
+
+def around_transfers(
+    sizes: Sequence[int],
+    halo: Halo | None,
+    axes: tuple[int, ...],
+    shape: Shape,
+    topology: Topology,
+    derivatives: Derivatives,
+) -> Transfers:
+    """The transfers of `keys_around`, of keys and values of `sizes` bytes on each device.
+
+    Gradients return in the dtypes of keys and values, or behind keys that go around.
+    """
+    devices = math.prod(topology.links[axis].devices for axis in axes)
+    length = -(-shape.keys // topology.devices) * (topology.devices // devices)
+    halo = halo or Halo(devices, ())
+    hops, (tangent, gradient) = halo.around - 1, derivatives
+    for size in sizes:
+        if hops:
+            # again for a derivative, but XLA merges an only hop with the same one before; and directions
+            count = 1 + ((tangent or gradient) and hops > 1) + tangent
+            yield from [Transfer("collective-permute", size, axes, hops)] * count
+        if hops and gradient:  # gradients follow their keys, and return to their devices
+            moving = tangent_bytes(size, shape)
+            yield Transfer("collective-permute", moving, axes, hops)
+            yield Transfer("collective-permute", moving, axes)
+        for span in halo.spans:
+            part = size // length * (span.stop - span.start)
+            # the backward's keys are the forward's, which XLA sends once
+            count = 1 + tangent + gradient
+            yield from [Transfer("collective-permute", part, axes)] * count
+
+
+@dataclasses.dataclass(frozen=True)
+class Around(AbstractTurns):
+    """First the keys that go around whole, the own ones in front, then spans, each straight from its device.
+
+    Gradients travel with the keys that go around; those of spans return as they came, in the dtypes of keys.
+    """
+
+    axes: Axes
+    size: int
+    halo: Halo
+
+    @property
+    def count(self) -> int:
+        return self.halo.around
+
+    @property
+    def others(self) -> int:
+        return len(self.halo.spans)
+
+    def first(self, own: Tree) -> Tree:
+        return own
+
+    def following(self, here: Tree, own: Tree, turn: int | Array) -> Tree:
+        if isinstance(turn, int) and turn + 1 >= self.count:
+            return self._fetch(own, self.halo.spans[turn + 1 - self.count])
+        return hop(here, self.axes)
+
+    def cut(self, x: Array, axis: int, turn: int | Array) -> Array:
+        span = self._span(turn)
+        place = origin(turn if span is None else span.distance, self.axes)
+        found = lax.dynamic_slice_in_dim(x, place * self.size, self.size, axis)
+        return found if span is None else lax.slice_in_dim(found, span.start, span.stop, axis=axis)
+
+    def backward(self, visit: Visit, own: Keys) -> Gradients:
+        found = self._backward_around(visit, own)
+        # each span comes beside the products of the turn before, and its gradients return beside those of the next
+        spans, keys, home = self.halo.spans, found.keys, Keys(None, None)
+        here = self._fetch(own, spans[0]) if spans else own
+        for turn, span in enumerate(spans, self.count):
+            more = turn + 1 - self.count < len(spans)
+            coming = self._fetch(own, spans[turn + 1 - self.count]) if more else None
+            arrived, found = visit(here, found, turn, InFlight(coming, home))
+            keys = self._with(keys, arrived.sums, spans[turn - 1 - self.count], turn > self.count)
+            home = hop(_as_like(found.keys, own), self.axes, -span.distance)
+            here = arrived.others
+        if spans:
+            keys = self._with(keys, home, spans[-1], True)
+        return found._replace(keys=keys)
+
+    def _backward_around(self, visit: Visit, own: Keys) -> Gradients:
+        # Gradients follow their keys one hop behind: no transfer needs the result of its own step.
+        def turn(
+            keys: Any, so_far: Gradients | None, step: int | Array, onward: bool, some: slice = ALL
+        ) -> tuple[Any, Gradients]:
+            sums = None if so_far is None else so_far.keys
+            going = InFlight(keys if onward else None, sums)
+            arrived, found = visit(keys, so_far, step, hop(going, self.axes), some)
+            if so_far is not None:
+                found = found._replace(keys=added(arrived.sums, found.keys))
+            return arrived.others, found
+
+        half, last = self.size // 2, self.count - 1
+        if last == 0:
+            return visit(own, None, 0, InFlight())[1]
+        # Of the own keys the first half comes first, beside whose products they leave, and the second half last, beside
+        # whose products gradients come home.
+        carry = turn(own, None, 0, onward=True, some=slice(0, half))
+        middle = jnp.arange(1, last, dtype=jnp.int32)
+        carry, _ = lax.scan(lambda x, i: (turn(*x, i, onward=True), None), carry, middle)
+        _, so_far = turn(*carry, last, onward=False)
+        home = hop(so_far.keys, self.axes, -last)
+        # else XLA cuts the second half before the loop, and keeps it
+        here, so_far = lax.optimization_barrier((own, so_far))
+        arrived, found = visit(here, so_far, 0, InFlight(None, home), slice(half, self.size))
+        return found._replace(keys=added(arrived.sums, found.keys))
+
+    def _span(self, turn: int | Array) -> Span | None:
+        is_later = isinstance(turn, int) and turn >= self.count
+        return self.halo.spans[turn - self.count] if is_later else None
+
+    def _fetch(self, own: Tree, span: Span) -> Tree:
+        cut = jax.tree.map(lambda x: lax.slice_in_dim(x, span.start, span.stop, axis=1), own)
+        return hop(cut, self.axes, span.distance)
+
+    def _with(self, keys: Keys, more: Any, span: Span, is_there: bool) -> Keys:
+        if not is_there:
+            return keys
+
+        def whole(x: Array, like: Array) -> Array:
+            return among(x.astype(like.dtype), 1, span.start, self.size)
+
+        return added(keys, jax.tree.map(whole, more, keys))
+
+
+def _as_like(gradients: Keys, like: Keys) -> Keys:
+    pairs = zip(gradients, like, strict=True)
+    return Keys(*(x if x is None or y is None else x.astype(y.dtype) for x, y in pairs))

@@ -4,30 +4,27 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import Operands, attend
 
+from ..cost._network import Derivatives, Topology, Transfer, Transfers
 from ..cost._shape import Shape, local_rows, tangent_bytes
-from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer, Transfers
-from ..merge._abstract import AbstractMerge
-from ..merge._packing import joined
+from ..merge._abstract import AbstractMerge, Axes
 from ..merge._strategies import STRATEGIES, MergeOption, check_merge, fastest_merge
-from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split
-from ._arguments import Axes, check_topology, rounded
+from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split, rounded, with_all_queries
 from ._halo import Halo
-from ._merge import choose_merge, fold_across
-from ._ring_keys import Neighbours
+from ._merge import check_topology, choose_merge, fold_across
+from ._ring import Neighbours
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree(AbstractMethod):
-    r"""Each device computes the state of its own keys, then the states are folded.
+    r"""States of each device's own keys are computed there, then folded.
 
     $$F(\zeta) = \log \sum_i e^{F_i(\zeta)}, \qquad
       F_i(\zeta) = \log \sum_{a \in \text{shard } i} \exp(\mathrm{scale}\; q\cdot k_a + \zeta\cdot v_a)$$
@@ -76,27 +73,29 @@ class Tree(AbstractMethod):
     replicated_queries = True
 
     def check_axes(self, axes: Sequence[object]) -> None:
-        """Raises `TypeError` or `ValueError` for a merge or a topology that is not one of these axes."""
         check_merge(self.merge, len(axes))
         check_topology(self.topology, len(axes))
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
-        """Each device has its keys, of which bias and mask are for all queries."""
         del operands
         return Split(heads=(), queries=(), keys=axes, rows=axes if queries_sharded else ())
 
     def attend(self, call: LocalCall) -> AttentionState:
-        """One kernel and one fold of states. Raises as `attend` does."""
-        if call.queries_sharded:
-            return _of_shards(call, self.merge)
-        policy, settings, operands, axes, *_ = call
-        state = attend(policy.kernels, settings.needing(unrounded=True), operands)
-        merge = choose_merge(self.merge, state, axes, self.topology)
-        return rounded(fold_across(merge, axes, state), operands, settings)
+        policy, settings, operands, axes, queries_sharded, _ = call
+        every = with_all_queries(operands, axes) if queries_sharded else operands
+        state = attend(policy.kernels, settings.needing(unrounded=True), every)
+        if queries_sharded:
+            shape = lax.axis_size(axes), operands.query.shape[1]
+            by_device = jax.tree.map(
+                lambda x: jnp.moveaxis(x.reshape(len(x), *shape, *x.shape[2:]), 1, 0), state
+            )
+            state = _scattering(self.merge).scatter(by_device, axes)
+        else:
+            merge = choose_merge(self.merge, state, axes, self.topology)
+            state = fold_across(merge, axes, state)
+        return rounded(state, operands, settings)
 
-    def transfers(
-        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Transfers:
+    def transfers(self, shape: Shape, topology: Topology, derivatives: Derivatives) -> Transfers:
         rows, axes = local_rows(shape, topology), topology.axes
         if not shape.queries_sharded:
             merge = fastest_merge(shape, topology) if self.merge == "auto" else self.merge
@@ -138,26 +137,3 @@ class Tree(AbstractMethod):
 def _scattering(merge: str) -> AbstractMerge:
     """The merge strategy that reduces and scatters states of sharded queries."""
     return STRATEGIES["gather" if merge == "auto" else merge]
-
-
-def _of_shards(call: LocalCall, merge: str) -> AttentionState:
-    """The state of this device's queries; bias and mask are for all of them.
-
-    Raises as `attend` does.
-    """
-    policy, settings, operands, axes, *_ = call
-    devices, query_len = lax.axis_size(axes), operands.query.shape[1]
-    every = with_all_queries(operands, axes)
-    state = attend(policy.kernels, settings.needing(unrounded=True), every)
-
-    def by_device(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], devices, query_len, *x.shape[2:]), 1, 0)
-
-    state = _scattering(merge).scatter(AttentionState(*map(by_device, state)), axes)
-    return rounded(state, operands, settings)
-
-
-def with_all_queries(operands: Operands, axes: Axes) -> Operands:
-    """Operands with the queries of all devices, end to end, and their positions and segments."""
-    tokens = operands.tokens.map_queries(lambda x: joined(x, axes, 1))
-    return operands._replace(query=joined(operands.query, axes, 1), tokens=tokens)

@@ -1,24 +1,25 @@
-"""Ulysses: heads exchanged for sequence, and back."""
+"""Ulysses: heads exchanged for sequence, and back; and the hybrid, in which keys go around in between."""
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import Operands, apply_in_float32, attend
 
-from ..cost._shape import Shape, key_copies, kv_shard, local_rows, tangent_bytes
-from ..cost._topology import Topology
-from ..cost._transfer import SentDerivatives, Transfer, Transfers, position_gather
-from ..merge._packing import moved, transfer
-from ._abstract import AbstractMethod, Axis, LocalCall, Split
-from ._arguments import Axes
-from ._hops import whole
+from ..cost._network import Derivatives, Topology, Transfer, Transfers
+from ..cost._shape import Shape, key_copies, kv_shard, local_rows, position_gather, tangent_bytes
+from ..merge._abstract import Axes, moved, transfer
+from ._abstract import AbstractMethod, Axis, LocalCall, SeenPairs, Split, exchanging
+from ._halo import Halo
+from ._in_turn import whole
+from ._ring import around_transfers, keys_around, ring_pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,98 +55,144 @@ class Ulysses(AbstractMethod):
     whole_sequences = True
 
     def exchanged(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-        """All axes."""
         return axes
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
-        """Each device has its heads' part of bias and mask."""
         del operands, queries_sharded
-        return Split(heads=axes, queries=(), keys=(), rows=())
+        exchanged = self.exchanged(axes)
+        around = axes[: -len(exchanged)]
+        return Split(heads=exchanged, queries=around, keys=(), rows=around)
 
     def attend(self, call: LocalCall) -> AttentionState:
-        """Raises as `attend` does."""
-        run = functools.partial(attend, call.policy.kernels, call.settings)
-        return exchange_heads(run, call)
+        # Positions and segments are the device's own, or of queries of all on `axes`, of keys on `axes` and `around`.
+        axes = self.exchanged(call.axes)
+        around = call.axes[: -len(axes)]
+        policy, settings, operands, *_ = call
+        to_heads = functools.partial(moved, lambda x: lax.all_to_all(x, axes, 2, 1, tiled=True))
+        query_len, number = operands.query.shape[1:3]
+        key_len, kv_heads = operands.key.shape[1:3]
+        copies = key_copies(number, kv_heads, lax.axis_size(axes)) or 1  # None is refused before
 
-    def transfers(
-        self, shape: Shape, topology: Topology, derivatives: SentDerivatives
-    ) -> Transfers:
-        return exchange_transfers(
-            topology.axes, shape, topology, derivatives, lambda keys: iter(())
+        def keys_to_heads(x: Array) -> Array:
+            # the derivative of copies is a sum
+            return to_heads(
+                x if copies == 1 else apply_in_float32(lambda x: jnp.repeat(x, copies, 2), x)
+            )
+
+        heads = operands.indices.heads
+        if settings.score is not None:
+            heads = jnp.arange(number, dtype=jnp.int32) if heads is None else heads
+            mine = number // lax.axis_size(axes)
+            heads = lax.dynamic_slice_in_dim(heads, lax.axis_index(axes) * mine, mine)
+        tokens = operands.tokens.map_queries(lambda x: whole(x, query_len, axes))
+        here = operands._replace(
+            indices=operands.indices._replace(heads=heads),
+            query=to_heads(operands.query),
+            key=keys_to_heads(operands.key),
+            value=keys_to_heads(operands.value),
+            tokens=tokens.map_keys(lambda x: whole(x, key_len, around + axes)),
         )
+        if around:
+            state = keys_around(call._replace(operands=here, axes=around), self._sent_keys)
+        else:
+            state = attend(policy.kernels, settings, here)
+        return transfer(lambda x: lax.all_to_all(x, axes, 1, 2, tiled=True), state)
 
-
-def exchange_heads(
-    over_sequence: Callable[[Operands], AttentionState], call: LocalCall, around: Axes = ()
-) -> AttentionState:
-    """The state of this device's queries, by `over_sequence` for its heads, of which the axes hold the sequence.
-
-    Bias and mask are for these heads. Positions and segments of keys are those of all devices of `axes` and `around`,
-    those of queries of all on `axes`; or they are its own. Raises as `over_sequence` does.
-    """
-    _, settings, operands, axes, *_ = call
-
-    def exchange(x: Array) -> Array:
-        return lax.all_to_all(x, axes, 2, 1, tiled=True)
-
-    to_heads = functools.partial(moved, exchange)
-    query_len, number = operands.query.shape[1:3]
-    key_len, kv_heads = operands.key.shape[1:3]
-    copies = key_copies(number, kv_heads, lax.axis_size(axes)) or 1  # None is refused before
-
-    def keys_to_heads(x: Array) -> Array:
-        # the derivative of copies is a sum
-        return to_heads(
-            x if copies == 1 else apply_in_float32(lambda x: jnp.repeat(x, copies, 2), x)
-        )
-
-    heads = operands.indices.heads
-    if settings.score is not None:
-        heads = jnp.arange(number, dtype=jnp.int32) if heads is None else heads
-        mine = number // lax.axis_size(axes)
-        heads = lax.dynamic_slice_in_dim(heads, lax.axis_index(axes) * mine, mine)
-    tokens = operands.tokens.map_queries(lambda x: whole(x, query_len, axes))
-    here = operands._replace(
-        indices=operands.indices._replace(heads=heads),
-        query=to_heads(operands.query),
-        key=keys_to_heads(operands.key),
-        value=keys_to_heads(operands.value),
-        tokens=tokens.map_keys(lambda x: whole(x, key_len, around + axes)),
-    )
-    state = over_sequence(here)
-    return transfer(lambda x: lax.all_to_all(x, axes, 1, 2, tiled=True), state)
-
-
-def exchange_transfers(
-    axes: tuple[int, ...],
-    shape: Shape,
-    topology: Topology,
-    derivatives: SentDerivatives,
-    over_sequence: Callable[[Sequence[int]], Transfers],
-) -> Transfers:
-    """The transfers of `exchange_heads` along these axes, and of `over_sequence(keys)` in between.
-
-    `keys` are the bytes of a device's keys and values after the exchange.
-    """
-    devices, rows = math.prod(topology.links[x].devices for x in axes), local_rows(shape, topology)
-    copies = key_copies(shape.heads, shape.kv_heads, devices) or 1
-    keys = [copies * size for size in kv_shard(shape, topology)]
-    sizes = (rows * shape.width * shape.bytes, *keys)
-    # the state of all keys: `out` in its own dtype, unless packed
-    rounded = shape.out_width * shape.bytes + shape.lse_bytes
-    state = rows * (shape.state if topology.platform == "cpu" else rounded)
-    if devices > 1:
-        yield from position_gather(shape.queries, shape, topology, axes)
-        yield from (Transfer("all-to-all", size, axes) for size in sizes)
-    yield from position_gather(shape.keys, shape, topology, topology.axes)
-    yield from over_sequence(keys)
-    if devices == 1:
-        return
-    yield Transfer("all-to-all", state, axes)
-    tangent, gradient = derivatives
-    if tangent or gradient:  # an exchange's transpose is the one that undoes it
-        # XLA:TPU rounds gradients before it exchanges them
-        is_rounded = gradient and topology.platform == "tpu"
-        for size in sizes:
-            yield Transfer("all-to-all", size if is_rounded else tangent_bytes(size, shape), axes)
+    def transfers(self, shape: Shape, topology: Topology, derivatives: Derivatives) -> Transfers:
+        axes = self.exchanged(topology.axes)
+        around = topology.axes[: -len(axes)]
+        devices, rows = exchanging(self, topology), local_rows(shape, topology)
+        copies = key_copies(shape.heads, shape.kv_heads, devices) or 1
+        keys = [copies * size for size in kv_shard(shape, topology)]
+        sizes = (rows * shape.width * shape.bytes, *keys)
+        # the state of all keys: `out` in its own dtype, unless packed
+        rounded = shape.out_width * shape.bytes + shape.lse_bytes
+        state = rows * (shape.state if topology.platform == "cpu" else rounded)
+        if devices > 1:
+            yield from position_gather(shape.queries, shape, topology, axes)
+            yield from (Transfer("all-to-all", size, axes) for size in sizes)
+        yield from position_gather(shape.keys, shape, topology, topology.axes)
+        yield from around_transfers(keys, self._sent_keys, around, shape, topology, derivatives)
+        if devices == 1:
+            return
         yield Transfer("all-to-all", state, axes)
+        tangent, gradient = derivatives
+        if tangent or gradient:  # an exchange's transpose is the one that undoes it
+            # XLA:TPU rounds gradients before it exchanges them
+            is_rounded = gradient and topology.platform == "tpu"
+            back = [size if is_rounded else tangent_bytes(size, shape) for size in sizes]
+            yield from (Transfer("all-to-all", size, axes) for size in back)
+            yield Transfer("all-to-all", state, axes)
+
+    @property
+    def _sent_keys(self) -> Halo | None:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Hybrid(Ulysses):
+    r"""Heads are exchanged for sequence along the last axis, and keys go around a ring over the others.
+
+    Along the last axis, of $f$ devices, each device gets the sequence of all $f$, and $N/f$ of the heads, as by
+    [`Ulysses`][energy_attn.distributed.methods.Ulysses]. Keys of these heads then go around the $p/f$ devices of the
+    other axes, as in a [`Ring`][energy_attn.distributed.methods.Ring]. So there are
+    $p/f - 1$ hops in place of $p - 1$, each over the slow network with what
+    one device of a ring holds, and $f$ has to fit the heads, not $p$. The derivatives are those of the two.
+
+    In [`sharded_attention`][energy_attn.distributed.sharded_attention] bias and mask are for this device's `N/f`
+    heads, the queries of the last axis's devices and all keys, in the order of the devices; broadcastable to
+    `[B, N/f, f T, p S]`.
+
+    Raises:
+        ValueError: in a call over one mesh axis, or whose heads the devices of the last one cannot share out.
+
+    Source: unified sequence parallelism, USP (arXiv 2405.07719).
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> from energy_attn.distributed import SequenceParallel, make_mesh
+        >>> axes, n = ("node", "device"), jax.device_count()
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2 * n, n, 4))
+        >>> with jax.set_mesh(make_mesh((n // 2 or 1, min(n, 2)), axes)):
+        ...     out = ea.attention(q, k, v, parallel=SequenceParallel(axes, "hybrid"))
+        >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
+        True
+    """
+
+    name = "hybrid"
+    whole_sequences = False
+
+    def check_axes(self, axes: Sequence[object]) -> None:
+        if len(axes) < 2:
+            raise ValueError(
+                "method: wanted two or more mesh axes for 'hybrid', slow ones first, got one; over one, "
+                "there are 'ulysses' and 'ring'"
+            )
+
+    def exchanged(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        return axes[-1:]
+
+    @property
+    def overlap(self) -> Literal["hops"]:
+        return "hops"
+
+    def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
+        return ring_pairs(seen, size)
+
+    def near(self, halo: Halo) -> AbstractMethod:
+        return NeighbouringGroups(halo)
+
+
+@dataclasses.dataclass(frozen=True)
+class NeighbouringGroups(Hybrid):
+    """A hybrid in which keys come from those groups of devices alone whose keys some query may see."""
+
+    halo: Halo
+
+    def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
+        return AbstractMethod.pairs(self, seen, size)
+
+    @property
+    def _sent_keys(self) -> Halo:
+        return self.halo

@@ -12,8 +12,8 @@ Examples:
     True
 """
 
-from ._chips import Chip as Chip
-from ._chips import chip as chip
-from ._pairs import pairs as pairs
+from ._step import Chip as Chip
 from ._step import StepTime as StepTime
+from ._step import chip as chip
+from ._step import pairs as pairs
 from ._step import step_time as step_time

@@ -25,9 +25,9 @@ from energy_attn.distributed import (
     make_mesh,
     sharded_attention,
 )
-from energy_attn.distributed.cost._transfer import SentDerivatives
+from energy_attn.distributed.cost._network import Derivatives
 from energy_attn.distributed.merge._strategies import STRATEGIES, MergeName, automatic_merges
-from energy_attn.distributed.methods._methods import (
+from energy_attn.distributed.methods._parallel import (
     METHOD_OPTIONS,
     METHODS,
     VARIANTS,
@@ -417,7 +417,7 @@ def test_one_list_of_merges():
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_method_says_what_it_sends(name, sharded):
     """A method with options of its own, or by default, that sends what none of its variants does."""
-    method, derivatives = METHODS[name](), SentDerivatives(tangent=True)
+    method, derivatives = METHODS[name](), Derivatives(tangent=True)
     if not sharded and not method.replicated_queries:
         return
     shape = cost.Shape(2, 8, 1680, 8, 8, 6, 10, dtype="float32", queries_sharded=sharded)

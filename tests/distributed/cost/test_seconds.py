@@ -3,7 +3,7 @@
 import pytest
 
 from energy_attn.distributed import cost
-from energy_attn.distributed.cost._transfer import seconds, sent
+from energy_attn.distributed.cost._network import seconds, sent
 
 LATENCY, BANDWIDTH, SIZE = 3.0, 2.0, 16
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import cost, make_mesh, merge_across
-from energy_attn.distributed.cost._devices import of_sizes, usual_topology
+from energy_attn.distributed.cost._interconnects import of_sizes, usual_topology
 from energy_attn.kernels import AttentionState
 
 NAMES = ("slice", "node", "device")

@@ -81,13 +81,13 @@ def test_what_is_sent_is_what_is_seen(layout, devices, length, window):
 def test_far_windows(monkeypatch):
     """Windows over many shards: whole ones go around, and the last is cut."""
     monkeypatch.setattr(_halo, "_MOST_SPANS", 1)
-    _halo._halo_of_window.cache_clear()
+    _halo.halo_of_window.cache_clear()
     found = halo("contiguous", 8, 64, 64, (19, 0))
     assert (found.around, found.spans) == (3, (Span(3, 5, 8),))
     both = halo("contiguous", 8, 64, 64, (3, 9))
     assert both is None  # neighbours on both sides, which a ring reaches last
     assert halo("contiguous", 8, 64, 64, (63, 0)) is None
-    _halo._halo_of_window.cache_clear()
+    _halo.halo_of_window.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_attention_is_what_it_was(name, arrays, monkeypatch):
             continue
         if method == "gather":  # two shards around the ring, then spans
             monkeypatch.setattr(_halo, "_MOST_SPANS", 2)
-            _halo._halo_of_window.cache_clear()
+            _halo.halo_of_window.cache_clear()
         with jax.set_mesh(mesh_of(kind)):
             axes = ("device",) if kind == "8" else ("node", "device")
             parallel = SequenceParallel(axes, method=method, layout=layout)

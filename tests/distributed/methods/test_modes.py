@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn.distributed import KVCache, SequenceParallel, cost, unshard_sequence
-from energy_attn.distributed.merge._packing import moved
+from energy_attn.distributed.merge._abstract import moved
 from tests.support import drafts
 from tests.support.compare import close
 from tests.support.meshes import SHAPES, mesh_of, parallel_of

@@ -1,13 +1,135 @@
-"""A predicted collective, and its cost on a network: bytes sent and seconds."""
+"""The network of a mesh: latencies and bandwidths of its axes, and what a collective costs on it."""
 
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from energy_attn.kernels.internal import (
+    check_choice,
+    check_finite_number,
+    check_flag,
+    check_integer,
+    check_text,
+    received,
+)
+
 from ..hlo._parse import Kind
-from ._shape import Shape
-from ._topology import Link, Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    r"""The network between the devices along one mesh axis.
+
+    Attributes:
+        devices: their number.
+        latency: seconds from one to the next, software included, for a message of no length.
+        bandwidth: bytes per second that each device sends in one direction while all of them send.
+        name: for display.
+        torus: whether it joins neighbours only, in both directions and around the end, so that a
+            message to the device $d$ places on travels $d$ hops.
+        sharing: how many devices share a host's network card; a device that sends alone has `sharing` times
+            its `bandwidth`.
+
+    Raises:
+        TypeError: a field of another type.
+        ValueError: no devices, a negative or infinite latency, a bandwidth that is not positive,
+            or `sharing` below 1.
+
+    Source: R. Hockney, The communication challenge for MPP, Parallel Computing 20 (1994): a message of $n$
+        bytes takes $\alpha + n / \beta$, of `latency` and `bandwidth`.
+
+    Examples:
+        >>> from energy_attn.distributed.cost import Link
+        >>> Link(8, 0.6e-6, 450e9, "NVLink").devices
+        8
+    """
+
+    devices: int
+    latency: float
+    bandwidth: float
+    name: str = ""
+    torus: bool = False
+    sharing: int = 1
+
+    def __post_init__(self) -> None:
+        check_integer("devices", self.devices, least=1)
+        check_text("name", self.name)
+        check_flag("torus", self.torus)
+        check_integer("sharing", self.sharing, least=1)
+        check_seconds("latency", self.latency)
+        if check_finite_number("bandwidth", self.bandwidth) <= 0:
+            raise ValueError(f"bandwidth: wanted bytes per second, above 0, got {self.bandwidth}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    r"""Devices on a mesh, and the network along each axis.
+
+    Attributes:
+        name: that of [`topology`][energy_attn.distributed.cost.topology], or any, for display.
+        links: one for each mesh axis, slow ones first, as the axes themselves.
+        all_reduce: how the platform sums over $p$ devices.
+            `"ring"`, one ring over all of them, as gloo: $2(p-1)$ latencies, $2\frac{p-1}{p}$ of
+            the payload sent by each device. gloo sends after the receiver has said where to, so that
+            each step waits for the slowest link of the ring; and two processes that send to each
+            other take turns on their connection;
+            `"tree"`, two binary trees that each carry half, as NCCL for small messages:
+            $2 \lceil\log_2\rceil$ of each axis' devices latencies, and up to twice the payload;
+            `"levels"`, axis by axis, as XLA:TPU: a reduce-scatter from the fast axis to the slow
+            one and a gather back, the volume of the ring.
+        launch: seconds that any collective takes before its first message.
+        platform: `"cpu"`, `"gpu"` or `"tpu"`: on CPUs, states are sent as one array of `lse`'s
+            dtype.
+        overhead: seconds of a processor that each message takes, beside the link's latency: those of an
+            all-to-all wait for each other.
+
+    Raises:
+        TypeError: `links` is not a tuple of `Link`, or `name` not a text.
+        ValueError: no links, an unknown `all_reduce` or platform, a negative `launch` or `overhead`.
+
+    Source: for `"tree"`, P. Sanders et al., Two-tree algorithms for full bandwidth broadcast,
+        reduction and scan, Parallel Computing 35 (2009).
+
+    Examples:
+        >>> from energy_attn.distributed.cost import Link, Topology
+        >>> two = Topology("two hosts", (Link(2, 1e-3, 1e8), Link(4, 1e-5, 1e9)))
+        >>> two.devices
+        8
+    """
+
+    name: str
+    links: tuple[Link, ...]
+    all_reduce: str = "ring"
+    launch: float = 0.0
+    platform: str = "gpu"
+    overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.links, tuple) or not all(isinstance(x, Link) for x in self.links):
+            raise TypeError(f"links: wanted a tuple of Link, got {received(self.links)}")
+        check_text("name", self.name)
+        if not self.links:
+            raise ValueError("links: wanted one for each mesh axis, got none")
+        check_choice("all_reduce", self.all_reduce, ("ring", "tree", "levels"))
+        check_choice("platform", self.platform, ("cpu", "gpu", "tpu"))
+        check_seconds("launch", self.launch)
+        check_seconds("overhead", self.overhead)
+
+    @property
+    def devices(self) -> int:
+        """The product of the axes' sizes."""
+        return math.prod(link.devices for link in self.links)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The places of all mesh axes in `links`."""
+        return tuple(range(len(self.links)))
+
+
+def check_seconds(name: str, x: float) -> None:
+    if check_finite_number(name, x) < 0:
+        raise ValueError(f"{name}: wanted seconds, 0 or more, got {x}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,28 +165,14 @@ class Transfer:
 Transfers = Iterator[Transfer]
 
 
-class SentDerivatives(NamedTuple):
-    """The derivatives whose transfers are counted, too.
-
-    Attributes:
-        tangent: whether the tangent of the state, in directions of query, key and value.
-        gradient: whether the gradients in query, key and value.
-    """
+class Derivatives(NamedTuple):
+    """Whether the transfers of the tangent, or of the gradients, in query, key and value are counted, too."""
 
     tangent: bool = False
     gradient: bool = False
 
 
-def position_gather(
-    length: int, shape: Shape, topology: Topology, axes: tuple[int, ...]
-) -> Transfers:
-    """The gather, at the start, of the positions of `length` tokens where they are compared."""
-    if shape.causal:
-        yield Transfer("all-gather", 4 * -(-length // topology.devices), axes)
-
-
 def total_seconds(transfers: Iterable[Transfer], topology: Topology) -> float:
-    """Seconds of all runs of some transfers, one after the other."""
     return sum(transfer.count * seconds(transfer, topology) for transfer in transfers)
 
 
@@ -76,7 +184,7 @@ def sent(transfer: Transfer, topology: Topology) -> float:
 
 
 def part_sent(kind: Kind, devices: int, all_reduce: str = "ring") -> float:
-    """How many times its payload a device puts on links, in a collective over so many devices."""
+    """Bytes that a device puts on links, as a multiple of the payload."""
     peers = devices - 1
     part = {
         "all-reduce": 2.0 if all_reduce == "tree" else 2 * peers / devices,
@@ -89,7 +197,7 @@ def part_sent(kind: Kind, devices: int, all_reduce: str = "ring") -> float:
 
 
 def seconds(transfer: Transfer, topology: Topology) -> float:
-    """Of one run of a transfer, linear in `launch`, `overhead`, and each link's latency and seconds per byte."""
+    """Seconds of one run, linear in `launch`, `overhead`, and each link's latency and seconds per byte."""
     links = [topology.links[axis] for axis in transfer.axes]
     joined = [
         dataclasses.replace(link, latency=link.latency + topology.overhead)
@@ -137,7 +245,7 @@ def _levels(transfer: Transfer, links: list[Link], topology: Topology) -> float:
 
 
 def _permute(transfer: Transfer, links: list[Link], topology: Topology) -> float:
-    """A message of each device, those of a ring over several axes one from each block of devices."""
+    """A message of each device; in a ring over several axes, one device of each block sends over slow links."""
     *slow, fast = links
     distance = transfer.distance % fast.devices
     hops = min(distance, fast.devices - distance) if fast.torus and not slow else 1

@@ -1,0 +1,331 @@
+"""Attention and reductions over arrays that are sharded over a mesh, by their types or by `parallel=`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, auto_axes
+from jaxtyping import Array
+
+from energy_attn.kernels import AttentionState
+from energy_attn.kernels.internal import (
+    AbstractFunction,
+    CallPolicy,
+    Operands,
+    PartIndices,
+    Scales,
+    Settings,
+    State,
+    Tokens,
+    attend,
+    check_taylor,
+    dequantized,
+    differentiated_by_jax,
+    function_call,
+    with_sink,
+)
+
+from ..merge._abstract import Axes, joined
+from ._abstract import AbstractMethod, LocalCall, rounded, with_all_queries
+from ._merge import choose_merge, fold_across
+from ._parallel import METHODS
+from ._plan import ShardingPlan, is_explicit, mesh_axes_of, other_explicit_axes, reshard_explicit
+from ._tree import Tree
+
+
+def attend_sharded(
+    plan: ShardingPlan | None, policy: CallPolicy, settings: Settings, operands: Operands
+) -> AttentionState:
+    """The state of a call, sharded over a mesh by `plan`; None: over none.
+
+    A length that is no multiple of the number of devices is padded with absent keys and queries.
+    The result is sharded as the queries are. Raises as the kernels do.
+    """
+    if plan is not None or not differentiated_by_jax(policy.kernels):
+        check_taylor(operands)
+    if plan is None:
+        run = functools.partial(attend, policy.kernels)
+    else:
+        run = functools.partial(_attend_sharded, plan, policy)
+    return beside_sink(run, policy, settings, operands)
+
+
+def beside_sink(
+    run: Callable[[Settings, Operands], AttentionState],
+    policy: CallPolicy,
+    settings: Settings,
+    operands: Operands,
+) -> AttentionState:
+    """`run(settings, operands)`, merged with the sink of the call, unless kernels fold it, and then rounded."""
+    if operands.sink is None or policy.folds_sinks:
+        return run(settings, operands)
+    state = run(settings.needing(unrounded=True), operands._replace(sink=None))
+    rows = operands.positioned(read=False).tokens.query_positions
+    return rounded(with_sink(state, operands.sink, rows), operands, settings)
+
+
+def method_of(policy: CallPolicy, method: AbstractMethod) -> AbstractMethod:
+    return method if policy.method is None else METHODS[policy.method]()
+
+
+# Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _attend_sharded(
+    plan: ShardingPlan, policy: CallPolicy, settings: Settings, operands: Operands
+) -> AttentionState:
+    plan = _unsharded_if_empty(plan, operands)
+    plan = plan._replace(method=method_of(policy, plan.method))
+    if plan.method.reads_positions and plan.sequence:
+        operands = operands.positioned()
+    if not isinstance(plan.method, Tree):  # other methods take keys apart
+        operands = dequantized(operands)
+    operands = _with_indices(plan, operands, settings)
+    return _run_sharded(plan, functools.partial(_attend, plan, policy, settings), operands)
+
+
+def _with_indices(
+    plan: ShardingPlan, operands: Operands, settings: Settings | None = None
+) -> Operands:
+    """Operands with what mask and score of the settings read, or any ones, as a device's part does not count from 0."""
+    if plan.sequence:
+        operands = operands.positioned(settings is None or settings.compares)
+    if settings is not None and settings.score is None and operands.sink is None:
+        return operands
+    batch, _, heads, _ = operands.query.shape
+    indices = PartIndices(
+        batch=jnp.arange(batch, dtype=jnp.int32) if plan.batch else None,
+        heads=jnp.arange(heads, dtype=jnp.int32) if plan.heads else None,
+    )
+    return operands._replace(indices=indices)
+
+
+def _unsharded_if_empty(plan: ShardingPlan, operands: Operands) -> ShardingPlan:
+    """`plan`, or one that shards nothing where there are no queries or keys: XLA shards no empty program."""
+    sizes = *operands.query.shape[:2], operands.key.shape[1]
+    if plan.local or 0 not in sizes:
+        return plan
+    return plan._replace(batch=(), sequence=(), heads=(), queries=False)
+
+
+def _run_sharded(
+    plan: ShardingPlan, run: Callable[..., Any], operands: Operands, *rows: Array | Operands
+) -> Any:
+    """`run(operands, *rows)` on each device, on its part of the operands and of `rows`.
+
+    `rows`, and the arrays of the tree that `run` returns, are `[B, T, N, ...]` and are sharded as the
+    queries are; among `rows`, operands of as many rows and keys are sharded as the first. Raises as `run` does.
+    """
+    rest = other_explicit_axes(plan.mesh, plan.axes)
+    if rest:
+
+        def within(*given: Any) -> Any:
+            return _run_sharded(plan._replace(mesh=jax.sharding.get_abstract_mesh()), run, *given)
+
+        out_spec = NamedSharding(plan.mesh, _out_spec(plan, operands.query))
+        return auto_axes(within, axes=rest, out_sharding=out_spec)(operands, *rows)
+    if plan.local or not plan.axes:
+        return run(operands, *rows)
+    number, split = operands.query.shape[1], mesh_axes_of(operands.query, 1)
+    batch, heads = plan.batch or None, plan.heads or None
+    out_spec = PartitionSpec(batch, plan.sequence if plan.queries else None, heads)
+
+    def padded(x: Any) -> Any:
+        if isinstance(x, Operands):
+            x = _padded(x, "key", plan.devices)
+            return _padded(x, "query", plan.devices) if plan.queries else x
+        return _pad(x, 1, number, -number % plan.devices) if plan.queries else x
+
+    def put(x: Any, spec: PartitionSpec) -> Any:
+        return reshard_explicit(plan.mesh, plan.axes, x, spec)
+
+    given = tuple(map(padded, (operands, *rows)))
+    specs = tuple(_specs(x, plan) if isinstance(x, Operands) else out_spec for x in given)
+    mapped = jax.shard_map(
+        run, mesh=plan.mesh, in_specs=specs, out_specs=out_spec, axis_names=set(plan.axes)
+    )
+    found = mapped(*jax.tree.map(put, given, specs, is_leaf=lambda x: x is None))
+    if split or not plan.queries:
+        return found
+    # queries that only this attention sharded, perhaps after padding
+    found = put(found, PartitionSpec(batch, None, heads))
+    return jax.tree.map(lambda x: x[:, :number], found)
+
+
+def _out_spec(plan: ShardingPlan, query: Array) -> PartitionSpec:
+    """The sharding of results `[B, T, N, ...]` for `query`, by its type."""
+    if not plan.axes:
+        return PartitionSpec(*(mesh_axes_of(query, axis) or None for axis in range(3)))
+    kept = plan.sequence if plan.queries and mesh_axes_of(query, 1) else ()
+    parts = (
+        tuple(axis for axis in axes if is_explicit(plan.mesh, (axis,)))
+        for axes in (plan.batch, kept, plan.heads)
+    )
+    return PartitionSpec(*(part or None for part in parts))
+
+
+def _attend(
+    plan: ShardingPlan, policy: CallPolicy, settings: Settings, operands: Operands
+) -> AttentionState:
+    others = plan.batch + plan.heads
+    if not plan.sequence and not plan.method.attends_alone(operands):
+        return attend(policy.kernels, settings, operands)
+    call = LocalCall(policy, settings, operands, plan.sequence, plan.queries, others)
+    return plan.method.attend(call)
+
+
+def _pad(x: Array, axis: int, size: int, missing: int, fill: int = 0) -> Array:
+    if x.shape[axis] != size:  # broadcast
+        return x
+    widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+def _padded(operands: Operands, side: str, devices: int) -> Operands:
+    """Operands with absent queries or keys at the end, so that the devices divide their number."""
+    size, name = getattr(operands, side).shape[1], f"{side}_positions"
+    missing = -size % devices
+    if missing == 0:
+        return operands
+    queries, keys = operands.tokens.query_positions, operands.tokens.key_positions
+    if side == "key" and (queries is None or keys is None):
+        queries, keys = (jnp.zeros((1, x.shape[1]), jnp.int32) for x in operands[:2])
+        tokens = operands.tokens._replace(query_positions=queries, key_positions=keys)
+        operands = operands._replace(tokens=tokens)
+    mapped = operands.map_keys if side == "key" else operands.map_queries
+    padded = mapped(lambda x, axis: _pad(x, axis, size, missing))
+    positions = getattr(operands.tokens, name)
+    if positions is None:
+        return padded
+    positions = _pad(positions, 1, size, missing, fill=-1)
+    return padded._replace(tokens=padded.tokens._replace(**{name: positions}))
+
+
+def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
+    split = plan.method.split(plan.sequence, operands, plan.queries)
+    # The mesh axes of each of its axes, in the place of an array.
+    batch: Any = (plan.batch,)
+    heads: Any = (plan.heads,)
+    queries: Any = (*batch, plan.sequence if plan.queries else (), *heads)
+    keys: Any = (*batch, plan.sequence, *heads)
+    scores: Any = (*batch, plan.heads + split.heads, split.queries, split.keys)
+    rows: Any = (*batch, split.rows)
+    columns: Any = (*batch, split.keys)
+    by_batch = operands.sink is not None and operands.sink.ndim == 2
+    axes = Operands(
+        *(queries, keys, keys),
+        bias=scores,
+        mask=scores,
+        tokens=Tokens(rows, columns, rows, columns, batch, batch),
+        mask_arrays=(batch,) * len(operands.mask_arrays),
+        score_arrays=((),) * len(operands.score_arrays),
+        indices=PartIndices(batch, heads),
+        scales=Scales(keys, keys),
+        sink=batch + heads if by_batch else heads,
+    )
+
+    def spec(x: Array | None, axes: tuple[Axes, ...]) -> PartitionSpec:
+        pairs = zip(() if x is None else x.shape, axes, strict=False)
+        # an axis of size one is broadcast, not split
+        return PartitionSpec(*(part or None if size > 1 else None for size, part in pairs))
+
+    return jax.tree.map(spec, operands, axes, is_leaf=lambda x: x is None)
+
+
+class Reduction(NamedTuple):
+    """A function of some keys, and the fold of its results over all of them; static, hashable.
+
+    Attributes:
+        find: `find(settings, operands, *rows)`, a tree of arrays `[B, T, N, ...]`.
+        fold: `fold(found, axes, plan)`, equal on all devices of the axes.
+    """
+
+    find: Callable[..., Any]
+    fold: Callable[[Any, Axes, ShardingPlan], Any]
+
+
+def sharded_reduction(
+    plan: ShardingPlan | None,
+    reduction: Reduction,
+    settings: Settings,
+    operands: Operands,
+    *rows: Array | Operands,
+) -> Any:
+    """The result of `reduction` for all keys of a call, without its sink, sharded over a mesh by `plan`.
+
+    All devices see all queries, whatever the method of `plan`: sharded ones are gathered, and each
+    device keeps the results for its own. Among `rows` may be the operands of another call with as many rows and
+    keys, which are sharded likewise. Raises as `reduction.find` does.
+    """
+
+    def of_keys(x: Any) -> Any:
+        return x._replace(sink=None).positioned(read=False) if isinstance(x, Operands) else x
+
+    return _reduce(plan, reduction, settings, *map(of_keys, (operands, *rows)))
+
+
+# Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _reduce(
+    plan: ShardingPlan | None,
+    reduction: Reduction,
+    settings: Settings,
+    operands: Operands,
+    *rows: Array | Operands,
+) -> Any:
+    find = functools.partial(reduction.find, settings)
+    if plan is None:
+        return find(operands, *rows)
+    plan = _unsharded_if_empty(plan, operands)._replace(method=Tree())
+    axes = plan.sequence
+
+    def run(operands: Operands, *rows: Array | Operands) -> Any:
+        own = operands.query.shape[1]
+
+        def every(x: Any) -> Any:
+            return with_all_queries(x, axes) if isinstance(x, Operands) else joined(x, axes, 1)
+
+        found = find(*map(every, (operands, *rows))) if plan.queries else find(operands, *rows)
+        if axes:
+            found = reduction.fold(found, axes, plan)
+        if not plan.queries:
+            return found
+        first = lax.axis_index(axes) * own
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, own, 1), found)
+
+    rows = tuple(_with_indices(plan, x) if isinstance(x, Operands) else x for x in rows)
+    return _run_sharded(plan, run, _with_indices(plan, operands, settings), *rows)
+
+
+def fold_states(state: State, axes: Axes, plan: ShardingPlan) -> State:
+    """The fold of states by the strategy of the plan, if they fold by it."""
+    return fold_across(choose_merge(plan.merge, state, axes, plan.topology), axes, state)
+
+
+def fold_sums(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
+    """The elementwise sum."""
+    del plan
+    return lax.psum(found, axes)
+
+
+def fold_maxima(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
+    """The elementwise maximum; where several devices have it, its derivative is the mean of theirs."""
+    del plan
+    return function_call(_MaximumOverDevices(axes), found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MaximumOverDevices(AbstractFunction):
+    axes: Axes
+
+    def apply(self, args: Array) -> Array:
+        return lax.pmax(args, self.axes)
+
+    def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
+        found: Array = function_call(self, primals)
+        largest = (primals == found).astype(primals.dtype)
+        change, count = lax.psum((largest * tangents, largest), self.axes)
+        return found, change / count
