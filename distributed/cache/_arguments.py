@@ -79,27 +79,6 @@ def check_importance(x: object, key: Array) -> Array:
     return array if array.ndim == 3 else array[..., None]
 
 
-def check_new(
-    key: Array,
-    value: Array,
-    dtype: jnp.dtype,
-    keys: tuple[int, ...],
-    values: tuple[int, ...],
-    most: int,
-) -> int:
-    """The number of new tokens, at most `most`, for a cache with keys and values of these shapes."""
-    for name, x, (rows, _, *heads) in (("key", key, keys), ("value", value, values)):
-        check_stored(name, x, dtype)
-        check_shape(name, x, (rows, "T", *heads))
-    check_shape("value", value, (*key.shape[:2], *values[2:]))
-    if not 1 <= key.shape[1] <= most:
-        raise ValueError(
-            f"key: wanted 1 to {most} new tokens, for which the cache has room beside its window, "
-            f"got {received(key)}"
-        )
-    return key.shape[1]
-
-
 def check_reach(size: object, window: int | None) -> tuple[int | None, int | None] | None:
     """The window of queries in a cache of a window, which may not be exceeded."""
     reach = check_window(size)

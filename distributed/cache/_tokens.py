@@ -15,6 +15,7 @@ from energy_attn.kernels.internal import (
     MergedScoreOptions,
     Scales,
     check_call,
+    check_shape,
     dequantize,
     function_call,
     received,
@@ -28,8 +29,8 @@ from ._arguments import (
     check_counts,
     check_importance,
     check_indices,
-    check_new,
     check_rows,
+    check_stored,
     check_whole,
 )
 from ._layout import CacheArrays, CacheSharding, Slots, cache_sharding
@@ -105,10 +106,21 @@ class AbstractTokens(eqx.Module):
                 `EQX_ON_ERROR=off`, the newest token of such a row becomes NaN instead, and so does
                 whatever is asked of it from then on.
         """
-        room = self.capacity - (self.window or 0)
-        tokens = check_new(key, value, self.dtype, self.key.shape, self.value.shape, room)
+        self._check_new(key, value)
+        tokens, room = key.shape[1], self.capacity - (self.window or 0)
+        if not 1 <= tokens <= room:
+            raise ValueError(
+                f"key: wanted 1 to {room} new tokens, for which the cache has room beside its "
+                f"window, got {received(key)}"
+            )
         counts = check_counts(lengths, len(self.lengths), tokens)
         return self._written(key, value, self._fitting(counts, tokens))
+
+    def _check_new(self, key: Array, value: Array, tokens: int | str = "T") -> None:
+        for name, x, stored in (("key", key, self.key), ("value", value, self.value)):
+            check_stored(name, x, self.dtype)
+            check_shape(name, x, (len(self.lengths), tokens, *stored.shape[2:]))
+        check_shape("value", value, (*key.shape[:2], *self.value.shape[2:]))
 
     def _fitting(self, counts: Array, tokens: int) -> Array:
         """`counts`, or if a row has no room for as many tokens an error at run time, or -1 in its place."""

@@ -110,7 +110,7 @@ def tree_decode(
     _check_cache(cache)
     check_shape("tree.tokens", check_tree("tree", tree).tokens, (len(cache.lengths), "L"))
     batch, slots = tree.tokens.shape
-    _check_nodes(cache, batch, slots, key, value)
+    cache._check_new(key, value, slots)
     check_stored("query", query, cache.dtype)
     check_shape("query", query, (batch, slots, "N", cache.key.shape[-1]))
     policy = call_policy(implementation)
@@ -208,8 +208,7 @@ def commit(
     rows = len(cache.lengths)
     check_shape("accepted.path", check_integral("accepted.path", accepted.path), (rows, "C"))
     check_shape("accepted.length", check_integral("accepted.length", accepted.length), (rows,))
-    _check_nodes(cache, rows, "L", key, value)
-    check_shape("value", value, (*key.shape[:2], *cache.value.shape[2:]))
+    cache._check_new(key, value, "L")
 
     return cache.append(*gather_path(cache, accepted.path, key, value), lengths=accepted.length)
 
@@ -228,9 +227,3 @@ def gather_path(cache: KVCache, path: Array, key: Array, value: Array) -> tuple[
 def _check_cache(cache: object) -> None:
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache: wanted a KVCache, got {received(cache)}")
-
-
-def _check_nodes(cache: KVCache, rows: int, slots: int | str, key: Array, value: Array) -> None:
-    for name, x, stored in (("key", key, cache.key), ("value", value, cache.value)):
-        check_stored(name, x, cache.dtype)
-        check_shape(name, x, (rows, slots, *stored.shape[2:]))
