@@ -237,7 +237,8 @@ class MultiheadAttention(eqx.Module):
             ValueError: shapes that do not match; a mask of scores to add, with negative numbers, where it is known.
             RuntimeError: dropout is on but no key is given.
         """
-        for name in sorted(options.keys() - LayerOptions.__annotations__.keys()):
+        if unknown := options.keys() - LayerOptions.__annotations__.keys():
+            name = min(unknown)
             wanted = f"mask, {', '.join(LayerOptions.__annotations__)}, return_energy, got {name!r}"
             if name in ModuleOptions.__annotations__:
                 wanted = (
