@@ -232,7 +232,8 @@ def _fold_tangent(axes: Axes, state: State, merged: State, change: State) -> Sta
     energy = jnp.where(present, change.lse, 0.0)
     apart = state.out.astype(dtype) - merged.out.astype(dtype)
     d_out = change.out.astype(dtype)
-    out = jnp.where(present[..., None], (d_out + apart * energy[..., None]) * portion[..., None], 0)
+    out = (d_out + apart * energy[..., None]) * portion[..., None]
+    out = jnp.where(present[..., None], out, 0.0)
     message = AttentionState(out, portion * energy)
     if isinstance(state, CovarianceState):
         assert isinstance(merged, CovarianceState) and isinstance(change, CovarianceState)
