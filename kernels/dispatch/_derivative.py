@@ -20,8 +20,8 @@ from ..call._operands import (
     differentiated,
 )
 from ..call._state import AttentionState
-from ..xla._blockwise import Blockwise, empty_like
-from ..xla._tangent import tangent
+from ..fold._call import empty_like
+from ..xla._blockwise import Blockwise
 from ._lowering import run_when_lowered
 
 Kernels = tuple[AbstractKernel, ...]
@@ -228,7 +228,8 @@ def _tangent(
     found = kernel.tangent(call, state, directions)
     if found is not None:
         return found
-    return tangent(call.operands.positioned(read=False), call.settings, state, directions)
+    call = call._replace(operands=call.operands.positioned(read=False))
+    return Blockwise().tangent(call, state, directions)
 
 
 def _backward(

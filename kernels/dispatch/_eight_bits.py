@@ -12,7 +12,7 @@ from ..autodiff._function import AbstractFunction, function_call
 from ..call._kernel import AbstractKernel
 from ..call._operands import Operands, Settings, dequantized, hide_unreachable, is_static
 from ..call._state import AttentionState
-from ..xla._decode import per_head
+from ..xla._reference import dense_state
 from ._derivative import Attention
 
 Attend = Callable[[tuple[Any, ...], Settings, Operands], AttentionState]  # hashable
@@ -73,7 +73,7 @@ class _EightBits(AbstractFunction):
 # to memory (libtpu 0.0.52), and for a Pallas kernel both: so scores and weights are scaled in their place. Red with
 # keys and values dequantized: `test_nothing_is_dequantized` of tests/tpu.
 def _in_place(operands: Operands, settings: Settings) -> AttentionState:
-    return per_head(hide_unreachable(operands, settings), settings)
+    return dense_state(settings, hide_unreachable(operands, settings))
 
 
 def _pays(operands: Operands) -> bool:

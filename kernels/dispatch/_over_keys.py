@@ -13,7 +13,7 @@ from ..call._kernel import AbstractKernel
 from ..call._operands import KernelCall, Operands, Settings
 from ..call._state import AttentionState, lse_dtype
 from ..call._tokens import LEAF
-from ..xla._blockwise import empty_like
+from ..fold._call import empty_like
 from ._lowering import run_when_lowered
 from ._registry import accepting, reproducible_kernels
 

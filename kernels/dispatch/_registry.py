@@ -25,8 +25,7 @@ from ..vendor._flash_attn import FlashAttn
 from ..vendor._splash import Splash
 from ..xla._blockwise import Blockwise
 from ..xla._canonical import Canonical
-from ..xla._decode import Decode
-from ..xla._decode_cpu import DecodeCPU
+from ..xla._decode import Decode, DecodeCPU
 from ..xla._reference import Reference
 from ._derivative import Attention
 from ._eight_bits import attend_eight_bits

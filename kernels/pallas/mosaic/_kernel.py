@@ -7,7 +7,7 @@ from ...call._operands import KernelCall, Operands
 from ...call._state import AttentionState
 from ...call._target import check_capability, cuda_version
 from ...masks._structure import WINDOWS
-from ...xla import _blockwise
+from ...xla._blockwise import Blockwise
 from .._rows import moving_arrays
 from ._plan import TILE_SIZES, MosaicSizes, key_plan, make_plan, query_plan, tangent_plan
 
@@ -87,7 +87,7 @@ class MosaicGPU(AbstractKernel):
             query = query_plan(operands, settings, self.sizes)
             key = key_plan(operands, settings, self.sizes)
         except NotImplementedError:
-            return _blockwise.backward(operands, settings, state, cotangent)
+            return Blockwise().backward(call, state, cotangent)
         from ._backward import backward
 
         return backward(operands, query, key, state, cotangent, interpret=platform != "cuda")

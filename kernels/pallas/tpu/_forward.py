@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, merge_all
-from ...xla._as_written import as_written
+from ...fold._tree import as_written
 from .._score_program import Numbers
 from ._grid import TPUGrid
 from ._layout import Layout, fold_keys, fold_rows, unfold_rows
