@@ -192,7 +192,7 @@ class PositionSlots:
         def as_read(x: Array) -> Array:
             # in the branches that slice it, where XLA fuses this with the slice
             x = jnp.where(present[:, None, None], x.astype(dtype), 0)
-            return x.transpose(1, 0, 2)
+            return as_written(x.transpose(1, 0, 2), "cpu")
 
         def sliced(first: Array, size: int) -> Callable[[], Arrays]:
             zero = jnp.zeros_like(first)
@@ -260,18 +260,18 @@ def _first(token: Array, length: int) -> Array:
     return jnp.where((low == high) & (low >= 0) & (low <= length - size), low, -1)
 
 
-def as_written(part: Array) -> Array:
+def as_written(part: Array, platform: str = "tpu") -> Array:
     """A part of an array, cut in a loop over its parts, with its axes in memory in their order.
 
-    Else XLA:TPU copies the whole array before the loop, in the layout that it prefers for the part. It is free to in
-    exported programs: JAX does not serialise such a wish.
+    Else XLA:TPU copies the whole array before the loop, in the layout that it prefers for the part, and XLA:CPU the
+    part, if its axes were transposed. They are free to in exported programs: JAX does not serialise such a wish.
     """
-    return as_written_p.bind(part)
+    return as_written_p.bind(part, platform=platform)
 
 
-def _lower(ctx: mlir.LoweringRuleContext, x: Any) -> Any:
+def _lower(ctx: mlir.LoweringRuleContext, x: Any, *, platform: str) -> Any:
     module = ctx.module_context
-    if module.lowering_parameters.for_export or tuple(module.platforms) != ("tpu",):
+    if module.lowering_parameters.for_export or tuple(module.platforms) != (platform,):
         return [x]
 
     def constrained(x: Array) -> Array:
@@ -281,8 +281,8 @@ def _lower(ctx: mlir.LoweringRuleContext, x: Any) -> Any:
 
 
 as_written_p = Primitive("as_written")
-as_written_p.def_impl(lambda x: x)
-as_written_p.def_abstract_eval(lambda x: x)
-ad.deflinear2(as_written_p, lambda cotangent, _: [cotangent])
+as_written_p.def_impl(lambda x, platform: x)
+as_written_p.def_abstract_eval(lambda x, platform: x)
+ad.deflinear2(as_written_p, lambda cotangent, _, platform: [cotangent])
 batching.defvectorized(as_written_p)
 mlir.register_lowering(as_written_p, _lower)
