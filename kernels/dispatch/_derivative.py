@@ -30,9 +30,9 @@ from ..call._operands import (
     map_some,
 )
 from ..call._state import AttentionState
-from ..xla._blockwise import Blockwise, empty_like
-from ..xla._decode import per_head
-from ..xla._tangent import tangent
+from ..fold._call import empty_like
+from ..xla._blockwise import Blockwise
+from ..xla._reference import dense_state
 from ._lowering import run_when_lowered
 
 Kernels = tuple[AbstractKernel, ...]
@@ -237,7 +237,8 @@ def _tangent(
     found = kernel.tangent(call, state, directions)
     if found is not None:
         return found
-    return tangent(call.operands.positioned(read=False), call.settings, state, directions)
+    call = call._replace(operands=call.operands.positioned(read=False))
+    return Blockwise().tangent(call, state, directions)
 
 
 def _backward(
@@ -280,7 +281,7 @@ class EightBits(AbstractFunction):
         # to memory (libtpu 0.0.52), and for a Pallas kernel both: so scores and weights are scaled in their place.
         # Red with keys and values dequantized: `test_nothing_is_dequantized` of tests/tpu.
         def in_place(args: Operands) -> AttentionState:
-            return per_head(hide_unreachable(args, self.settings), self.settings)
+            return dense_state(self.settings, hide_unreachable(args, self.settings))
 
         return lax.platform_dependent(args, tpu=in_place, default=by_kernel)
 

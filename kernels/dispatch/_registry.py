@@ -27,8 +27,7 @@ from ..vendor._flash_attn import FlashAttn
 from ..vendor._splash import Splash
 from ..xla._blockwise import Blockwise
 from ..xla._canonical import Canonical
-from ..xla._decode import Decode
-from ..xla._decode_cpu import DecodeCPU
+from ..xla._decode import Decode, DecodeCPU
 from ..xla._reference import Reference
 from ._derivative import Attention, EightBits
 from ._lowering import Program, first_fitting, why_unfit

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..call._operands import KernelCall, Operands, bound
-from ..call._state import lse_dtype, unfused
+from ..call._operands import KernelCall, Operands, Settings, bound, out_dtype
+from ..call._state import AttentionState, lse_dtype, unfused
 from ..call._tokens import LEAF
 from ..masks._visibility import meeting
 from ..scores._structure import floating
@@ -28,23 +28,14 @@ Ids = tuple[Int[Array, "_ tiles size"], Int[Array, "_ tiles size"] | None]  # po
 
 @dataclasses.dataclass
 class AbstractRowsFold(abc.ABC):
-    """A fold of each row over its leaves, which may be run in nodes of the tree.
+    """A fold of each row over its leaves, which may be run in nodes of the tree."""
 
-    Attributes:
-        of: the call.
-        program: what is folded.
-        rows: arrays of rows by name, `[B, T, N, W]` or numbers `[B, T, N]`.
-        keys: arrays of keys, `[B, S, K, W]`.
-        width: of results and nodes that are no numbers.
-        wrap: is given the results.
-    """
-
-    of: Any
-    program: FoldProgram
-    rows: Blocks
-    keys: Blocks
-    width: int
-    wrap: Callable[..., Any]
+    of: Any  # the call
+    program: FoldProgram  # what is folded
+    rows: Blocks  # arrays of rows by name, `[B, T, N, W]` or numbers `[B, T, N]`
+    keys: Blocks  # arrays of keys, `[B, S, K, W]`
+    width: int  # of results and nodes that are no numbers
+    wrap: Callable[..., Any]  # is given the results
 
     @abc.abstractmethod
     def whole(self) -> Any:
@@ -52,9 +43,9 @@ class AbstractRowsFold(abc.ABC):
 
     @abc.abstractmethod
     def nodes(self, leaves: int) -> tuple[list[Array], Int[Array, "b nodes"]]:
-        """Folds over runs of `leaves` leaves, `[nodes, B, T, N, ...]`, with the number of one leaf per run, or -1.
+        """Folds over runs of `leaves` leaves (a power of two that divides the number of the first leaf).
 
-        `leaves` is a power of two, and the number of the first leaf a multiple of it.
+        `[nodes, B, T, N, ...]`, with the number of one leaf per run, or -1.
         """
 
     @abc.abstractmethod
@@ -63,33 +54,23 @@ class AbstractRowsFold(abc.ABC):
 
 
 class AbstractSchedule(abc.ABC):
-    """A call whose keys are in leaves by position, and the loops of a platform that run fold programs over it.
+    """A call whose keys are in leaves by position, and the loops of a platform that run fold programs over it."""
 
-    Attributes:
-        query_tile: queries of a tile of one head.
-        arithmetic: the platform's.
-        over_keys: its fold of rows over leaves.
-        operands: with positions, and with arrays of the score that are rounded.
-        counted: whether positions are indices.
-        dtype: of sums.
-        group: heads of queries for each of keys.
-    """
-
-    query_tile: int
+    query_tile: int  # queries of a tile of one head
     arithmetic: Arithmetic
     over_keys: type[AbstractRowsFold]
 
     def __init__(self, call: KernelCall, in_order: bool):
         """`in_order`: keys are in runs of whole leaves."""
-        self.counted = call.operands.tokens.query_positions is None
+        self.counted = call.operands.tokens.query_positions is None  # positions are indices
         operands = call.operands.positioned()
         self.operands = operands._replace(score_arrays=rounded(operands.score_arrays))
         self.settings = call.settings
         self.mask = bound(call.settings, operands)
-        self.dtype = lse_dtype(operands.query.dtype)
+        self.dtype = lse_dtype(operands.query.dtype)  # of sums
         self.batch, self.queries, heads = operands.query.shape[:3]
         self.key_heads = operands.key.shape[2]
-        self.group = heads // self.key_heads
+        self.group = heads // self.key_heads  # heads of queries for each of keys
         self._in_order = in_order
 
     @abc.abstractmethod
@@ -114,34 +95,32 @@ class AbstractSchedule(abc.ABC):
 
     @functools.cached_property
     def held(self) -> PositionSlots:
-        """The slots of the keys."""
         positions: Any = self.operands.tokens.key_positions
         return PositionSlots(positions, LEAF, self.counted, self._in_order)
 
     @functools.cached_property
     def asked(self) -> PositionSlots:
-        """The slots of the queries, in tiles of successive positions."""
         positions: Any = self.operands.tokens.query_positions
         return PositionSlots(positions, self.query_tile, self.counted, False)
 
     @functools.cached_property
     def key_ids(self) -> Ids:
-        return in_slots(self.held, self.operands.tokens.key_segments)
+        return self._in_slots(self.held, self.operands.tokens.key_segments)
 
     @functools.cached_property
     def query_ids(self) -> Ids:
-        return in_slots(self.asked, self.operands.tokens.query_segments)
+        return self._in_slots(self.asked, self.operands.tokens.query_segments)
+
+    def _in_slots(self, held: PositionSlots, segments: Array | None) -> Ids:
+        return held.positions, None if segments is None else held.spread(segments, -1)
 
     def met(self, rows: Ids) -> Bool[Array, "_ tiles leaves"]:
         """Whether a tile of rows may see a key of a leaf."""
         (positions, of_rows), (at, of_keys) = rows, self.key_ids
         segments = None if of_rows is None or of_keys is None else (of_rows, of_keys)
-        found = meeting(self.mask, (positions, at), segments)
-        assert found is not None
-        return found
+        return meeting(self.mask, (positions, at), segments)  # pyright: ignore[reportReturnType]
 
     def empty(self, *shape: int, fill: float = 0.0) -> Array:
-        """An array in the dtype of the scores, filled with `fill`."""
         return lax.full_like(self.operands.query, fill, shape=shape, dtype=self.dtype)
 
     def of_heads(self, x: Array | None, absent: float) -> Float[Array, "B T N"] | None:
@@ -154,7 +133,6 @@ class AbstractSchedule(abc.ABC):
         return jnp.broadcast_to(x, self.operands.query.shape[:3])
 
     def sink(self) -> Float[Array, "B T N"] | None:
-        """The sink of each row, minus infinity where a query is absent."""
         return self.of_heads(self.operands.sink, -jnp.inf)
 
     def node_numbers(self, leaves: int) -> Int[Array, "b nodes"]:
@@ -165,10 +143,10 @@ class AbstractSchedule(abc.ABC):
         numbers = numbers.reshape(len(numbers), -1, leaves).max(-1)
         return jnp.broadcast_to(numbers, (self.batch, numbers.shape[1]))
 
-
-def in_slots(held: PositionSlots, segments: Array | None) -> Ids:
-    """Positions and segments of tokens in slots."""
-    return held.positions, None if segments is None else held.spread(segments, -1)
+    def at_keys(self, x: Array) -> Array:
+        """Sums over queries `[B, slots, ...]` of the keys in slots, `[B, S, ...]`."""
+        x = jax.vmap(self.held.taken)(x, jnp.arange(len(x), dtype=jnp.int32))
+        return self.asked.checked(self.held.checked(x))
 
 
 def rounded(arrays: PyTree[Array]) -> Any:
@@ -177,5 +155,12 @@ def rounded(arrays: PyTree[Array]) -> Any:
 
 
 def given(**arrays: Array | None) -> Blocks:
-    """The arrays that are not None, by name."""
     return {name: x for name, x in arrays.items() if x is not None}
+
+
+def empty_like(settings: Settings, operands: Operands) -> AttentionState:
+    """The state of no keys, of the types of the state of `operands`."""
+    shape = (*operands.query.shape[:-1], operands.value.shape[-1])
+    out = lax.full_like(operands.value, 0.0, shape=shape, dtype=out_dtype(operands, settings))
+    dtype = lse_dtype(operands.query.dtype)
+    return AttentionState(out, lax.full_like(out, -jnp.inf, shape=shape[:-1], dtype=dtype))

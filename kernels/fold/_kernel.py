@@ -25,11 +25,11 @@ from ..call._operands import (
     map_some,
     out_dtype,
 )
-from ..call._state import AttentionState, lse_dtype
+from ..call._state import AttentionState
 from ..call._tokens import LEAF
 from . import _programs as programs
 from . import _tree as tree
-from ._call import AbstractRowsFold, AbstractSchedule, given
+from ._call import AbstractRowsFold, AbstractSchedule, empty_like, given
 from ._programs import Blocks, without_signs
 
 
@@ -59,11 +59,9 @@ class AbstractCanonical(AbstractKernel):
 
     @property
     def in_order(self) -> bool:
-        """Whether runs are of whole leaves."""
         return self.run is not None and self.run % LEAF == 0
 
     def forward(self, call: KernelCall) -> AttentionState:
-        """The softmax over leaves, merged."""
         return self.forward_and_rest(call)[0]
 
     def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
@@ -71,12 +69,9 @@ class AbstractCanonical(AbstractKernel):
         operands = call.operands
         if not _is_empty(operands):
             return self.state_fold(call).whole()
-        sink = self.schedule(call, False).sink()
-        shape = (*operands.query.shape[:3], operands.value.shape[-1])
-        out = lax.full_like(operands.value, 0.0, out_dtype(operands, call.settings), shape)
-        lse = lax.full_like(out, -jnp.inf, lse_dtype(operands.query.dtype), shape[:3])
-        lse = lse if sink is None else sink
-        return AttentionState(out, lse), jnp.zeros_like(lse)
+        state, sink = empty_like(call.settings, operands), self.schedule(call, False).sink()
+        state = state if sink is None else state._replace(lse=sink)
+        return state, jnp.zeros_like(state.lse)
 
     def state_fold(self, call: KernelCall) -> AbstractRowsFold:
         """The state of each row over leaves, and its rest."""
@@ -100,26 +95,23 @@ class AbstractCanonical(AbstractKernel):
         operands, settings, _ = call
         args = call, state, cotangent
         others = jax.tree.map(jnp.zeros_like, differentiated(operands))
-        if not _is_empty(operands):
-            if operands.bias is not None and settings.needs.bias_grad:
-                others = others._replace(bias=self.bias_cotangent(*args))
-            if jax.tree.leaves(others.score_arrays) and settings.needs.score_grad:
-                others = others._replace(score_arrays=self.array_cotangents(*args))
-        has_rows = 0 not in operands.query.shape[:2]
-        if operands.sink is not None and settings.needs.sink_grad and has_rows:
+        needs, empty = settings.needs, _is_empty(operands)
+        if operands.bias is not None and needs.bias_grad and not empty:
+            others = others._replace(bias=self.bias_cotangent(*args))
+        if jax.tree.leaves(others.score_arrays) and needs.score_grad and not empty:
+            others = others._replace(score_arrays=self.array_cotangents(*args))
+        if operands.sink is not None and needs.sink_grad and 0 not in operands.query.shape[:2]:
             others = others._replace(sink=self.sink_cotangent(*args))
         to_query, to_keys = self.query_cotangent(*args), self.key_cotangents(*args)
         found = cotangents(to_query, *to_keys, others.bias, others.score_arrays, others.sink)
         return map_some(lambda x, like: without_signs(x.astype(like.dtype)), found, operands)
 
     def query_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
-        """The gradient of queries, in the dtype of the scores."""
         if _is_empty(call.operands):
             return self.schedule(call, False).empty(*call.operands.query.shape)
         return self.query_fold(call, *given).whole()
 
     def query_fold(self, call: KernelCall, *given: AttentionState) -> AbstractRowsFold:
-        """The gradient of each row over leaves."""
         of, width = self.schedule(call, self.in_order), call.operands.query.shape[-1]
         program = programs.to_queries(of.arithmetic, of.scores(), of.width_of(width))
         rows, keys = backward_rows(call.operands, *given), _keys(call.operands)
@@ -138,7 +130,6 @@ class AbstractCanonical(AbstractKernel):
         return to_key[..., : key.shape[-1]], to_value[..., : value.shape[-1]]
 
     def sink_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
-        """The gradient of the sink."""
         found = self.sink_sums(call, self.sink_terms(call, *given))
         sums, sink = PerHeadSums(found, unit_numbers(call.operands)), call.operands.sink
         return found if sink is not None and sink.ndim == 2 else sums.of_heads()
@@ -150,8 +141,14 @@ class AbstractCanonical(AbstractKernel):
         return of.of_rows(lambda x: programs.sink_terms(of.arithmetic, x), rows)
 
     def sink_sums(self, call: KernelCall, terms: Float[Array, "B T N"]) -> Float[Array, "B N"]:
-        """Sums of one number per row."""
-        return sums_of_rows(self.schedule(call, False), terms)
+        """Sums of one number per row; NaN where two queries have one position."""
+        of = self.schedule(call, False)
+        asked, there = of.asked, of.asked.positions >= 0
+        terms = jnp.where(there[..., None], asked.spread(terms), 0.0)
+        found = of.computed(lambda x: x.sum(2), terms)
+        numbers = jnp.where(there.any(-1), asked.numbers, -1)
+        numbers = jnp.broadcast_to(numbers, found.shape[:2])
+        return asked.checked(without_signs(jax.vmap(tree_sum)(numbers, found)))
 
     def bias_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
         """The gradient of the bias, if the kernel takes one."""
@@ -164,7 +161,6 @@ class AbstractCanonical(AbstractKernel):
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
-        """The tangent of the state, folded over leaves."""
         if _is_empty(call.operands):
             return AttentionState(*map(jnp.zeros_like, state))
         return self.tangent_fold(call, state, directions).whole()
@@ -172,7 +168,6 @@ class AbstractCanonical(AbstractKernel):
     def tangent_fold(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AbstractRowsFold:
-        """The tangent of each row over leaves."""
         of, width = self.schedule(call, self.in_order), state.out.shape[-1]
         scores = of.scores(directions)
         program = programs.along(of.arithmetic, scores, of.width_of(width), state.out.dtype)
@@ -192,7 +187,6 @@ def _keys(operands: Operands) -> Blocks:
 
 
 def backward_rows(operands: Operands, state: AttentionState, cotangent: AttentionState) -> Blocks:
-    """Per-row inputs of the backward pass."""
     d_out = cotangent.out.astype(operands.value.dtype)
     rows = {"query": operands.query, "d_out": d_out, "out": state.out, "lse": state.lse}
     return rows | given(d_lse=cotangent.lse)
@@ -219,19 +213,17 @@ class PerHeadSums(NamedTuple):
     numbers: Int[Array, "B N"]
 
     def summed(self) -> Any:
-        """The sum over all."""
         found, numbers = jax.tree.map(lambda x: lax.collapse(x, 0, 2), self)
         return tree_sum(numbers, found)
 
     def of_heads(self) -> Any:
-        """The sum of each head over the batch, `[N, ...]`."""
         return jax.vmap(tree_sum, (1, 1))(self.numbers, self.found)
 
 
 def tree_sum(numbers: Int[Array, " items"], items: PyTree[Array]) -> Any:
     """The sum of numbered items, by the canonical tree."""
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), items)
-    return tree.folded(numbers, items, zeros, lambda x, y: jax.tree.map(jnp.add, x, y))
+    return tree.folded(numbers, items, zeros, programs.add)
 
 
 def unit_numbers(operands: Operands) -> Int[Array, "B N"]:
@@ -249,13 +241,3 @@ def unit_indices(operands: Operands) -> tuple[Int[Array, " B"], Int[Array, " N"]
             f"sinks, biases and scores beside reproducible=True, got {batch} and {heads}"
         )
     return operands.part_indices()
-
-
-def sums_of_rows(of: AbstractSchedule, terms: Float[Array, "B T N"]) -> Float[Array, "B N"]:
-    """Sums of one number per row, for each head and batch entry; NaN where two queries have one position."""
-    there = of.asked.positions >= 0
-    terms = jnp.where(there[..., None], of.asked.spread(terms), 0.0)
-    found = of.computed(lambda x: x.sum(2), terms)
-    numbers = jnp.where(there.any(-1), of.asked.numbers, -1)
-    numbers = jnp.broadcast_to(numbers, found.shape[:2])
-    return of.asked.checked(without_signs(jax.vmap(tree_sum)(numbers, found)))

@@ -7,14 +7,14 @@ A program is the same text for calls of all lengths: none of these functions is 
 
 import abc
 import dataclasses
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ..call._state import holds_keys, safe_shift, unfused
 
@@ -31,47 +31,32 @@ class FoldResult(NamedTuple):
 
 
 class FoldProgram(NamedTuple):
-    """A fold of one partial for each tile of the other side.
+    """A fold of one partial for each tile of the other side."""
 
-    Attributes:
-        name: of the kernel.
-        term: the partial of two tiles and of their pairs, added to one before it in the same leaf, if any.
-        merge: that of two partials; merging `identity` changes no bit.
-        finish: the results, of the own tile and of the folded partial.
-        identity: the numbers that fill the partial of nothing.
-        widths: of the arrays of a partial, None for a number of each row.
-        results: their types.
-        to_partials: results are partials, of which those of absent rows are anything.
-        of_partials: tiles of the other side are such results.
-    """
-
-    name: str
+    name: str  # of the kernel
+    # the partial of two tiles and of their pairs, added to one before it in the same leaf, if any
     term: Callable[..., Partial]
+    # the partial of both; merging `identity` changes no bit
     merge: Callable[[Partial, Partial], Partial]
+    # the results, of the own tile and of the folded partial
     finish: Callable[[Blocks, Partial], tuple[Array, ...]]
-    identity: tuple[float, ...]
-    widths: tuple[int | None, ...]
-    results: tuple[FoldResult, ...]
-    to_partials: bool = False
-    of_partials: bool = False
+    identity: tuple[float, ...]  # the numbers that fill the partial of nothing
+    widths: tuple[int | None, ...]  # of the arrays of a partial, None for a number of each row
+    results: tuple[FoldResult, ...]  # their types
+    to_partials: bool = False  # results are partials, of which those of absent rows are anything
+    of_partials: bool = False  # tiles of the other side are such results
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The last axes of the arrays of a partial."""
         return tuple(1 if x is None else x for x in self.widths)
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic(abc.ABC):
-    """How a platform multiplies, sums and rounds tiles. The default leaves rounding to the compiler.
+    """How a platform multiplies, sums and rounds tiles. The default leaves rounding to the compiler."""
 
-    Attributes:
-        dtype: of sums and of numbers of rows.
-        keeps_rest: whether a state has the rounding error of `lse`, too.
-    """
-
-    dtype: DTypeLike = jnp.float32
-    keeps_rest: bool = False
+    dtype: DTypeLike = jnp.float32  # of sums and of numbers of rows
+    keeps_rest: bool = False  # whether a state has the rounding error of `lse`, too
 
     @abc.abstractmethod
     def dot(self, a: Array, b: Array, over: tuple[int, int]) -> Array:
@@ -139,8 +124,13 @@ def softmax(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeL
             sums = before[1] * decay + sums[0], before[2] * decay + sums[1]
         return maximum, *sums
 
-    def merge(x: Partial, y: Partial) -> Partial:
-        return merge_softmax(a, x, y)
+    def merge(left: Partial, right: Partial) -> Partial:
+        # exactly one of them where the other is over nothing
+        maximum = jnp.maximum(left[0], right[0])
+        x, y = _decay(a, left[0], maximum), _decay(a, right[0], maximum)
+        # each rounded, so that a node has the same bits in all kernels
+        pairs = zip(left[1:], right[1:], strict=True)
+        return maximum, *(unfused(p * x) + unfused(q * y) for p, q in pairs)
 
     def finish(rows: Blocks, partial: Partial) -> tuple[Array, ...]:
         if "sink" in rows:
@@ -163,15 +153,6 @@ def softmax(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeL
     results = FoldResult(width, dtype), *numbers
     identity, widths = (-jnp.inf, 0.0, 0.0), (None, None, width)
     return FoldProgram("softmax", term, merge, finish, identity, widths, results)
-
-
-def merge_softmax(a: Arithmetic, left: Partial, right: Partial) -> Partial:
-    """The softmax over both; exactly one of them where the other is over nothing."""
-    maximum = jnp.maximum(left[0], right[0])
-    x, y = _decay(a, left[0], maximum), _decay(a, right[0], maximum)
-    # each rounded, so that a node has the same bits in all kernels
-    pairs = zip(left[1:], right[1:], strict=True)
-    return maximum, *(unfused(p * x) + unfused(q * y) for p, q in pairs)
 
 
 def _decay(a: Arithmetic, old: Array, new: Array) -> Array:
@@ -312,9 +293,8 @@ def sink_terms(a: Arithmetic, rows: Blocks) -> Array:
     return unfused(a.each(jnp.exp, rows["sink"] - lse.mT) * -delta.mT)
 
 
-def add(left: Partial, right: Partial) -> Partial:
-    """The sum of each pair."""
-    return tuple(map(operator.add, left, right))
+def add(left: PyTree[Array], right: PyTree[Array]) -> Any:
+    return jax.tree.map(jnp.add, left, right)
 
 
 def _added(before: Partial | None, partial: Partial) -> Partial:

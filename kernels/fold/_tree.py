@@ -10,6 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Bool, Int
 
 from .._slice import slice_at
@@ -24,18 +27,12 @@ class Fold(NamedTuple):
 
     At level `l` of the tree a node holds the items of numbers from `i 2^l` to `(i + 1) 2^l`. Items come in the order
     of their numbers, so that the nodes that wait for their right neighbour are at most one a level.
-
-    Attributes:
-        waiting: the nodes that wait, those of higher levels first, `[depth, ...]` each.
-        held: the levels at which one waits, as bits.
-        node: that of the last item, at level 0.
-        last: its number.
     """
 
-    waiting: Any
-    held: Int[Array, ""]
-    node: Any
-    last: Int[Array, ""]
+    waiting: Any  # the nodes that wait, those of higher levels first, `[depth, ...]` each
+    held: Int[Array, ""]  # the levels at which one waits, as bits
+    node: Any  # that of the last item, at level 0
+    last: Int[Array, ""]  # its number
 
 
 def start(identity: Any, depth: int, first: Int[Array, ""]) -> Fold:
@@ -64,16 +61,15 @@ def result(fold: Fold, merge: Merge) -> Any:
 
 def folded(numbers: Int[Array, " items"], items: Any, identity: Any, merge: Merge) -> Any:
     """The fold of items in any order; items of negative number are absent."""
-    order = jnp.argsort(numbers)
+    order, count = jnp.argsort(numbers), len(numbers)
     absent = (numbers < 0).sum(dtype=jnp.int32)
-    first = numbers[order[jnp.minimum(absent, len(numbers) - 1)]]
 
-    def add(i: Array, fold: Fold) -> Fold:
-        item = jax.tree.map(lambda x: x[order[i]], items)
-        return insert(fold, numbers[order[i]], item, merge)
+    def item(i: Array) -> Any:
+        return jax.tree.map(lambda x: x[order[i]], items)
 
-    begin = start(identity, min(len(numbers), 32), first)
-    return result(lax.fori_loop(absent, jnp.full_like(absent, len(numbers)), add, begin), merge)
+    between = absent, jnp.full_like(absent, count)
+    live = jnp.arange(count + 1, dtype=absent.dtype)
+    return fold_live(live, numbers[order], item, identity, min(count, 32), merge, between)
 
 
 def fold_live(
@@ -110,7 +106,6 @@ def is_below(low: Array, high: Array) -> Array:
 
 
 def depth_of(count: int) -> int:
-    """Number of nodes that a fold over `count` consecutive items keeps."""
     return (count - 1).bit_length() + 1
 
 
@@ -137,15 +132,12 @@ class PositionSlots:
 
     By default tokens may be in any order, and those of negative position have no slot; there is a tile more than they
     would fill, as they may begin in the middle of one. In an array in the order of positions, token `i` is in slot `i`.
-
-    Attributes:
-        positions: of the tokens, -1 for an empty slot, `[#B, tiles, size]`.
-        numbers: of the tiles, in the tree over all; of tiles with a token they increase, `[#B, tiles]`.
-        tiles: how many there are.
-        depth: how many nodes a fold over them keeps.
-        tokens: the token in each slot; some token for an empty one, `[#B, tiles, size]`.
-        scattered: whether tokens may be in any order.
     """
+
+    positions: Int[Array, "_ tiles size"]  # of the tokens, -1 for an empty slot
+    numbers: Int[Array, "_ tiles"]  # in the tree over all; of tiles with a token they increase
+    tokens: Int[Array, "_ tiles size"]  # the token in each slot; some token for an empty one
+    depth: int  # how many nodes a fold over the tiles keeps
 
     def __init__(self, positions: Int[Array, "b length"], size: int, counted: bool, sorted_: bool):
         """`counted`: positions are indices, so that numbers of tiles are, too."""
@@ -181,12 +173,11 @@ class PositionSlots:
         """Lays `[B, S, ...]` out as `[B, tiles, size, ...]`; empty slots have `fill` or anything."""
         if self.scattered:
             batch = max(len(x), len(self.tokens))
-            token = jnp.broadcast_to(
-                self.tokens.reshape(len(self.tokens), -1), (batch, self._slots)
-            )
+            token = self.tokens.reshape(len(self.tokens), -1)
+            token = jnp.broadcast_to(token, (batch, token.shape[1]))
             x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
             x = jnp.take_along_axis(x, _like(token, x), 1)
-        elif missing := self._slots - self._length:
+        elif missing := self.tiles * self._size - self._length:
             pads = (0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)
             x = jnp.pad(x, pads, constant_values=fill)
         return x.reshape(len(x), self.tiles, self._size, *x.shape[2:])
@@ -200,18 +191,16 @@ class PositionSlots:
 
         def as_read(x: Array) -> Array:
             # in the branches that slice it, where XLA fuses this with the slice
-            return jnp.where(present[:, None, None], x.astype(dtype), 0).transpose(1, 0, 2)
+            x = jnp.where(present[:, None, None], x.astype(dtype), 0)
+            return as_written(x.transpose(1, 0, 2), "cpu")
 
         def sliced(first: Array, size: int) -> Callable[[], Arrays]:
             zero = jnp.zeros_like(first)
 
             def one(x: Array) -> Array:
                 width = x.shape[3] // parts
-                corner, sizes = (
-                    (batch, first, zero, zero + index * width),
-                    (1, size, x.shape[2], width),
-                )
-                x = slice_at(x, corner, sizes)[0]
+                corner = batch, first, zero, zero + index * width
+                x = slice_at(x, corner, (1, size, x.shape[2], width))[0]
                 pads = (0, self._size - size), (0, 0), (0, 0)
                 return as_read(jnp.pad(x, pads) if size < self._size else x)
 
@@ -244,19 +233,11 @@ class PositionSlots:
         present = entry(self.positions, batch).reshape(-1)[: self._length] >= 0
         return jnp.where(_like(present, x), x[: self._length], 0.0)
 
-    def unlaid(self, x: Array) -> Array:
-        """`taken` for all batch entries: `[B, tiles * size, ...]` to `[B, S, ...]`."""
-        return jax.vmap(self.taken)(x, jnp.arange(len(x), dtype=jnp.int32))
-
     def checked(self, x: Array) -> Array:
         """`x` with NaN in batch entries where two tokens have one slot, or tokens are in too many tiles."""
         if not self.scattered:
             return x
         return jnp.where(self._sound.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
-
-    @property
-    def _slots(self) -> int:
-        return self.tiles * self._size
 
 
 def entry(x: Array, batch: Array) -> Array:
@@ -277,3 +258,31 @@ def _first(token: Array, length: int) -> Array:
     low = jnp.where(token >= 0, shift, length).min(-1)
     high = jnp.where(token >= 0, shift, -size).max(-1)
     return jnp.where((low == high) & (low >= 0) & (low <= length - size), low, -1)
+
+
+def as_written(part: Array, platform: str = "tpu") -> Array:
+    """A part of an array, cut in a loop over its parts, with its axes in memory in their order.
+
+    Else XLA:TPU copies the whole array before the loop, in the layout that it prefers for the part, and XLA:CPU the
+    part, if its axes were transposed. They are free to in exported programs: JAX does not serialise such a wish.
+    """
+    return as_written_p.bind(part, platform=platform)
+
+
+def _lower(ctx: mlir.LoweringRuleContext, x: Any, *, platform: str) -> Any:
+    module = ctx.module_context
+    if module.lowering_parameters.for_export or tuple(module.platforms) != (platform,):
+        return [x]
+
+    def constrained(x: Array) -> Array:
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+    return mlir.lower_fun(constrained, multiple_results=False)(ctx, x)
+
+
+as_written_p = Primitive("as_written")
+as_written_p.def_impl(lambda x, platform: x)
+as_written_p.def_abstract_eval(lambda x, platform: x)
+ad.deflinear2(as_written_p, lambda cotangent, _, platform: [cotangent])
+batching.defvectorized(as_written_p)
+mlir.register_lowering(as_written_p, _lower)

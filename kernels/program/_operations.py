@@ -17,10 +17,7 @@ from ._read import CALLS, Rule, bind, interpret, without_mesh
 class ProgramValue:
     """A value of a program: equal to itself alone.
 
-    Attributes:
-        shape, dtype: of an array.
-        reads: the names of the inputs that it depends on.
-        known: what it is, where that depends on constants alone; else None.
+    `reads` are the names of the inputs that it depends on; `known` is what it is, if that depends on constants alone.
     """
 
     def __init__(self, type_: Any, reads: Iterable[str] = (), known: Any = None):
@@ -43,7 +40,6 @@ class Operation(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether its outputs are constants."""
         return bool(self.outputs) and all(x.known is not None for x in self.outputs)
 
     @property
@@ -120,7 +116,7 @@ def value_of(values: dict[ProgramValue, Any], x: ProgramValue) -> Any:
 def run(
     operations: Iterable[Operation], values: dict[ProgramValue, Any], rule: Rule = bind
 ) -> None:
-    """Evaluates operations in order and adds the values of their outputs to `values`."""
+    """Adds the values of the outputs of operations to `values`."""
     for x in operations:
         found = rule(x.equation, [value_of(values, y) for y in x.inputs])
         values |= zip(x.outputs, found, strict=True)

@@ -37,13 +37,8 @@ def interpret(
 ) -> list[Any]:
     """The outputs of a jaxpr, whose equations `rule` evaluates in order.
 
-    Args:
-        jaxpr: any program.
-        consts: the values of its constants.
-        inputs: what stands for its inputs.
-        rule: the outputs of an equation.
-        calls: the primitives whose functions are evaluated equation by equation in place of the call.
-        constant: what stands for a constant, or a number in the program, of a type; None: the value itself.
+    `inputs` may be anything that stands for its inputs, and `constant` gives what stands for a constant of a type: by
+    default the value. Functions of the primitives in `calls` are evaluated equation by equation.
     """
     constant = constant or (lambda x, _: x)
     values = dict(zip(jaxpr.invars, inputs, strict=True))

@@ -1,8 +1,9 @@
-"""Sums or maxima over keys of any function of a block of scores, which JAX differentiates."""
+"""Reductions over the keys of one call or of two: means, covariances, sums and maxima of functions of scores."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -10,25 +11,32 @@ from jaxtyping import Array, Float
 from .._varying import vary_together
 from ..call._kernel import Candidate
 from ..call._operands import Operands, Settings
-from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype, precision
+from ..call._state import (
+    AttentionState,
+    CovarianceState,
+    exp_from,
+    holds_keys,
+    lse_dtype,
+    precision,
+)
 from ..dispatch._registry import attend
-from ..xla._blocks import BlockedOperands, outer
+from ..xla._blocks import (
+    Arrays,
+    BlockedOperands,
+    outer,
+    product,
+    reduce_blocks,
+    reduced_of_nothing,
+)
 from ..xla._grid import Index
-from ..xla._reduce import Arrays, reduce_blocks, reduced_of_nothing
 
 
 class ScoreBlock(NamedTuple):
-    """Scores and values of some rows (queries of some heads) and some keys.
+    """Scores and values of some rows (queries of some heads) and some keys."""
 
-    Attributes:
-        scores: $s_a$, minus infinity where a row does not see a key.
-        weights: $P_a = e^{s_a - F}$, zero where a row does not see a key.
-        value: the values of these keys, in the dtype of the scores.
-    """
-
-    scores: Float[Array, "B rows keys"]
-    weights: Float[Array, "B rows keys"]
-    value: Float[Array, "B keys width"]
+    scores: Float[Array, "B rows keys"]  # $s_a$, minus infinity where a row does not see a key
+    weights: Float[Array, "B rows keys"]  # $P_a = e^{s_a - F}$, zero where a row does not see a key
+    value: Float[Array, "B keys width"]  # the values of these keys, in the dtype of the scores
 
 
 # From a block, and arrays with an entry for each row, to the terms to be summed: [B, rows, outputs].
@@ -52,13 +60,8 @@ def expectation(
     States of disjoint keys merge as those of attention do, if `block_sums` is linear in the weights and `rows`
     are the same for all. Raises as `attend`.
 
-    Args:
-        block_sums: $\sum_a P_a f_a$ over one block, `block_sums(block, *rows)`.
-        width: the size of $f_a$.
-        names: the implementations of attention to try, for the energies.
-        settings: of the call.
-        operands: of the call.
-        *rows: more arguments of `block_sums`, `[B, T, N, W]` each.
+    `block_sums(block, *rows)` is $\sum_a P_a f_a$ over one block, and `width` the size of $f_a$. The implementations
+    in `names` are tried for the energies.
     """
     state = attend(names, settings, operands)
     return AttentionState(
@@ -98,9 +101,7 @@ def weighted_mean(
         found = block_sums(ScoreBlock(scores, weights, value), *rows)
         return jnp.concatenate([found, weights.sum(-1, keepdims=True)], -1)
 
-    return mean_of_sums(
-        _reduce_blocks(sums, jnp.add, 0.0, width + 1, settings, operands, shift, *rows)
-    )
+    return mean_of_sums(score_sums(sums, width + 1, settings, operands, shift, *rows))
 
 
 def weight_shift(lse: Array) -> Array:
@@ -120,9 +121,25 @@ def score_sums(
     settings: Settings,
     operands: Operands,
     *rows: Float[Array, "B T N _"],
+    join: Callable[[Array, Array], Array] = jnp.add,
+    start: float = 0.0,
 ) -> Float[Array, "B T N width"]:
-    """The sum over all keys of `block_sums(scores, value, *rows)`, `[B, rows, width]` for each block."""
-    return _reduce_blocks(block_sums, jnp.add, 0.0, width, settings, operands, *rows)
+    """The sum over all keys of `block_sums(scores, value, *rows)`, `[B, rows, width]` for each block.
+
+    `join` joins those of two blocks, from `start` on.
+    """
+    operands, rows = vary_together((operands, rows))
+    empty = reduced_of_nothing(operands, start, (width,))
+    if empty is not None:
+        return empty[0]
+    blocks = BlockedOperands(operands, settings)
+
+    def terms(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
+        return (block_sums(blocks.scores_of(query, key, index), *keys, *rows),)
+
+    query_len, dtype = operands.query.shape[1], lse_dtype(operands.query.dtype)
+    values = (blocks.value.astype(dtype),)
+    return reduce_blocks(terms, join, start, (width,), blocks, query_len, rows, values)[0]
 
 
 def support_function(
@@ -133,7 +150,13 @@ def support_function(
     Minus infinity for a fully masked row. Held constant in derivatives.
     """
     operands, direction = lax.stop_gradient((operands, direction))
-    return _reduce_blocks(_largest, jnp.maximum, -jnp.inf, 1, settings, operands, direction)[..., 0]
+
+    def largest(scores: Array, value: Array, direction: Array) -> Array:
+        products = outer(direction, value, precision(direction.dtype))
+        return jnp.where(jnp.isneginf(scores), -jnp.inf, products).max(-1, keepdims=True)
+
+    args = largest, 1, settings, operands, direction
+    return score_sums(*args, join=jnp.maximum, start=-jnp.inf)[..., 0]
 
 
 def score_maximum(settings: Settings, operands: Operands) -> Float[Array, "B T N"]:
@@ -141,38 +164,141 @@ def score_maximum(settings: Settings, operands: Operands) -> Float[Array, "B T N
 
     Differentiable: where several scores are largest, it moves as their mean or another convex combination.
     """
-    return _reduce_blocks(_largest_score, jnp.maximum, -jnp.inf, 1, settings, operands)[..., 0]
+
+    def largest(scores: Array, value: Array) -> Array:
+        del value
+        return scores.max(-1, keepdims=True)
+
+    return score_sums(largest, 1, settings, operands, join=jnp.maximum, start=-jnp.inf)[..., 0]
 
 
-def _largest_score(scores: Array, value: Array) -> Array:
-    del value
-    return scores.max(-1, keepdims=True)
+def covariance(
+    names: Sequence[Candidate], settings: Settings, operands: Operands
+) -> CovarianceState:
+    r"""$\nabla^2 F$, $\nabla F$ and $F$: attention, and a second pass over the keys.
+
+    The matrix, $O(T N H^2)$ numbers, is summed block by block. Raises as `attend`.
+    """
+    operands, origin = centred(operands)
+    out, lse = attend(names, settings, operands)
+    width = out.shape[-1]
+    matrix = weighted_mean(_scatter, width * width, settings, operands, lse, out)
+    matrix = matrix.reshape(*out.shape, width)
+    matrix = (matrix + matrix.swapaxes(-1, -2)) / 2
+    origin = jnp.repeat(origin, out.shape[2] // operands.key.shape[2], axis=2)
+    out = jnp.where(holds_keys(lse)[..., None], out + origin, 0.0)
+    return CovarianceState(matrix.astype(out.dtype), out, lse)
 
 
-def _largest(scores: Array, value: Array, direction: Array) -> Array:
-    products = outer(direction, value, precision(direction.dtype))
-    return jnp.where(jnp.isneginf(scores), -jnp.inf, products).max(-1, keepdims=True)
+def centred(arrays: Any) -> tuple[Any, Array]:
+    """`arrays` with values relative to the middle of their range, and that origin.
+
+    Covariances and higher cumulants do not depend on the origin; their rounding errors do. It is
+    `[..., 1, K, Hv]`, and 0 where values are not finite.
+    """
+    value = arrays.value
+    if value.shape[-3] == 0:
+        return arrays, value.sum(-3, keepdims=True)
+    # Not jnp.mean, which XLA rounds differently in different fusions.
+    middle = 0.5 * (value.max(-3, keepdims=True) + value.min(-3, keepdims=True))
+    origin = lax.stop_gradient(jnp.where(jnp.isfinite(middle), middle, 0.0))
+    return arrays._replace(value=value - origin), origin
 
 
-def _reduce_blocks(
-    block_terms: Callable[..., Array],
-    join: Callable[[Array, Array], Array],
-    start: float,
-    width: int,
+def _scatter(block: ScoreBlock, mean: Array) -> Array:
+    values = block.value
+    exact = precision(values.dtype)
+
+    # One factor is relative to the mean of each row; one column of the matrix at a time.
+    @jax.checkpoint
+    def column(column_values: tuple[Array, Array]) -> Array:
+        value, centre = column_values
+        centred_column = value[:, None, :] - centre[:, :, None]
+        return product(block.weights * centred_column, values, exact)
+
+    columns = lax.map(column, (jnp.moveaxis(values, -1, 0), jnp.moveaxis(mean, -1, 0)))
+    return jnp.moveaxis(columns, 0, 2).reshape(*mean.shape[:2], -1)
+
+
+def cross_sums(
+    other_settings: Settings,
     settings: Settings,
     operands: Operands,
-    *rows: Array,
+    other: Operands,
+    lse: Float[Array, "B T N"],
+) -> Float[Array, "B T N 4"]:
+    r"""Sums over the keys of a call: of what the other does not see, of its scores, of another's, and of the weights.
+
+    $$\#\{a : s'_a = -\infty < s_a\}, \qquad \sum_a w_a s_a, \qquad \sum_{a \text{ seen by both}} w_a s'_a,
+      \qquad \sum_a w_a, \qquad w_a = e^{s_a - \mathrm{lse}}$$
+
+    Block by block, with as many heads of keys in both. The first counts a key whose weight rounds to zero, too.
+    `mean_of_sums` divides by the last, which is 1 but for the rounding of `lse`.
+    """
+
+    def terms(own: Array, weights: Array, apart: Callable[[], Array], seen: Any) -> Sequence[Array]:
+        del seen
+        scores = apart()
+        missing, hidden = jnp.isneginf(scores), jnp.isneginf(own)
+        return (
+            (missing & ~hidden).astype(weights.dtype),
+            weights * jnp.where(hidden, 0.0, own),
+            weights * jnp.where(missing | hidden, 0.0, scores),
+            weights,
+        )
+
+    return _cross(terms, 4, other_settings, settings, operands, other, lse)
+
+
+def sums_over_seen(
+    other_settings: Settings,
+    settings: Settings,
+    operands: Operands,
+    other: Operands,
+    lse: Float[Array, "B T N"],
+) -> Float[Array, "B T N 2"]:
+    r"""Sums of the weights $e^{s_a - \mathrm{lse}}$ over the keys that another call sees, and over all keys."""
+
+    def terms(own: Array, weights: Array, apart: Any, seen: Callable[[], Array]) -> Sequence[Array]:
+        del own, apart
+        return jnp.where(seen(), weights, 0.0), weights
+
+    args = other_settings, settings, operands, other._replace(bias=None), lse
+    return _cross(terms, 2, *args)
+
+
+def _cross(
+    terms: Callable[..., Sequence[Array]],
+    width: int,
+    other_settings: Settings,
+    settings: Settings,
+    operands: Operands,
+    other: Operands,
+    lse: Array,
 ) -> Array:
-    operands, rows = vary_together((operands, rows))
-    empty = reduced_of_nothing(operands, start, (width,))
+    """Sums of `terms(scores, weights, apart, seen)`: the other call's scores are `apart()`, what it sees `seen()`."""
+    operands, other, lse = vary_together((operands, other, lse))
+    query_len, key_len = operands.query.shape[1], operands.key.shape[1]
+    empty = reduced_of_nothing(operands, 0.0, (width,))
     if empty is not None:
         return empty[0]
     blocks = BlockedOperands(operands, settings)
+    others = BlockedOperands(other, other_settings, on=blocks.grid)
 
-    def terms(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
-        return (block_terms(blocks.scores_of(query, key, index), *keys, *rows),)
+    def block_terms(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
+        (shift, other_query), (other_key,) = rows, keys
+        own = blocks.scores_of(query, key, index)
 
-    query_len, dtype = operands.query.shape[1], lse_dtype(operands.query.dtype)
-    values = (blocks.value.astype(dtype),)
-    (result,) = reduce_blocks(terms, join, start, (width,), blocks, query_len, rows, values)
-    return result
+        def apart() -> Array:
+            return others.scores_of(other_query, other_key, index)
+
+        def seen() -> Array:
+            return ~jnp.isneginf(others.masked(jnp.zeros_like(own), None, index))
+
+        found = terms(own, exp_from(own, shift), apart, seen)
+        return (jnp.stack([x.sum(-1) for x in found], -1),)
+
+    # without the padding of blocks, with zeros where they are absent
+    shift = weight_shift(lse)[..., None]
+    rows, keys = (shift, others.query[:, :query_len]), (others.key[:, :key_len],)
+    return reduce_blocks(block_terms, jnp.add, 0.0, (width,), blocks, query_len, rows, keys)[0]

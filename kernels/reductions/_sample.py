@@ -1,4 +1,4 @@
-"""Keys drawn from the attention weights, block by block.
+"""Keys drawn from the attention weights, block by block; and the weights of given keys.
 
 The key of the largest sum of its score and of noise of Gumbel's distribution is a draw from the weights. The noise
 depends on the row's seed, the key's index and the draw alone, so that draws do not depend on blocks or devices.
@@ -13,22 +13,19 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Int, UInt32
 
 from .._varying import vary_together
-from ..call._operands import Operands, Settings
-from ..call._state import lse_dtype
+from ..call._operands import Operands, Settings, hide_unreachable, zero_absent
+from ..call._state import holds_keys, lse_dtype
 from ..xla._blocks import BlockedOperands
-from ..xla._grid import Index, join_queries, numbers, pad_queries, take_queries
+from ..xla._grid import numbers
+from ..xla._reference import dense_scores
 
 
 class Draw(NamedTuple):
-    """Keys drawn for each row, and their sums of score and noise.
+    """Keys drawn for each row, and their sums of score and noise."""
 
-    Attributes:
-        indices: of the keys; -1 for a fully masked row, or where a score is NaN.
-        sums: minus infinity for a fully masked row.
-    """
-
+    # of the keys; -1 for a fully masked row, or where a score is NaN
     indices: Int[Array, "*batch number"]
-    sums: Float[Array, "*batch number"]
+    sums: Float[Array, "*batch number"]  # minus infinity for a fully masked row
 
 
 def sample(
@@ -49,17 +46,19 @@ def sample(
         return _nothing(operands.query, (batch, query_len, heads, number))
     blocks = BlockedOperands(operands, settings)
     g = blocks.grid
-    seeds = pad_queries(g, seeds)
+    seeds = g.pad_queries(seeds)
 
-    def one_block_of_queries(query_index: Index) -> Draw:
-        row_seeds = take_queries(g, seeds, query_index)
+    def one_block_of_queries(n: Array) -> Draw:
+        query_index = blocks.index_of_queries(n)
+        row_seeds, query = (g.take_queries(x, query_index) for x in (seeds, blocks.query))
 
         def one_block_of_keys(drawn: Draw, j: Array) -> tuple[Draw, None]:
             index = query_index._replace(key=j)
 
             def draw() -> Draw:
                 start = j.astype(jnp.int32) * g.keys + first
-                return merge_draws(drawn, _draw(number, blocks.scores(index), row_seeds, start))
+                scores = blocks.scores_of(query, g.take_keys(blocks.key, index), index)
+                return merge_draws(drawn, _draw(number, scores, row_seeds, start))
 
             meet = blocks.meet(index)
             return (draw() if meet is None else lax.cond(meet, draw, lambda: drawn)), None
@@ -67,11 +66,8 @@ def sample(
         start = _nothing(blocks.query, (batch, g.rows, number))
         return lax.scan(one_block_of_keys, start, numbers(g.key_blocks))[0]
 
-    def one_head(h: Array) -> Draw:
-        return lax.map(lambda i: one_block_of_queries(Index(h, i, i)), numbers(g.query_blocks))
-
-    found = lax.map(one_head, numbers(g.kv_heads))
-    return Draw(*(join_queries(g, x, query_len) for x in found))
+    found = lax.map(one_block_of_queries, numbers(g.kv_heads * g.query_blocks))
+    return Draw(*(g.join_queries(x, query_len) for x in found))
 
 
 def _nothing(like: Array, shape: tuple[int, ...]) -> Draw:
@@ -122,3 +118,48 @@ def gumbel(
     # close to 0, where the largest sums are from, floating numbers are dense
     chance = jnp.minimum(chance, 1 - jnp.finfo(dtype).epsneg)
     return -jnp.log(-jnp.log1p(-chance))
+
+
+def weights_of_keys(
+    axes: tuple[str, ...],
+    settings: Settings,
+    operands: Operands,
+    lse: Float[Array, "B T N"],
+    index: Int[Array, "B T N keys"],
+) -> Float[Array, "B T N keys"]:
+    r"""The weights $P_a = e^{s_a - \mathrm{lse}}$ of the keys of given indices, 0 for those that are not here.
+
+    The indices are the same for all rows. Each device along the mesh axes `axes` has an equal share of the keys.
+    """
+    operands, lse, index = vary_together((operands, lse, index))
+    number = operands.key.shape[1]
+    if 0 in (*index.shape, number):
+        return lax.full_like(lse, 0.0, shape=index.shape)
+    index = index[0, 0, 0]
+    if axes:
+        index = index - lax.axis_index(axes).astype(index.dtype) * number
+    here = (index >= 0) & (index < number)
+    operands = take_keys(settings, operands, jnp.where(here, index, 0))
+    operands = zero_absent(hide_unreachable(operands, settings))
+    lse = jnp.where(holds_keys(lse), lse, jnp.inf)[..., None]
+    return jnp.where(here, jnp.exp(dense_scores(settings, operands) - lse), 0.0)
+
+
+def take_rows(settings: Settings, operands: Operands, index: Int[Array, " rows"]) -> Operands:
+    """The operands with the queries of given indices; queries out of range are NaN."""
+    size = operands.query.shape[1]
+    operands = operands.positioned(settings.compares)
+    return operands.map_queries(lambda x, axis: _take(x, index, axis, size))
+
+
+def take_keys(settings: Settings, operands: Operands, index: Int[Array, " keys"]) -> Operands:
+    """The operands with the keys of given indices, which are in range."""
+    size = operands.key.shape[1]
+    operands = operands.positioned(settings.compares)
+    return operands.map_keys(lambda x, axis: _take(x, index, axis, size))
+
+
+def _take(x: Array, index: Array, axis: int, size: int) -> Array:
+    if x.shape[axis] != size:  # broadcast
+        return x
+    return jnp.take(x, index, axis, mode="fill")

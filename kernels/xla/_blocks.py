@@ -1,4 +1,4 @@
-"""The scores of a call in blocks."""
+"""The scores of a call in blocks, which keys of a block each of its queries sees, and sums over blocks."""
 
 import functools
 from collections.abc import Callable
@@ -7,25 +7,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Bool, PyTree
 
 from .._slice import Corner, add_at, slice_at
-from ..call._operands import Operands, Settings, bound_score, present_keys, zero_absent
-from ..call._state import lse_dtype, precision, unfused
-from ..scores._abstract import At
-from ._block_visibility import BlockVisibility, with_block_positions
-from ._grid import (
-    BLOCK_SIZES,
-    BlockSizes,
-    Grid,
-    Index,
-    grid,
-    pad,
-    pad_keys,
-    pad_queries,
-    take_keys,
-    take_queries,
+from ..call._operands import (
+    Operands,
+    Settings,
+    all_meet,
+    bound,
+    bound_score,
+    hide_unreachable,
+    present_keys,
+    zero_absent,
 )
+from ..call._state import lse_dtype, precision, unfused
+from ..masks._abstract import Interval
+from ..masks._visibility import may_meet, meeting, visible
+from ..scores._abstract import At
+from ._grid import BLOCK_SIZES, BlockSizes, Grid, Index, grid, numbers, pad
+
+
+def with_block_positions(operands: Operands, settings: Settings, grid: Grid) -> Operands:
+    """Operands with the positions that blocks read; None where a block computes them from its index."""
+    if all_meet(operands, settings):
+        return operands
+    operands = hide_unreachable(operands, settings)
+    # keys that pad the last block are absent
+    return operands.positioned(settings.compares or _pads(grid, operands))
+
+
+def _pads(grid: Grid, operands: Operands) -> bool:
+    return grid.keys * grid.key_blocks != operands.key.shape[1]
 
 
 class BlockedOperands:
@@ -50,20 +62,31 @@ class BlockedOperands:
         self.outer = functools.partial(outer, precision=exact)
         self.product = functools.partial(product, precision=exact)
         self.operands = operands = with_block_positions(operands, settings, g)
-        self.visibility = BlockVisibility(operands, settings, g)
-        self.meet = self.visibility.meet
         zeroed = zero_absent(operands)
-        self.query = pad_queries(g, zeroed.query)
-        self.key = pad_keys(g, zeroed.key)
-        self.value = pad_keys(g, zeroed.value)
+        self.query = g.pad_queries(zeroed.query)
+        self.key, self.value = g.pad_keys(zeroed.key), g.pad_keys(zeroed.value)
+        self._lengths = operands.query.shape[1], operands.key.shape[1]
         present = present_keys(operands)
         if present is not None:
-            present = jnp.broadcast_to(present, (present.shape[0], operands.key.shape[1]))
-            present = pad(present, 1, g.keys * g.key_blocks)
-            present = present.reshape(present.shape[0], g.key_blocks, g.keys)
+            present = jnp.broadcast_to(present, (present.shape[0], self._lengths[1]))
+            present = g.pad_keys(present).reshape(present.shape[0], g.key_blocks, g.keys)
         self._present = present
-        self.bias = self.pad_scores(operands.bias)
-        self.mask = self.pad_scores(operands.mask)
+        self.bias, self.mask = self.pad_scores(operands.bias), self.pad_scores(operands.mask)
+        self._pads, self._rule = _pads(g, operands), bound(settings, operands)
+        tokens = operands.tokens
+        self._positions = self._cut(tokens.query_positions, tokens.key_positions, -1)
+        self._segments = self._cut(tokens.query_segments, tokens.key_segments, 0)
+        meet = meeting(self._rule, self._positions, self._segments)
+        self._meet = None if meet is None else meet.any(0)
+
+    def _cut(
+        self, queries: Array | None, keys: Array | None, fill: int
+    ) -> tuple[Array, Array] | None:
+        if queries is None or keys is None:
+            return None
+        g = self.grid
+        queries = g.pad_queries(queries, fill).reshape(-1, g.query_blocks, g.queries)
+        return queries, g.pad_keys(keys, fill).reshape(-1, g.key_blocks, g.keys)
 
     def full(self, fill: float, *shape: int) -> Array:
         """A constant to start a loop with, in the dtype of the scores.
@@ -73,27 +96,19 @@ class BlockedOperands:
         return lax.full_like(self.query, fill, dtype=lse_dtype(self.query.dtype), shape=shape)
 
     def index_of_queries(self, n: Array) -> Index:
-        """The index of the `n`-th block of queries, those of a key head being consecutive; `key` is `n`."""
+        """The index of the `n`-th block of queries, which come head after head; `key` is `n`."""
         queries = jnp.asarray(self.grid.query_blocks, n.dtype)
         return Index(lax.div(n, queries), lax.rem(n, queries), n)
 
     def take_values(self, values: Array, index: Index) -> Array:
         """One block of `values`, padded to whole blocks, with zeros in absent slots."""
-        block = take_keys(self.grid, values, index)
+        block = self.grid.take_keys(values, index)
         if self._present is None:
             return block
         return jnp.where(self._present[:, index.key, :, None], block, 0)
 
-    def scores(self, index: Index) -> Array:
-        """The scores of one block, `[B, rows, keys]`, minus infinity where a key is hidden."""
-        query, key = (
-            take_queries(self.grid, self.query, index),
-            take_keys(self.grid, self.key, index),
-        )
-        return self.scores_of(query, key, index)
-
     def scores_of(self, query: Array, key: Array, index: Index) -> Array:
-        """`scores`, from the queries and keys of the block."""
+        """The scores of one block, `[B, rows, keys]`, minus infinity where a key is hidden."""
         raw, added = self.products(query, key)
         if self.score is not None:
             raw = self.score(raw, self.indices(index))
@@ -114,24 +129,20 @@ class BlockedOperands:
         return scored * scale, added * scale
 
     def to_keys(self, queries: Array, d_raw: Array, d_scores: Array) -> Array:
-        """The cotangents `[B, W, keys]` of keys from those of products and scores; queries `[B, W, rows]`."""
+        """Cotangents of keys, `[B, W, keys]`, given queries `[B, W, rows]` and cotangents of products and scores."""
         width = self.settings.scored_width
         if width is None:
             return self.product(queries, d_raw)
         pairs = zip(_both_sides(width), (d_raw, d_scores), strict=True)
-        return jnp.concatenate(
-            [self.product(queries[:, x], cotangents) for x, cotangents in pairs], -2
-        )
+        return jnp.concatenate([self.product(queries[:, x], y) for x, y in pairs], -2)
 
     def to_queries(self, keys: Array, d_raw: Array, d_scores: Array) -> Array:
-        """The cotangents `[B, rows, W]` of queries from those of products and scores; keys `[B, keys, W]`."""
+        """Cotangents of queries, `[B, rows, W]`, given keys `[B, keys, W]` and cotangents of products and scores."""
         width = self.settings.scored_width
         if width is None:
             return self.product(d_raw, keys)
         pairs = zip(_both_sides(width), (d_raw, d_scores), strict=True)
-        return jnp.concatenate(
-            [self.product(cotangents, keys[..., x]) for x, cotangents in pairs], -1
-        )
+        return jnp.concatenate([self.product(y, keys[..., x]) for x, y in pairs], -1)
 
     def indices(self, index: Index) -> At:
         """Batch, head and positions of the scores of a block, for a score."""
@@ -144,7 +155,7 @@ class BlockedOperands:
         head = jnp.repeat(head, g.queries)[None, :, None]
         if self.settings.score is None or not self.settings.score.compares:
             return At(batch[:, None, None], head, None, None)  # pyright: ignore[reportArgumentType]
-        return At(batch[:, None, None], head, *self.visibility.positions(index))
+        return At(batch[:, None, None], head, *self.positions(index))
 
     def masked(self, scores: Array, added: Array | None, index: Index) -> Array:
         """The scores of a block plus `added`, minus infinity where a key is hidden."""
@@ -154,7 +165,54 @@ class BlockedOperands:
             scores = scores + self.score_block(self.bias, index).astype(scores.dtype)
         if self.mask is not None:
             scores = jnp.where(self.score_block(self.mask, index), scores, -jnp.inf)
-        return self.visibility.hide(scores, index)
+        return self._hide(scores, index)
+
+    def meet(self, index: Index) -> Bool[Array, ""] | None:
+        """Whether any query of the block may see any of its keys; None if all do."""
+        meet, g = None if self._meet is None else self._meet[index.query, index.key], self.grid
+        counts = self._positions is None and self.settings.mask.constrains
+        if not counts or g.query_blocks * g.key_blocks == 1:
+            return meet
+        first = self._first(index)
+        sizes = zip(first, (g.queries, g.keys), self._lengths, strict=True)
+        last = (jnp.minimum(x + size, length) - 1 for x, size, length in sizes)
+        by_position = may_meet(self._rule, *map(Interval, first, last))
+        return by_position if meet is None else meet & by_position
+
+    def _first(self, index: Index) -> tuple[Array, Array]:
+        queries, keys = (jnp.asarray(x, jnp.int32) for x in index[1:])
+        return queries * self.grid.queries, keys * self.grid.keys
+
+    def positions(self, index: Index) -> tuple[Array, Array]:
+        """The positions of a block's rows and keys, `[B or 1, rows, 1]` and `[B or 1, 1, keys]`."""
+        if self._positions is not None:
+            return self._facing(self._positions, index)
+        g = self.grid
+        sizes = (g.queries, g.query_blocks), (g.keys, g.key_blocks)
+        queries, keys = (
+            _counted(first, *size, length)
+            for first, size, length in zip(self._first(index), sizes, self._lengths, strict=True)
+        )
+        return jnp.tile(queries, g.group)[None, :, None], keys[None, None, :]
+
+    def _hide(self, scores: Array, index: Index) -> Array:
+        if self._positions is not None:
+            is_visible = visible(self._rule, *self.positions(index))
+            scores = jnp.where(is_visible, scores, -jnp.inf)
+        elif self.settings.mask.constrains or self._pads:
+            queries, keys = self.positions(index)
+            if self.settings.mask.constrains:
+                scores = jnp.where(self._rule.visible(queries, keys), scores, -jnp.inf)
+            if self._pads:
+                scores = jnp.where(keys >= 0, scores, -jnp.inf)
+        if self._segments is not None:
+            queries, keys = self._facing(self._segments, index)
+            scores = jnp.where(queries == keys, scores, -jnp.inf)
+        return scores
+
+    def _facing(self, numbers: tuple[Array, Array], index: Index) -> tuple[Array, Array]:
+        queries, keys = (x[:, i] for x, i in zip(numbers, index[1:], strict=True))
+        return jnp.tile(queries, (1, self.grid.group))[:, :, None], keys[:, None, :]
 
     def pad_scores(self, x: Array | None) -> Array | None:
         """An array that broadcasts to the scores, padded to whole blocks."""
@@ -181,12 +239,18 @@ class BlockedOperands:
         return (0 * index.head, *start), (shape[0], *sizes)
 
     def add_to_bias(self, total: Array, block: Array, index: Index) -> Array:
-        """Adds the gradient of one block of scores to that of the (padded) bias."""
+        """Adds the gradient of one block of scores to the gradient of the padded bias."""
         g = self.grid
         start, sizes = self._corner(total.shape, index)
         block = block.reshape(-1, g.group, g.queries, g.keys)
         axes = tuple(i for i in range(4) if sizes[i] == 1 and block.shape[i] > 1)
         return add_at(total, block.sum(axes, keepdims=True), start)
+
+
+def _counted(first: Array, size: int, blocks: int, length: int) -> Array:
+    """Consecutive positions from `first` on; -1 for the padding of the last block."""
+    positions = first + jnp.arange(size, dtype=jnp.int32)
+    return positions if size * blocks == length else jnp.where(positions < length, positions, -1)
 
 
 def _both_sides(width: int) -> tuple[slice, slice]:
@@ -209,12 +273,75 @@ def _dot(a: Array, b: Array, contract: tuple[int, int], precision: lax.Precision
         dtype = lse_dtype(a.dtype)
         return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=dtype)
 
-    return each_entry(dot, a, b)
+    # XLA:CPU runs products without a batch axis faster
+    return dot(a[0], b[0])[None] if a.shape[0] == 1 else jax.vmap(dot)(a, b)
 
 
-def each_entry(f: Callable[..., Any], first: Array, *rest: Array | None) -> Any:
-    """`jax.vmap(f)`; for a batch of one, `f` without a batch axis, which XLA:CPU runs faster."""
-    if first.shape[0] != 1:
-        return jax.vmap(f)(first, *rest)
-    out = f(first[0], *(x if x is None else x[0] for x in rest))
-    return jax.tree.map(lambda x: x[None], out)
+Arrays = tuple[Array, ...]
+# From the index of a block, its queries and keys, and trees of more arrays of its rows [B, rows, W]
+# and of its keys [B, keys, W], to terms [B, rows, width].
+BlockFunction = Callable[[Index, Array, Array, Any, Any], Arrays]
+
+
+def reduced_of_nothing(operands: Operands, start: float, widths: tuple[int, ...]) -> Arrays | None:
+    """The result of `reduce_blocks` for a call with an empty axis; None for others."""
+    (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
+    if 0 not in (batch, query_len, key_len):
+        return None
+    dtype, shape = lse_dtype(operands.query.dtype), (batch, query_len, heads)
+    return tuple(
+        lax.full_like(operands.query, start, dtype=dtype, shape=(*shape, width)) for width in widths
+    )
+
+
+def reduce_blocks(
+    block_terms: BlockFunction,
+    join: Callable[[Array, Array], Array],
+    start: float,
+    widths: tuple[int, ...],
+    blocks: BlockedOperands,
+    query_len: int,
+    rows: PyTree[Array],
+    keys: PyTree[Array],
+) -> Arrays:
+    """The terms of all blocks of keys joined, `[B, T, N, width]` for each of `widths`.
+
+    `rows` is a tree of `[B, T, N, W]`, and `keys` of `[B, S, K, W]`. A block in which no query sees a key is skipped.
+    """
+    g, batch = blocks.grid, blocks.query.shape[0]
+    # The results of rows that pad the last block are dropped.
+    rows = jax.tree.map(lambda x: g.cut_queries(x), (blocks.query, rows))
+    keys = jax.tree.map(lambda x: g.cut_keys(x), (blocks.key, keys))
+
+    def no_terms() -> Arrays:
+        return tuple(blocks.full(start, batch, g.rows, width) for width in widths)
+
+    # A derivative stores the arguments and recomputes the block.
+    @jax.checkpoint
+    def one_block(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
+        def visible() -> Arrays:
+            # again, as JAX stores numbers of a branch that the derivative does not depend on, such as its mask
+            return jax.checkpoint(block_terms)(index, query, key, rows, keys)
+
+        meet = blocks.meet(index)
+        return visible() if meet is None else lax.cond(meet, visible, no_terms)
+
+    # Blocks are scanned inputs, so that the transposed loops return the cotangents of each block.
+    def one_head(taken: tuple[Any, ...]) -> Arrays:
+        h, rows, keys = taken
+
+        def one_block_of_queries(taken: tuple[Any, ...]) -> Arrays:
+            i, (query, rows) = taken
+
+            def one_block_of_keys(carry: Arrays, taken: tuple[Any, ...]) -> Any:
+                j, (key, keys) = taken
+                terms = one_block(Index(h, i, j), query, key, rows, keys)
+                return tuple(map(join, carry, terms)), None
+
+            over = numbers(g.key_blocks), keys
+            return lax.scan(one_block_of_keys, no_terms(), over)[0]
+
+        return lax.map(one_block_of_queries, (numbers(g.query_blocks), rows))
+
+    over = numbers(g.kv_heads), rows, keys
+    return tuple(g.join_queries(x, query_len) for x in lax.map(one_head, over))

@@ -7,7 +7,6 @@ arXiv 2307.08691).
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,27 +21,23 @@ from ..call._operands import (
     Settings,
     all_meet,
     differentiated,
+    is_static,
     map_some,
     out_dtype,
 )
 from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype, safe_shift
+from ..fold._call import empty_like
+from ..fold._tree import as_written
 from ..masks._abstract import AbstractMask
 from ._blocks import BlockedOperands
 from ._grid import (
     BLOCK_SIZES,
     BlockSizes,
     Index,
-    add_to_keys,
-    add_to_queries,
-    join_queries,
     numbers,
-    pad_keys,
-    pad_queries,
-    take_keys,
-    take_queries,
 )
-from ._softmax import normalised
-from ._tangent import tangent
+from ._reference import normalised
+from ._tangent import tangent_of, tangent_sums
 
 Gradients = tuple[Any, Any, Any]  # of queries, keys and values
 
@@ -51,14 +46,11 @@ class InFlight(NamedTuple):
     """Arrays in flight from other devices during a backward, used only after all its products.
 
     XLA starts a transfer as late as possible, so this makes it start these before the products.
-
-    Attributes:
-        others: anything.
-        sums: cotangents of these keys and values, to which the backward's are added. Programs that do not use
-            them, such as Hessian-vector products, neither send nor compute them.
     """
 
     others: Any = None
+    # cotangents of these keys and values, to which the backward's are added. Programs that do not use them, such as
+    # Hessian-vector products, neither send nor compute them.
     sums: Any = None
 
 
@@ -86,109 +78,81 @@ class Blockwise(AbstractKernel):
         return self.forward_and_rest(call)[0]
 
     def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
-        """`forward`, and the rounding error of `lse`."""
+        """`forward`, and the rounding error of `lse`.
+
+        JAX's derivative of this would store every block; `backward` is used instead.
+        """
         operands, settings, _ = call
-        return forward(operands, settings, self.sizes)
+        batch, query_len = operands.query.shape[:2]
+        value = operands.value
+        if batch == 0 or query_len == 0 or operands.key.shape[1] == 0:
+            state = empty_like(settings, operands)
+            return state, jnp.zeros_like(state.lse)
+        blocks = BlockedOperands(operands, settings, self.sizes)
+        g = blocks.grid
+        dtype = lse_dtype(operands.query.dtype)
+        # Not zeroed where absent: scores of hidden keys are replaced, and values are zeroed block by block.
+        keys, values = (g.pad_keys(x) for x in (operands.key, value))
+
+        def one_block_of_queries(n: Array) -> tuple[Array, Array, Array]:
+            query_index = blocks.index_of_queries(n)
+
+            def one_block_of_keys(carry: tuple[Array, ...], j: Array) -> Any:
+                index = query_index._replace(key=j)
+
+                def attend(maximum: Array, total: Array, sums: Array) -> tuple[Array, Array, Array]:
+                    query, key = g.take_queries(blocks.query, index), g.take_keys(keys, index)
+                    scores = blocks.unscaled(query, key, index)
+                    new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
+                    shift = safe_shift(new)
+                    # Subtract first: the difference is exactly 0 where the score is the maximum.
+                    weights = jnp.exp((scores - shift) * blocks.unit)
+                    decay = jnp.exp((maximum - shift) * blocks.unit)
+                    total = total * decay + weights.sum(-1, keepdims=True)
+                    # Values are cast to the dtype of the weights, which is that of the scores.
+                    weighed = blocks.product(
+                        weights, blocks.take_values(values, index).astype(dtype)
+                    )
+                    return new, total, sums * decay + weighed
+
+                meet = blocks.meet(index)
+                if meet is not None:
+                    return lax.cond(meet, attend, lambda *carry: carry, *carry), None
+                return attend(*carry), None
+
+            fills = (-jnp.inf, 1), (0.0, 1), (0.0, value.shape[-1])
+            start = tuple(blocks.full(fill, batch, g.rows, width) for fill, width in fills)
+            (maximum, total, sums), _ = lax.scan(one_block_of_keys, start, numbers(g.key_blocks))
+            total, lse, rest = normalised(total, maximum * blocks.unit)
+            return (sums / total).astype(out_dtype(operands, settings)), lse, rest
+
+        rows = lax.map(one_block_of_queries, numbers(g.kv_heads * g.query_blocks))
+        out, lse, rest = (g.join_queries(x, query_len) for x in rows)
+        return AttentionState(out, lse[..., 0]), rest[..., 0]
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        """Both cotangents pulled back block by block."""
+        r"""The vector-Jacobian product of `(out, lse)` with both cotangents, in blocks.
+
+        With $P_a = e^{s_a - F}$ and $\delta = \dot{out}\cdot out - \dot{lse}$,
+
+        $$\dot s_a = P_a (\dot{out}\cdot v_a - \delta), \quad \dot v_a = \sum P_a \dot{out}, \quad
+          \dot q = \mathrm{scale} \sum_a \dot s_a k_a, \quad \dot k_a = \mathrm{scale} \sum \dot s_a q.$$
+
+        A score multiplies $\dot s_a$ by $g'$ in the last two; its arrays get
+        $\sum \dot s_a\, \partial g/\partial\theta$. Plain JAX, and so differentiable itself.
+        """
         operands, settings, _ = call
-        return backward(operands, settings, state, cotangent, self.sizes)
+        rows = row_cotangents(state, cotangent)
+        return cast_like(backward_unrounded(operands, settings, rows, self.sizes), operands)
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
-        """One pass over blocks of keys."""
         operands, settings, _ = call
-        return tangent(operands, settings, state, directions, self.sizes)
-
-
-def forward(
-    operands: Operands, settings: Settings, sizes: BlockSizes = BLOCK_SIZES
-) -> tuple[AttentionState, Array]:
-    """`(out, lse)` by online softmax over blocks of keys, and the rounding error of `lse`.
-
-    JAX's derivative of this would store every block; `backward` is used instead.
-    """
-    batch, query_len = operands.query.shape[:2]
-    value = operands.value
-    if batch == 0 or query_len == 0 or operands.key.shape[1] == 0:
-        state = empty_like(settings, operands)
-        return state, jnp.zeros_like(state.lse)
-    blocks = BlockedOperands(operands, settings, sizes)
-    g = blocks.grid
-    dtype = lse_dtype(operands.query.dtype)
-    # Not zeroed where absent: scores of hidden keys are replaced, and values are zeroed block by block.
-    keys, values = (pad_keys(g, x) for x in (operands.key, value))
-
-    def one_block_of_queries(n: Array) -> tuple[Array, Array, Array]:
-        query_index = blocks.index_of_queries(n)
-
-        def one_block_of_keys(carry: tuple[Array, ...], j: Array) -> Any:
-            index = query_index._replace(key=j)
-
-            def attend(maximum: Array, total: Array, sums: Array) -> tuple[Array, Array, Array]:
-                query, key = take_queries(g, blocks.query, index), take_keys(g, keys, index)
-                scores = blocks.unscaled(query, key, index)
-                new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
-                shift = safe_shift(new)
-                # Subtract first: the difference is exactly 0 where the score is the maximum.
-                weights = jnp.exp((scores - shift) * blocks.unit)
-                decay = jnp.exp((maximum - shift) * blocks.unit)
-                total = total * decay + weights.sum(-1, keepdims=True)
-                # Values are cast to the dtype of the weights, which is that of the scores.
-                weighed = blocks.product(weights, blocks.take_values(values, index).astype(dtype))
-                return new, total, sums * decay + weighed
-
-            return when(blocks.meet(index), attend, *carry), None
-
-        start = (
-            blocks.full(-jnp.inf, batch, g.rows, 1),
-            blocks.full(0.0, batch, g.rows, 1),
-            blocks.full(0.0, batch, g.rows, value.shape[-1]),
-        )
-        (maximum, total, sums), _ = lax.scan(one_block_of_keys, start, numbers(g.key_blocks))
-        total, lse, rest = normalised(total, maximum * blocks.unit)
-        return (sums / total).astype(out_dtype(operands, settings)), lse, rest
-
-    rows = lax.map(one_block_of_queries, numbers(g.kv_heads * g.query_blocks))
-    out, lse, rest = (join_queries(g, x, query_len) for x in rows)
-    return AttentionState(out, lse[..., 0]), rest[..., 0]
-
-
-def empty_like(settings: Settings, operands: Operands) -> AttentionState:
-    """The state of no keys, of the types of the state of `operands`."""
-    shape = (*operands.query.shape[:-1], operands.value.shape[-1])
-    out = lax.full_like(operands.value, 0.0, shape=shape, dtype=out_dtype(operands, settings))
-    dtype = lse_dtype(operands.query.dtype)
-    return AttentionState(out, lax.full_like(out, -jnp.inf, shape=shape[:-1], dtype=dtype))
-
-
-def backward(
-    operands: Operands,
-    settings: Settings,
-    state: AttentionState,
-    cotangent: AttentionState,
-    sizes: BlockSizes = BLOCK_SIZES,
-) -> Operands:
-    r"""The vector-Jacobian product of `(out, lse)` with both cotangents, in blocks.
-
-    With $P_a = e^{s_a - F}$ and $\delta = \dot{out}\cdot out - \dot{lse}$,
-
-    $$\dot s_a = P_a (\dot{out}\cdot v_a - \delta), \quad \dot v_a = \sum P_a \dot{out}, \quad
-      \dot q = \mathrm{scale} \sum_a \dot s_a k_a, \quad \dot k_a = \mathrm{scale} \sum \dot s_a q.$$
-
-    A score multiplies $\dot s_a$ by $g'$ in the last two; its arrays get
-    $\sum \dot s_a\, \partial g/\partial\theta$.
-
-    Returns cotangents in the form of the operands, None for masks and positions. Plain JAX, and so
-    differentiable itself.
-    """
-    rows = row_cotangents(state, cotangent)
-    cotangents, _ = backward_unrounded(operands, settings, rows, sizes=sizes)
-    return cast_like(cotangents, operands)
+        sums = tangent_sums(operands, settings, state.lse, directions, self.sizes)
+        return tangent_of(state, sums.means())
 
 
 def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
@@ -214,6 +178,7 @@ def after_products(gradients: Gradients, in_flight: InFlight) -> tuple[Gradients
 
 # The cotangents of the bias and of the score's arrays, which all blocks share.
 SharedCotangents = tuple[Array | None, tuple[Array | None, ...]]
+BlockCotangents = tuple[Array, Array, Array, SharedCotangents]
 
 
 class RowCotangents(NamedTuple):
@@ -225,7 +190,6 @@ class RowCotangents(NamedTuple):
 
 
 def row_cotangents(state: AttentionState, cotangent: AttentionState) -> RowCotangents:
-    """The cotangents of rows, from those of their state."""
     return RowCotangents(cotangent.out, state.lse, backward_delta(state, cotangent))
 
 
@@ -239,7 +203,6 @@ class BackwardRows(NamedTuple):
 
 
 def backward_rows(operands: Operands, settings: Settings, rows: RowCotangents) -> BackwardRows:
-    """The rows of a backward, with zeros in fully masked ones."""
     query, d_out = operands.query, rows.d_out
     has_keys = holds_keys(rows.lse)
     masks = operands.tokens.query_segments, operands.mask, operands.bias
@@ -250,7 +213,6 @@ def backward_rows(operands: Operands, settings: Settings, rows: RowCotangents) -
 
 
 def cast_like(cotangents: Operands, operands: Operands) -> Operands:
-    """Cotangents in the dtypes of their operands."""
     return map_some(lambda x, like: x.astype(like.dtype), cotangents, operands)
 
 
@@ -258,10 +220,9 @@ def backward_unrounded(
     operands: Operands,
     settings: Settings,
     given: RowCotangents,
-    in_flight: InFlight = NOTHING_IN_FLIGHT,
     sizes: BlockSizes = BLOCK_SIZES,
-) -> tuple[Operands, InFlight]:
-    """As `backward`, with cotangents in the dtype of the scores, for further sums; and `in_flight`.
+) -> Operands:
+    """`backward` with cotangents in the dtype of the scores, for further sums.
 
     `given` may be of the state of more keys than these; weights are then relative to all of them.
     """
@@ -270,25 +231,23 @@ def backward_unrounded(
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=dtype), differentiated(operands))
     (batch, query_len), key_len = query.shape[:2], key.shape[1]
     if batch == 0 or query_len == 0 or key_len == 0:
-        return zeros, in_flight
+        return zeros
     rows = backward_rows(operands, settings, given)
     blocks = BlockedOperands(operands._replace(query=rows.query), settings, sizes)
     g = blocks.grid
-    outs = pad_queries(g, rows.d_out)
-    lse = pad_queries(g, rows.lse[..., None], jnp.inf)  # no weight in rows that fill a block
-    delta = pad_queries(g, rows.delta[..., None])
+    outs = g.pad_queries(rows.d_out)
+    lse = g.pad_queries(rows.lse[..., None], jnp.inf)  # no weight in rows that fill a block
+    delta = g.pad_queries(rows.delta[..., None])
     no_arrays = jax.tree.map(lambda x: blocks.full(0.0, *x.shape), zeros.score_arrays)
 
     # A derivative of this derivative stores only the index of a block and its transposed queries.
     @jax.checkpoint
-    def pulled(
-        index: Index, query_side: Array, out_side: Array
-    ) -> tuple[Array, Array, Array, SharedCotangents]:
-        def pull() -> tuple[Array, Array, Array, SharedCotangents]:
+    def pulled(index: Index, query_side: Array, out_side: Array) -> BlockCotangents:
+        def pull() -> BlockCotangents:
             query, out, shift, change = (
-                take_queries(g, x, index) for x in (blocks.query, outs, lse, delta)
+                g.take_queries(x, index) for x in (blocks.query, outs, lse, delta)
             )
-            key, value = (take_keys(g, x, index) for x in (blocks.key, blocks.value))
+            key, value = (g.take_keys(x, index) for x in (blocks.key, blocks.value))
             raw, added = blocks.products(query, key)
             scored, pullback = raw, None
             if blocks.score is not None:
@@ -303,7 +262,7 @@ def backward_unrounded(
                 (None if bias is None else d_scores, d_arrays),
             )
 
-        def nothing() -> tuple[Array, Array, Array, SharedCotangents]:
+        def nothing() -> BlockCotangents:
             return (
                 blocks.full(0.0, batch, key.shape[-1], g.keys),
                 blocks.full(0.0, batch, value.shape[-1], g.keys),
@@ -325,54 +284,110 @@ def backward_unrounded(
         if biases is not None:
             biases = blocks.add_to_bias(biases, d_scores, index)
         added = (
-            add_to_queries(g, queries, d_queries * settings.scale, index),
-            add_to_keys(g, keys, d_keys.transpose(0, 2, 1) * settings.scale, index),
-            add_to_keys(g, values, d_values.transpose(0, 2, 1), index),
+            g.add_to_queries(queries, d_queries * settings.scale, index),
+            g.add_to_keys(keys, d_keys.transpose(0, 2, 1) * settings.scale, index),
+            g.add_to_keys(values, d_values.transpose(0, 2, 1), index),
         )
         return (added, (biases, jax.tree.map(jnp.add, arrays, d_arrays))), None
 
-    start = (
-        blocks.full(0.0, *blocks.query.shape),
-        blocks.full(0.0, *blocks.key.shape),
-        blocks.full(0.0, *blocks.value.shape),
+    queries, keys, values = (
+        blocks.full(0.0, *x.shape) for x in (blocks.query, blocks.key, blocks.value)
     )
+    start = queries, keys, values
     biases = None if blocks.bias is None else blocks.full(0.0, *blocks.bias.shape)
 
     # The inner loop is over keys, so that queries are transposed once for all of their blocks of keys.
     def one_block_of_queries(carry: tuple[Gradients, SharedCotangents], n: Array) -> Any:
         query_index = blocks.index_of_queries(n)
-        sides = [
-            transposed(take_queries(g, x, query_index).astype(dtype)) for x in (blocks.query, outs)
-        ]
-        return lax.scan(
-            functools.partial(one_block, query_index, sides), carry, numbers(g.key_blocks)
-        )
+        # [B, W, rows] in memory, so that sums over rows are plain matrix products
+        taken = (g.take_queries(x, query_index).astype(dtype) for x in (blocks.query, outs))
+        sides = [lax.optimization_barrier(x.transpose(0, 2, 1)) for x in taken]
+        step = functools.partial(one_block, query_index, sides)
+        return lax.scan(step, carry, numbers(g.key_blocks))
 
-    count = numbers(g.kv_heads * g.query_blocks)
-    (gradients, shared), _ = lax.scan(one_block_of_queries, (start, (biases, no_arrays)), count)
-    (queries, keys, values), in_flight = after_products(gradients, in_flight)
-    biases, arrays = shared
+    count, begin = numbers(g.kv_heads * g.query_blocks), (start, (biases, no_arrays))
+    (gradients, (biases, arrays)), _ = lax.scan(one_block_of_queries, begin, count)
+    queries, keys, values = gradients
     if bias is not None and biases is not None:
         biases = biases[:, :, : bias.shape[2], : bias.shape[3]]
-    cotangents = zeros._replace(
+    return zeros._replace(
         query=queries[:, :query_len],
         key=keys[:, :key_len],
         value=values[:, :key_len],
         bias=biases,
         score_arrays=arrays,
     )
-    return cotangents, in_flight
 
 
-def transposed(x: Array) -> Array:
-    """`[B, rows, W]` as `[B, W, rows]` in memory, so that sums over rows are plain matrix products."""
-    return lax.optimization_barrier(x.transpose(0, 2, 1))
+# Heads are computed one by one if queries in the dtype of the scores take more bytes than this: blocks of rows
+# and keys and their gradients take several times as much.
+LEAST = 16 << 20
 
 
-def when(
-    condition: Array | None, f: Callable[..., tuple[Array, ...]], *carry: Array
-) -> tuple[Array, ...]:
-    """`f(*carry)` where `condition` holds or is None, else `carry`."""
-    if condition is None:
-        return f(*carry)
-    return lax.cond(condition, f, lambda *carry: carry, *carry)
+def backward_by_head(
+    d_query: Array | None,
+    operands: Operands,
+    settings: Settings,
+    rows: RowCotangents,
+    in_flight: InFlight = NOTHING_IN_FLIGHT,
+) -> tuple[Operands, InFlight]:
+    """`backward_unrounded`, with `d_query` (None: zero) added to the cotangent of the queries.
+
+    Large calls are computed one key head at a time.
+    """
+    heads, kv_heads = operands.query.shape[2], operands.key.shape[2]
+    query, indices = operands.query, operands.indices
+    large = is_static(*query.shape) and query.size * rows.lse.dtype.itemsize > LEAST
+    if kv_heads == 1 or not large:
+        found, so_far = backward_unrounded(operands, settings, rows), d_query
+    else:
+        if settings.score is not None and indices.heads is None:
+            indices = indices._replace(heads=jnp.arange(heads, dtype=jnp.int32))
+            operands = operands._replace(indices=indices)
+        found, so_far = _head_by_head(d_query, operands, settings, rows), None
+    (query, key, value), in_flight = after_products(found.qkv, in_flight)
+    query = query if so_far is None else query + so_far
+    return found._replace(query=query, key=key, value=value), in_flight
+
+
+def _head_by_head(
+    d_query: Array | None, operands: Operands, settings: Settings, rows: RowCotangents
+) -> Operands:
+    count = operands.key.shape[2]
+
+    def add(head: Array, sums: Operands) -> Operands:
+        indices = operands.indices
+        indices = indices._replace(heads=_cut(indices.heads, 0, head, count))
+        cut = {name: _cut(getattr(operands, name), axis, head, count) for name, axis in _HEADS}
+        head_rows = RowCotangents(*(_cut(x, 2, head, count) for x in rows))
+        part = operands._replace(**cut, indices=indices)
+        part = backward_unrounded(part, settings, head_rows)
+        arrays = jax.tree.map(jnp.add, sums.score_arrays, part.score_arrays)
+        pairs = ((name, getattr(sums, name), getattr(part, name), axis) for name, axis in _HEADS)
+        added = {name: _added(x, y, axis, head) for name, x, y, axis in pairs}
+        return sums._replace(**added, score_arrays=arrays)
+
+    moving, dtype = differentiated(operands), rows.lse.dtype
+    sums = jax.tree.map(lambda x: lax.full_like(x, 0.0, dtype=dtype), moving)
+    sums = sums if d_query is None else sums._replace(query=d_query)
+    return lax.fori_loop(0, count, add, sums)
+
+
+_HEADS = ("query", 2), ("key", 2), ("value", 2), ("bias", 1), ("mask", 1)  # axes of heads
+
+
+def _cut(x: Any, axis: int, number: Array, count: int) -> Any:
+    if x is None or x.shape[axis] == 1:
+        return x
+    size = x.shape[axis] // count
+    part = lax.dynamic_slice_in_dim(x, number * size, size, axis)
+    return as_written(part) if x.ndim == 4 else part
+
+
+def _added(sums: Any, part: Any, axis: int, number: Array) -> Any:
+    """Adds the `number`-th part along an axis, or the whole array if it has no such axis."""
+    if sums is None or sums.shape == part.shape:
+        return sums if sums is None else sums + part
+    size = part.shape[axis]
+    old = lax.dynamic_slice_in_dim(sums, number * size, size, axis)
+    return lax.dynamic_update_slice_in_dim(sums, old + part, number * size, axis)

@@ -20,17 +20,18 @@ from ..call._tokens import LEAF
 from ..fold import _tree as tree
 from ..fold._call import QUERIES, rounded
 from ..fold._kernel import AbstractCanonical, backward_rows, check_whole, unit_indices
-from ..fold._programs import Blocks, score_changes
+from ..fold._programs import Blocks, ScoreChanges, add, score_changes
 from ..fold._tree import entry
 from ..masks._abstract import AbstractMask
 from ..masks._ready import Lengths
 from ..scores._structure import floating
 from ._canonical_schedule import XLASchedule
 from ._canonical_tiles import PairsOfTile
-from ._each import hidden
+from ._loops import hidden
 
 Unit = Callable[[Array, Array], Any]  # (entry of the batch, head)
-Term = Callable[[Blocks, Blocks, PairsOfTile], Any]  # (rows, keys, pairs)
+Term = Callable[[ScoreChanges, PairsOfTile], Any]
+Between = Callable[[Array], tuple[Array, Array]]  # the leaves of an entry of the batch
 
 
 class ScoreSums:
@@ -47,9 +48,7 @@ class ScoreSums:
         self._keys = {"key": of.operands.key, "value": of.operands.value}
 
     def of_arrays(self) -> tuple[Any, ...]:
-        """The gradients of the score's arrays."""
-        zeros = self._like_arrays()
-        return self._over_units(self._over_leaves(self._to_arrays, zeros), zeros, False, False)
+        return self._over_units(*self._arrays(), False, False)
 
     def nodes_of_arrays(
         self, share: Array, shares: int
@@ -58,7 +57,7 @@ class ScoreSums:
 
         There are two: of leaves that begin in the middle of a node there is one node more than shares.
         """
-        held, zeros = self._of.held, self._like_arrays()
+        held = self._of.held
         size = jnp.int32(1 << (-(-held.tiles // shares) - 1).bit_length())
         begin = jnp.broadcast_to(held.numbers[:, 0], (self._of.batch,))
         places = share + jnp.arange(2, dtype=jnp.int32) * shares
@@ -68,13 +67,11 @@ class ScoreSums:
                 first = place * size - lax.rem(begin[batch], size)
                 return jnp.clip(first, 0, held.tiles), jnp.clip(first + size, 0, held.tiles)
 
-            over_leaves = self._over_leaves(self._to_arrays, zeros, between=between)
-            return self._over_units(over_leaves, zeros, True, True)
+            return self._over_units(*self._arrays(between), True, True)
 
         return lax.map(node, places), lax.div(begin, size)[None] + places[:, None]
 
     def of_bias(self) -> Array:
-        """The gradient of the bias."""
         of, asked = self._of, self._of.asked
         bias: Any = of.operands.bias
         with_batch, with_heads, with_queries, with_keys = (size > 1 for size in bias.shape)
@@ -82,8 +79,8 @@ class ScoreSums:
         tiles = asked.tiles if with_queries else 1
         leaves = of.held.tiles if with_keys else 1
 
-        def to_bias(rows: Blocks, keys: Blocks, pairs: PairsOfTile) -> Array:
-            found = score_changes(of.arithmetic, of.scores(), rows, keys, pairs, pulled=False)
+        def to_bias(found: ScoreChanges, pairs: PairsOfTile) -> Array:
+            del pairs
             change = found.change if with_keys else of.arithmetic.total(found.change)
             return change[0] if with_queries else of.arithmetic.total(change.mT)[0].mT
 
@@ -99,14 +96,14 @@ class ScoreSums:
         found = self._over_units(unit, of.empty(*bias.shape[2:]), with_batch, with_heads)
         return found.reshape(bias.shape)
 
-    def _like_arrays(self) -> tuple[Any, ...]:
-        arrays = self._of.operands.score_arrays
-        return tuple(self._of.empty(*x.shape) if floating(x) else None for x in arrays)
+    def _arrays(self, between: Between | None = None) -> tuple[Unit, tuple[Any, ...]]:
+        of, arrays = self._of, self._of.operands.score_arrays
+        zeros = tuple(of.empty(*x.shape) if floating(x) else None for x in arrays)
 
-    def _to_arrays(self, rows: Blocks, keys: Blocks, pairs: PairsOfTile) -> Any:
-        scores = self._of.scores()
-        found = score_changes(self._of.arithmetic, scores, rows, keys, pairs, pulled=False)
-        return scores.pulled(found.raw, found.change, pairs)
+        def to_arrays(found: ScoreChanges, pairs: PairsOfTile) -> Any:
+            return of.scores().pulled(found.raw, found.change, pairs)
+
+        return self._over_leaves(to_arrays, zeros, between=between), zeros
 
     def _over_units(self, unit: Unit, zeros: PyTree, with_batch: bool, with_heads: bool) -> Any:
         """`unit` of all entries of the batch and heads: summed, or on an axis each."""
@@ -123,7 +120,7 @@ class ScoreSums:
         zeros: PyTree,
         with_tiles: bool = False,
         with_leaves: bool = False,
-        between: Callable[[Array], tuple[Array, Array]] | None = None,
+        between: Between | None = None,
     ) -> Unit:
         """`term` of all tiles of a head that meet: summed, or on axes, the leaves first."""
         of, held, asked = self._of, self._of.held, self._of.asked
@@ -137,15 +134,14 @@ class ScoreSums:
         def unit(batch: Array, head: Array) -> Any:
             def at_leaf(leaf: Array) -> Any:
                 share = lax.div(head, jnp.int32(of.group)), of.key_heads
-                keys = held.read(keys_by_head, batch, leaf, of.dtype, share)
-                of_keys = of.tokens(held, of.key_ids, batch, leaf)
+                keys, of_keys = of.leaf(keys_by_head, batch, leaf, share)
 
                 def at_tile(index: Array) -> Any:
-                    of_rows = of.tokens(asked, of.query_ids, batch, index)
-                    of_rows = of_rows._replace(heads=head[None, None])
-                    heads = of.operands.query.shape[2]
-                    rows = of.member(self._rows, batch, index, 1, (head, heads))
-                    return term(rows, keys, of.pairs(batch, of_rows, of_keys))
+                    alone = head[None, None], (head, of.operands.query.shape[2])
+                    rows, of_rows = of.queries_of(self._rows, batch, index, *alone)
+                    pairs = of.pairs(batch, of_rows, of_keys)
+                    given = of.arithmetic, of.scores(), rows, keys, pairs
+                    return term(score_changes(*given, pulled=False), pairs)
 
                 live = entry(live_tiles, batch)[leaf]
                 numbers = entry(asked.numbers, batch)
@@ -174,7 +170,7 @@ def _over(
     first, stop = between or (jnp.int32(0), hidden(count))
     if not kept:
         depth = tree.depth_of(count) if depth is None else depth
-        return tree.fold_live(live, numbers, term, zeros, depth, _add, (first, stop))
+        return tree.fold_live(live, numbers, term, zeros, depth, add, (first, stop))
 
     def keep(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         i, found = carry
@@ -185,10 +181,6 @@ def _over(
 
     begin = live[first], _stacked(zeros, count)
     return lax.while_loop(lambda carry: carry[0] < stop, keep, begin)[1]
-
-
-def _add(a: PyTree, b: PyTree) -> Any:
-    return jax.tree.map(jnp.add, a, b)
 
 
 def _stacked(tree: PyTree, count: int) -> Any:
@@ -211,7 +203,6 @@ class Canonical(AbstractCanonical):
     masks = (AbstractMask, Lengths)
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for a part of the keys of a row, and for a score with a source."""
         check_whole(call.settings)
         check_dtypes(call.operands, ("float32", "bfloat16", "float16", "float64"))
 
@@ -226,10 +217,8 @@ class Canonical(AbstractCanonical):
         return self.sums(call, *given).of_bias()
 
     def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
-        """The gradients of the score's arrays."""
         return self.sums(call, *given).of_arrays()
 
     def sums(self, call: KernelCall, *given: AttentionState) -> ScoreSums:
-        """The sums over the scores of a backward."""
         rows = backward_rows(call.operands, *given)
         return ScoreSums(self.schedule(call, self.in_order), rows)

@@ -18,7 +18,7 @@ from ..fold._tree import PositionSlots, Share, entry
 from ..masks._visibility import visible
 from ..scores._abstract import At
 from ._canonical_tiles import CPUArithmetic, CPUScores, PairsOfTile, RowTiles, TokensOfTile
-from ._each import each
+from ._loops import each
 from ._tile_program import computed
 
 
@@ -74,8 +74,7 @@ class FoldOverLeaves(AbstractRowsFold):
             of_rows = TokensOfTile(queries, at[0], at[1], of.first_heads + members[None])
 
             def term(leaf: Array) -> Partial:
-                blocks = held.read(self.keys, batch, leaf, of.dtype)
-                of_keys = of.tokens(held, of.key_ids, batch, leaf)
+                blocks, of_keys = of.leaf(self.keys, batch, leaf)
                 return program.term(row, blocks, of.pairs(batch, of_rows, of_keys))
 
             live, numbers = entry(live_after, batch)[index], entry(held.numbers, batch)
@@ -107,8 +106,7 @@ class XLASchedule(AbstractSchedule):
         self.first_heads = jnp.arange(self.key_heads, dtype=jnp.int32)[:, None] * self.group
 
     def scores(self, directions: Operands | None = None) -> CPUScores:
-        scale, operands = self.settings.scale, self.operands
-        return CPUScores(scale, self.score, operands, directions, self.dtype)
+        return CPUScores(self, self.score, directions)
 
     def over_queries(self, program: FoldProgram, rows: Blocks, keys: Blocks) -> list[Array]:
         held, asked, group = self.held, self.asked, self.group
@@ -121,14 +119,12 @@ class XLASchedule(AbstractSchedule):
 
         def one_leaf(n: Array) -> Any:
             batch, leaf = _digits(n, held.tiles)
-            blocks = held.read(keys, batch, leaf, self.dtype)
-            of_keys = self.tokens(held, self.key_ids, batch, leaf)
+            blocks, of_keys = self.leaf(keys, batch, leaf)
 
             def term(index: Array) -> Partial:
                 tile, member = _digits(index, group)
-                of_rows = self.tokens(asked, self.query_ids, batch, tile)
-                of_rows = of_rows._replace(heads=self.first_heads + member)
-                row = self.member(rows, batch, tile, self.key_heads, (member, group))
+                heads = self.first_heads + member
+                row, of_rows = self.queries_of(rows, batch, tile, heads, (member, group))
                 return program.term(blocks, row, self.pairs(batch, of_rows, of_keys, False))
 
             live = entry(live_after, batch)[leaf]
@@ -138,7 +134,7 @@ class XLASchedule(AbstractSchedule):
 
         def of_keys(x: Array) -> Array:
             x = x.swapaxes(1, 2).reshape(self.batch, -1, self.key_heads, x.shape[-1])
-            return asked.checked(held.checked(held.unlaid(x)))
+            return self.at_keys(x)
 
         return [of_keys(x) for x in each(one_leaf, self.batch * held.tiles, self.operands.query)]
 
@@ -153,20 +149,24 @@ class XLASchedule(AbstractSchedule):
         return tuple(self.empty(self.key_heads, own, size, fill=x) for x, size in pairs)
 
     def cut(self, rows: Blocks, n: Array) -> Blocks:
-        """The `n`-th tile of arrays of rows."""
         return _blocks(jax.tree.map(lambda x: self.tiles.cut(x, n).astype(self.dtype), rows))
 
-    def member(self, rows: Blocks, batch: Array, tile: Array, heads: int, share: Share) -> Blocks:
-        """Reads a tile of queries for a share of the heads, as `heads` heads."""
-        # inside the loop, as in those over keys, or XLA makes two of an array that it fuses the form into
-        by_head = {name: x.reshape(*x.shape[:2], heads, -1) for name, x in rows.items()}
-        found = self.asked.read(by_head, batch, tile, self.dtype, share)
-        return _blocks({n: x if rows[n].ndim == 4 else x[..., 0] for n, x in found.items()})
+    def leaf(
+        self, keys: Blocks, batch: Array, leaf: Array, share: Share = (0, 1)
+    ) -> tuple[Blocks, TokensOfTile]:
+        """The keys of a leaf, or a share of their heads, and their tokens."""
+        blocks = self.held.read(keys, batch, leaf, self.dtype, share)
+        return blocks, _tokens(self.held, self.key_ids, batch, leaf)
 
-    def tokens(self, held: PositionSlots, ids: Ids, batch: Array, tile: Array) -> TokensOfTile:
-        """The tokens of a tile of slots."""
-        found: Any = (None if x is None else entry(x, batch)[tile] for x in (held.tokens, *ids))
-        return TokensOfTile(*found)
+    def queries_of(
+        self, rows: Blocks, batch: Array, tile: Array, heads: Array, share: Share
+    ) -> tuple[Blocks, TokensOfTile]:
+        """The queries of a tile, of a share of the heads, which has these; and their tokens."""
+        # inside the loop, as in those over keys, or XLA makes two of an array that it fuses the form into
+        by_head = {name: x.reshape(*x.shape[:2], len(heads), -1) for name, x in rows.items()}
+        found = self.asked.read(by_head, batch, tile, self.dtype, share)
+        blocks = _blocks({n: x if rows[n].ndim == 4 else x[..., 0] for n, x in found.items()})
+        return blocks, _tokens(self.asked, self.query_ids, batch, tile, heads)
 
     def pairs(
         self, batch: Array, rows: TokensOfTile, keys: TokensOfTile, rows_own: bool = True
@@ -196,6 +196,13 @@ class XLASchedule(AbstractSchedule):
             without_signs((x[:, 0] if kind.width is None else x).astype(kind.dtype))
             for x, kind in pairs
         )
+
+
+def _tokens(
+    held: PositionSlots, ids: Ids, batch: Array, tile: Array, heads: Array | None = None
+) -> TokensOfTile:
+    found: Any = [None if x is None else entry(x, batch)[tile] for x in (held.tokens, *ids)]
+    return TokensOfTile(*found, heads=heads)
 
 
 def _blocks(arrays: Blocks) -> Blocks:

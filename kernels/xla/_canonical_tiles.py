@@ -18,11 +18,11 @@ from jaxtyping import Array, Bool, Int
 from .._slice import slice_at
 from ..call._operands import Operands
 from ..call._state import of_each, precision, unfused
-from ..fold._call import rounded
+from ..fold._call import AbstractSchedule, rounded
 from ..fold._programs import AbstractTileScores, Arithmetic, Blocks, Pullback
 from ..scores._abstract import At
 from ..scores._structure import BoundScore
-from ._each import hidden
+from ._loops import hidden
 from ._products import row_maximum, row_sum
 from ._tile_program import computed
 
@@ -115,16 +115,9 @@ class PairsOfTile(NamedTuple):
 class CPUScores(AbstractTileScores):
     """Scores, biases and masks of tiles, each rounded."""
 
-    def __init__(
-        self,
-        scale: float,
-        score: BoundScore | None,
-        operands: Operands,
-        directions: Operands | None,
-        dtype: jnp.dtype,
-    ):
-        self.scale, self._score, self._dtype = scale, score, dtype
-        self._bias, self._mask = operands.bias, operands.mask
+    def __init__(self, of: AbstractSchedule, score: BoundScore | None, directions: Operands | None):
+        self.scale, self._score, self._dtype = of.settings.scale, score, of.dtype
+        self._bias, self._mask = of.operands.bias, of.operands.mask
         self._directions = directions
 
     def masked(self, raw: Array, rows: Blocks, pairs: PairsOfTile) -> Array:
@@ -149,7 +142,6 @@ class CPUScores(AbstractTileScores):
         return scores, change
 
     def pulled(self, raw: Array, change: Array, pairs: PairsOfTile) -> Any:
-        """The cotangents of the score's arrays."""
         score: Any = self._score
 
         def pull(raw: Array, change: Array) -> Any:
@@ -218,7 +210,6 @@ class RowTiles:
         return jnp.pad(ids, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
 
     def cut(self, x: Array, n: Array) -> Array:
-        """The `n`-th tile."""
         batch, _, first = self.place(n)
         rest, zero = x.shape[3:], jnp.zeros_like(n)
         x = x.reshape(*x.shape[:2], self._heads, -1)

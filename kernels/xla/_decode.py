@@ -1,29 +1,38 @@
-"""The decode implementation: few queries and many keys, which are read once and in place."""
+"""The decode implementations: few queries and many keys, each read once."""
 
-import functools
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
-from ..call._kernel import AbstractKernel
+from .._slice import slice_at
+from ..call._kernel import AbstractKernel, check_operands
 from ..call._operands import (
     KernelCall,
     Operands,
     Settings,
-    bound_score,
+    dequantize,
+    dequantized,
     hide_unreachable,
     is_static,
     out_dtype,
-    zero_absent,
+    present_keys,
 )
-from ..call._state import AttentionState, divided, holds_keys, lse_dtype, precision
+from ..call._state import AttentionState, divided, exp_from, lse_dtype, safe_shift
+from ..fold._tree import following
 from ..masks._abstract import AbstractMask
-from . import _blockwise
-from ._reference import dense_products, dense_sums, masked, masked_scores, score_index
-from ._softmax import softmax
-from ._tangent import tangent_of
+from ._blockwise import Blockwise
+from ._products import PRODUCTS, Products, row_maximum, row_sum, scores_of, weighed_sum
+from ._reference import dense_state, masked, normalised
 
 MOST_ROWS = 64  # queries times heads, of which all scores are in memory; chosen by measurement
+MOST_CPU_ROWS = 1024
+# With more rows of a key head `blockwise` is faster, which multiplies them by larger blocks.
+PREFERRED_ROWS = 32
 
 
 class AbstractDecode(AbstractKernel):
@@ -38,11 +47,16 @@ class AbstractDecode(AbstractKernel):
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         """The blockwise backward, with energies recomputed from the same products that it computes."""
-        operands, settings, _ = call
-        no_values = operands._replace(value=operands.value[..., :0])
-        (_, lse), rounding = _blockwise.forward(no_values, settings)
+        blockwise, operands = Blockwise(), call.operands
+        no_values = call._replace(operands=operands._replace(value=operands.value[..., :0]))
+        (_, lse), rounding = blockwise.forward_and_rest(no_values)
         state, cotangent = state._replace(lse=lse), divided(cotangent, jnp.exp(-rounding))
-        return _blockwise.backward(operands, settings, state, cotangent)
+        return blockwise.backward(call, state, cotangent)
+
+    def tangent(
+        self, call: KernelCall, state: AttentionState, directions: Operands
+    ) -> AttentionState:
+        return Blockwise().tangent(call, state, directions)
 
 
 class Decode(AbstractDecode):
@@ -55,101 +69,191 @@ class Decode(AbstractDecode):
     platforms = ()
 
     def check(self, call: KernelCall) -> None:
-        operands, settings, _ = call
-        check_rows(operands, settings, MOST_ROWS)
+        _check_rows(call, MOST_ROWS)
 
     def forward(self, call: KernelCall) -> AttentionState:
         operands, settings, _ = call
-        return per_head(hide_unreachable(operands, settings), settings)
-
-    def tangent(
-        self, call: KernelCall, state: AttentionState, directions: Operands
-    ) -> AttentionState:
-        operands, settings, _ = call
-        return _tangent(operands, settings, state, directions)
+        return dense_state(settings, hide_unreachable(operands, settings))
 
 
-def check_rows(operands: Operands, settings: Settings, most: int) -> None:
-    """Raises `NotImplementedError` for more than `most` queries times heads, or a score with a source."""
-    query_len, heads = operands.query.shape[1:3]
+def _check_rows(call: KernelCall, most: int) -> None:
+    query_len, heads = call.operands.query.shape[1:3]
     if not is_static(query_len) or query_len * heads > most:
         raise NotImplementedError(
             f"query: wanted at most {most} rows times heads, "
             f"got {query_len} × {heads} = {query_len * heads}"
         )
-    if settings.scored_width is not None:
+    if call.settings.scored_width is not None:
         raise NotImplementedError("source: wanted None beside a score, got an array")
 
 
-def per_head(operands: Operands, settings: Settings) -> AttentionState:
-    """The state by products batched over heads; keys and values of eight bits are cast inside the products."""
-    # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, which T = 1 does not.
-    query, key, value = operands.qkv
-    batch, query_len, heads, width = query.shape
-    kv_heads = key.shape[2]
-    grouped = query.reshape(batch, query_len, kv_heads, heads // kv_heads, width)
-    dtype = lse_dtype(query.dtype)
-    einsum = functools.partial(
-        jnp.einsum, precision=precision(query.dtype), preferred_element_type=dtype
-    )
-    present = zero_absent(operands)
-    if operands.scales.value is None:
-        value = present.value  # the zeros are fused into the product
-    else:
-        key, value = key.astype(query.dtype), value.astype(query.dtype)  # exact, and likewise
-    scores = _times(einsum("btkgh,bskh->btkgs", grouped, key), operands.scales.key)
-    scores = scores.reshape(batch, query_len, heads, key.shape[1])
-    scores = masked(scores.transpose(0, 2, 1, 3), operands, settings).transpose(0, 2, 1, 3)
-    weights, total, lse = softmax(scores)
-    weights = _times(weights.reshape(*grouped.shape[:-1], key.shape[1]), present.scales.value)
-    out = einsum("btkgs,bskv->btkgv", weights.astype(value.dtype), value)
-    out = out.reshape(batch, query_len, heads, value.shape[-1]) / total
-    return AttentionState(out.astype(out_dtype(operands, settings)), lse)
+class _OnlineSoftmax(NamedTuple):
+    """The online softmax of each row of the batch over the keys read so far, in the dtype of the scores."""
+
+    maximum: Float[Array, "B rows"]
+    total: Float[Array, "B rows"]
+    weighed: Float[Array, "B K R W"]
 
 
-def _times(x: Array, scale: Array | None) -> Array:
-    """Scores or weights `[B, T, K, N/K, S]` times the scale `[B, S, K]` of their keys or values, if any."""
-    return x if scale is None else x * scale.transpose(0, 2, 1)[:, None, :, None, :]
+@dataclasses.dataclass(frozen=True)
+class DecodeCPU(AbstractDecode):
+    """XLA's operations as XLA:CPU runs them fastest, for few queries and many keys.
 
-
-def _tangent(
-    operands: Operands, settings: Settings, state: AttentionState, directions: Operands
-) -> AttentionState:
-    """The derivative of `(out, lse)` in the directions that are not None; memory O(T·N·S).
-
-    The formulas are those of the blockwise `tangent`.
+    A loop over the blocks of keys of each row of the batch of which some query sees a key: the others are not read, so
+    that a step over a cache takes as long as what is in it. Memory O(T·N·keys). Programs that XLA partitions have
+    `decode`: there the loop would send blocks between devices.
     """
-    operands = hide_unreachable(operands, settings)
-    has_keys, dtype = holds_keys(state.lse)[..., None], state.lse.dtype
-    directions_present = zero_absent(
-        operands._replace(query=directions.query, key=directions.key, value=directions.value)
+
+    keys: int = 512  # in a block
+    products: Products = PRODUCTS  # how a block is multiplied
+
+    name = "decode_cpu"
+    platforms = ("cpu",)
+
+    def check(self, call: KernelCall) -> None:
+        operands = call.operands
+        plain = operands if operands.scales.key is None else jax.eval_shape(dequantized, operands)
+        check_operands(plain, ("float32", "bfloat16", "float16", "float64"), without=())
+        _check_rows(call, MOST_CPU_ROWS)
+
+    def check_preferred(self, call: KernelCall) -> None:
+        query_len, heads = call.operands.query.shape[1:3]
+        rows = query_len * heads // call.operands.key.shape[2]
+        if rows > PREFERRED_ROWS:
+            raise NotImplementedError(
+                f"query: wanted at most {PREFERRED_ROWS} rows a key head, where this is faster than blockwise, "
+                f"got {rows}"
+            )
+
+    def reads_eight_bits(self, call: KernelCall) -> bool:
+        """Always: a block is dequantized when it is read."""
+        del call
+        return True
+
+    def forward(self, call: KernelCall) -> AttentionState:
+        operands, settings, _ = call
+        operands = hide_unreachable(operands.positioned(settings.compares), settings)
+        query, value = operands.query, operands.value
+        batch, query_len, heads = query.shape[:3]
+        key_len, kv_heads, width = value.shape[1:]
+        group = heads // kv_heads
+        size = min(self.keys, key_len)
+        live = _live_blocks(present_keys(operands), batch, key_len, size)
+        blocks = jnp.int32(-(-key_len // size))  # of each row of the batch
+
+        def add_block(carry: tuple[Array, _OnlineSoftmax]) -> tuple[Array, _OnlineSoftmax]:
+            i, sums = carry
+            row, index = lax.div(i, blocks), lax.rem(i, blocks)
+            # the last block overlaps the one before; keys in both count once
+            first = jnp.minimum(index * size, key_len - size)
+            is_new = jnp.arange(size, dtype=jnp.int32) + first >= index * size
+            block, value = _take_block(operands, row, first, size)
+            old = _OnlineSoftmax(*(lax.dynamic_index_in_dim(x, row, keepdims=False) for x in sums))
+            new = self._added(old, block, value, is_new if key_len % size else None, settings)
+            pairs = zip(sums, new, strict=True)
+            new = (lax.dynamic_update_index_in_dim(x, y, row, 0) for x, y in pairs)
+            return i + 1 if live is None else live[i + 1], _OnlineSoftmax(*new)
+
+        def full(fill: float, *shape: int) -> Array:
+            return lax.full_like(query, fill, dtype=lse_dtype(query.dtype), shape=(batch, *shape))
+
+        rows = heads * query_len
+        start = _OnlineSoftmax(
+            full(-jnp.inf, rows), full(0.0, rows), full(0.0, kv_heads, group * query_len, width)
+        )
+        first = jnp.int32(0) if live is None else live[0]
+        _, sums = lax.while_loop(lambda carry: carry[0] < batch * blocks, add_block, (first, start))
+        total, lse, _ = normalised(sums.total, sums.maximum)
+        total, lse = (x.reshape(batch, heads, query_len).transpose(0, 2, 1) for x in (total, lse))
+        weighed = sums.weighed.reshape(batch, heads, query_len, width).transpose(0, 2, 1, 3)
+        out = weighed / total[..., None]
+        return AttentionState(out.astype(out_dtype(operands, settings)), lse)
+
+    def _added(
+        self,
+        old: _OnlineSoftmax,
+        operands: Operands,
+        value: Callable[[], Array],
+        is_new: Array | None,
+        settings: Settings,
+    ) -> _OnlineSoftmax:
+        """The sums of a row with the new keys of a block; the others are in `old`."""
+        query_len, heads = operands.query.shape[1:3]
+        size, kv_heads = operands.key.shape[1:3]
+        query = operands.query.reshape(query_len, kv_heads, -1, operands.query.shape[-1])
+        query = query.transpose(1, 2, 0, 3).reshape(kv_heads, -1, query.shape[-1])
+        raw = scores_of(query, operands.key[0], self.products).reshape(size, -1)
+        raw = raw.T.reshape(1, heads, query_len, size)
+        scores = masked(raw, operands, settings).reshape(-1, size)
+        is_present = present_keys(operands)
+        if is_new is not None:
+            scores = jnp.where(is_new, scores, -jnp.inf)
+            is_present = is_new[None] if is_present is None else is_present & is_new[None]
+        # Barriers: else XLA computes scores and weights again wherever they are used.
+        scores = lax.optimization_barrier(scores)
+        maximum = jnp.maximum(old.maximum, row_maximum(scores))
+        shift = safe_shift(maximum)
+        weights = lax.optimization_barrier(exp_from(scores, shift[:, None]))
+        decay = jnp.exp(old.maximum - shift)
+        weighed = weighed_sum(
+            weights.reshape(kv_heads, -1, size),
+            value,
+            None if is_present is None else is_present[0],
+            self.products,
+        )
+        return _OnlineSoftmax(
+            maximum,
+            old.total * decay + row_sum(weights),
+            old.weighed * decay.reshape(kv_heads, -1, 1) + weighed,
+        )
+
+
+def _live_blocks(
+    present: Bool[Array, "#B #S"] | None, batch: int, key_len: int, size: int
+) -> Int[Array, " following"] | None:
+    """The next block with a present key, from each block on, of the blocks of all rows; None if all have one."""
+    if present is None:
+        return None
+    present = jnp.broadcast_to(present, (batch, key_len))
+    present = jnp.pad(present, ((0, 0), (0, -key_len % size)))
+    return following(present.reshape(-1, size).any(-1))
+
+
+def _take_block(
+    operands: Operands, row: Array, first: Array, size: int
+) -> tuple[Operands, Callable[[], Array]]:
+    """The operands with `size` keys from `first` on of a row of the batch, and the values of all keys.
+
+    The second is the values of these keys, `[size, K, W]`, taken anew by each call: else XLA copies them for a branch
+    that is seldom taken.
+    """
+    zero = jnp.zeros_like(row)
+
+    def cut(x: Any, keys: int | None = None) -> Any:
+        if x is None:
+            return None
+        starts = {0: row} if x.shape[0] > 1 else {}
+        sizes: dict[int, Any] = {0: 1}
+        if keys is not None and x.shape[keys] > 1:
+            starts[keys], sizes[keys] = first, size
+        corner = tuple(starts.get(axis, zero) for axis in range(x.ndim))
+        return slice_at(x, corner, tuple(sizes.get(axis, x.shape[axis]) for axis in range(x.ndim)))
+
+    def plain(x: Array, scale: Array | None) -> Array:
+        return dequantize(cut(x, 1), cut(scale, 1), operands.query.dtype)
+
+    scales, indices = operands.scales, operands.indices
+    batches = row[None]
+    if indices.batch is not None:
+        batches = lax.dynamic_slice(indices.batch, (row,), (1,))
+    part = operands._replace(
+        query=cut(operands.query),
+        key=plain(operands.key, scales.key),
+        bias=cut(operands.bias, 3),
+        mask=cut(operands.mask, 3),
+        tokens=operands.tokens.map_queries(cut).map_keys(lambda x: cut(x, 1)),
+        mask_arrays=jax.tree.map(cut, operands.mask_arrays),
+        indices=indices._replace(batch=batches),
+        scales=scales._replace(key=None),
     )
-    query, key, value = zero_absent(operands)[:3]
-    query = jnp.where(has_keys, query, 0)
-    exact = precision(query.dtype)
-    pairs: list[tuple[Array, Array]] = []
-    if directions_present.query is not None:
-        pairs.append((jnp.where(has_keys, directions_present.query, 0), key))
-    if directions_present.key is not None:
-        pairs.append((query, directions_present.key))
-    changes = [dense_products(*x, dtype) * settings.scale for x in pairs]
-    scores = dense_products(query, key, dtype) * settings.scale
-    score = bound_score(settings, operands)
-    if score is not None:
-        change = functools.reduce(jnp.add, changes) if changes else None
-        index = score_index(operands, settings)
-        scores, d_scores = score.jvp(scores, index, change, directions.score_arrays)
-        changes = [] if d_scores is None else [d_scores]
-    weights, total, _ = softmax(masked_scores(scores, operands, None, settings))
-    if directions.bias is not None:
-        changes.append(directions.bias.astype(dtype))
-    sums, energy = jnp.zeros_like(state.out, dtype=dtype), jnp.zeros_like(state.lse)
-    if changes:
-        terms = weights * sum(changes)
-        sums = dense_sums(terms, value.astype(dtype), exact, dtype)
-        energy = terms.sum(-1).transpose(0, 2, 1)
-    if directions_present.value is not None:
-        value = directions_present.value.astype(dtype)
-        sums = sums + dense_sums(weights, value, exact, dtype)
-    total = total.transpose(0, 2, 1, 3)
-    return tangent_of(state, AttentionState(sums / total, energy / total[..., 0]))
+    return part, lambda: plain(operands.value, scales.value)[0]

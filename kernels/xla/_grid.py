@@ -17,22 +17,18 @@ class BlockSizes(NamedTuple):
 
     The defaults were chosen by measurement: large enough for matrix products at full speed, small
     enough to stay in a CPU's cache.
-
-    Attributes:
-        rows: query rows in a block, of all heads that share a key head and of the whole batch. (The
-            batch is not cut, so that it can be sharded over devices.)
-        least_rows: query rows of each batch entry, even if a block then has more than `rows`.
-        keys: keys in a block.
-        keys_of_few_rows: keys in a block of at most a sixteenth of `rows`. With more rows the larger block is 4 to 10%
-            faster where all keys are seen, and half as fast where a cache holds few.
-        sparse: most rows and keys in a block under a mask that is not a window, so that more blocks
-            are skipped. As fast as larger ones (CPU), which need fewer products of statistics.
     """
 
+    # query rows in a block, of all heads that share a key head and of the whole batch, which is not cut, so that it
+    # can be sharded over devices
     rows: int = 2048
-    least_rows: int = 256
+    least_rows: int = 256  # of each batch entry, even if a block then has more than `rows`
     keys: int = 512
+    # in a block of at most a sixteenth of `rows`. With more rows the larger block is 4 to 10% faster where all keys
+    # are seen, and half as fast where a cache holds few.
     keys_of_few_rows: int = 1024
+    # most rows and keys in a block under a mask that is not a window, so that more blocks are skipped. As fast as
+    # larger ones (CPU), which need fewer products of statistics.
     sparse: int = 512
 
 
@@ -68,8 +64,65 @@ class Grid(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of query rows in a block."""
         return self.group * self.queries
+
+    def cut_queries(self, x: Array) -> Array:
+        """`[B, T, N, W]` to `[K, blocks, B, rows, W]`, rows ordered by (head of the group, time)."""
+        batch, _, _, width = x.shape
+        x = self.pad_queries(x)
+        x = x.reshape(batch, self.query_blocks, self.queries, self.kv_heads, self.group, width)
+        x = x.transpose(3, 1, 0, 4, 2, 5)
+        return x.reshape(self.kv_heads, self.query_blocks, batch, self.rows, width)
+
+    def join_queries(self, x: Array, query_len: int) -> Array:
+        """The inverse of `cut_queries`: `[K, blocks, B, rows, W]`, or with the first two as one, to `[B, T, N, W]`."""
+        batch, width = x.shape[-3], x.shape[-1]
+        x = x.reshape(self.kv_heads, self.query_blocks, batch, self.group, self.queries, width)
+        x = x.transpose(2, 1, 4, 0, 3, 5)
+        x = x.reshape(batch, self.query_blocks * self.queries, self.kv_heads * self.group, width)
+        return x[:, :query_len]
+
+    def cut_keys(self, x: Array) -> Array:
+        """`[B, S, K, W]` to `[K, blocks, B, keys, W]`."""
+        batch, _, kv_heads, width = x.shape
+        x = self.pad_keys(x).reshape(batch, self.key_blocks, self.keys, kv_heads, width)
+        return x.transpose(3, 1, 0, 2, 4)
+
+    def pad_queries(self, x: Array, fill: float = 0) -> Array:
+        """`[B, T, ...]` padded to whole blocks of queries."""
+        return pad(x, 1, self.queries * self.query_blocks, fill)
+
+    def pad_keys(self, x: Array, fill: float = 0) -> Array:
+        """`[B, S, ...]` padded to whole blocks of keys."""
+        return pad(x, 1, self.keys * self.key_blocks, fill)
+
+    def take_queries(self, x: Array, index: Index) -> Array:
+        """One block `[B, rows, W]` of padded queries, without a copy of the others."""
+        batch, _, _, width = x.shape
+        sizes = batch, self.queries, self.group, width
+        block = slice_at(x, self._query_corner(index), sizes)
+        return block.transpose(0, 2, 1, 3).reshape(batch, self.rows, width)
+
+    def take_keys(self, x: Array, index: Index) -> Array:
+        """One block `[B, keys, W]` of padded keys, without a copy of the others."""
+        batch, _, _, width = x.shape
+        return slice_at(x, self._key_corner(index), (batch, self.keys, 1, width))[:, :, 0]
+
+    def add_to_queries(self, total: Array, block: Array, index: Index) -> Array:
+        batch, _, width = block.shape
+        block = block.reshape(batch, self.group, self.queries, width)
+        return add_at(total, block.transpose(0, 2, 1, 3), self._query_corner(index))
+
+    def add_to_keys(self, total: Array, block: Array, index: Index) -> Array:
+        return add_at(total, block[:, :, None], self._key_corner(index))
+
+    def _query_corner(self, index: Index) -> Corner:
+        zero = np.zeros((), index.query.dtype)
+        return zero, index.query * self.queries, index.head * self.group, zero
+
+    def _key_corner(self, index: Index) -> Corner:
+        zero = np.zeros((), index.key.dtype)
+        return zero, index.key * self.keys, index.head, zero
 
 
 def grid(operands: Operands, mask: MaskStructure, sizes: BlockSizes) -> Grid:
@@ -104,84 +157,11 @@ def _cut(size: int, group: int, most: int, even: bool, unit: int | None) -> tupl
     if not is_static(size):
         length = max(most // group, 1)
         return length, -(-size // length)
-    blocks = min(size, _number(size * group, most, even))
+    blocks = math.ceil(size * group / most)
+    if even and 2 * size * group > most:
+        blocks += blocks % 2
+    blocks = min(size, blocks)
     return math.ceil(size / max(blocks, 1)), blocks
-
-
-def _number(size: int, most: int, even: bool) -> int:
-    blocks = math.ceil(size / most)
-    return blocks + blocks % 2 if even and 2 * size > most else blocks
-
-
-def cut_queries(grid: Grid, x: Array) -> Array:
-    """`[B, T, N, W]` to `[K, blocks, B, rows, W]`, rows ordered by (head of the group, time)."""
-    batch, _, _, width = x.shape
-    x = pad_queries(grid, x)
-    x = x.reshape(batch, grid.query_blocks, grid.queries, grid.kv_heads, grid.group, width)
-    x = x.transpose(3, 1, 0, 4, 2, 5)
-    return x.reshape(grid.kv_heads, grid.query_blocks, batch, grid.rows, width)
-
-
-def join_queries(grid: Grid, x: Array, query_len: int) -> Array:
-    """The inverse of `cut_queries`: `[K, blocks, B, rows, W]`, or with the first two as one, to `[B, T, N, W]`."""
-    batch, width = x.shape[-3], x.shape[-1]
-    x = x.reshape(grid.kv_heads, grid.query_blocks, batch, grid.group, grid.queries, width)
-    x = x.transpose(2, 1, 4, 0, 3, 5)
-    x = x.reshape(batch, grid.query_blocks * grid.queries, grid.kv_heads * grid.group, width)
-    return x[:, :query_len]
-
-
-def cut_keys(grid: Grid, x: Array) -> Array:
-    """`[B, S, K, W]` to `[K, blocks, B, keys, W]`."""
-    batch, _, kv_heads, width = x.shape
-    x = pad_keys(grid, x)
-    x = x.reshape(batch, grid.key_blocks, grid.keys, kv_heads, width)
-    return x.transpose(3, 1, 0, 2, 4)
-
-
-def pad_queries(grid: Grid, x: Array, fill: float = 0) -> Array:
-    """`[B, T, N, W]` padded to whole blocks of queries."""
-    return pad(x, 1, grid.queries * grid.query_blocks, fill)
-
-
-def pad_keys(grid: Grid, x: Array) -> Array:
-    """`[B, S, K, W]` padded to whole blocks of keys."""
-    return pad(x, 1, grid.keys * grid.key_blocks)
-
-
-def take_queries(grid: Grid, x: Array, index: Index) -> Array:
-    """One block `[B, rows, W]` of padded queries, without a copy of the others."""
-    batch, _, _, width = x.shape
-    block = slice_at(x, _query_corner(grid, index), (batch, grid.queries, grid.group, width))
-    return block.transpose(0, 2, 1, 3).reshape(batch, grid.rows, width)
-
-
-def take_keys(grid: Grid, x: Array, index: Index) -> Array:
-    """One block `[B, keys, W]` of padded keys, without a copy of the others."""
-    batch, _, _, width = x.shape
-    return slice_at(x, _key_corner(grid, index), (batch, grid.keys, 1, width))[:, :, 0]
-
-
-def add_to_queries(grid: Grid, total: Array, block: Array, index: Index) -> Array:
-    """Padded queries with a block added in place."""
-    batch, _, width = block.shape
-    block = block.reshape(batch, grid.group, grid.queries, width)
-    return add_at(total, block.transpose(0, 2, 1, 3), _query_corner(grid, index))
-
-
-def add_to_keys(grid: Grid, total: Array, block: Array, index: Index) -> Array:
-    """Padded keys with a block added in place."""
-    return add_at(total, block[:, :, None], _key_corner(grid, index))
-
-
-def _query_corner(grid: Grid, index: Index) -> Corner:
-    zero = np.zeros((), index.query.dtype)
-    return zero, index.query * grid.queries, index.head * grid.group, zero
-
-
-def _key_corner(grid: Grid, index: Index) -> Corner:
-    zero = np.zeros((), index.key.dtype)
-    return zero, index.key * grid.keys, index.head, zero
 
 
 def pad(x: Array, axis: int, size: int, fill: float = 0) -> Array:

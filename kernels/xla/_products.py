@@ -13,20 +13,15 @@ FOLDED = 16  # numbers that a short loop folds: XLA:CPU unrolls it, and folds ve
 
 
 class Products(NamedTuple):
-    """How a block is multiplied; static. The defaults were chosen by measurement.
+    """How a block is multiplied; static. The defaults were chosen by measurement."""
 
-    Attributes:
-        rows: most rows of a key head whose products are one loop of vector instructions over the block as it lies
-            in memory; more are matrix products, for which XLA copies the block head by head.
-        lanes: features that are multiplied at a time.
-        keys: consecutive keys whose products are added in registers.
-        passes: most rows of a key head of which each has its weighed sum of values in a pass over the block, which
-            is in a CPU's cache; more are a matrix product.
-    """
-
+    # most rows of a key head whose products are one loop of vector instructions over the block as it lies in memory;
+    # more are matrix products, for which XLA copies the block head by head
     rows: int = 8
-    lanes: int = 8
-    keys: int = 16
+    lanes: int = 8  # features that are multiplied at a time
+    keys: int = 16  # consecutive keys whose products are added in registers
+    # most rows of a key head of which each has its weighed sum of values in a pass over the block, which is in a
+    # CPU's cache; more are a matrix product
     passes: int = 4
 
 
@@ -95,7 +90,7 @@ def row_sum(x: Float[Array, "rows S"]) -> Float[Array, " rows"]:
 
 
 def _folded(x: Array, f: Callable[[Array, Array], Array], start: float) -> Array:
-    """In steps: XLA:CPU makes vector instructions of short loops only."""
+    # in steps: XLA:CPU makes vector instructions of short loops only
     while x.shape[1] > FOLDED and x.shape[1] % FOLDED == 0:
         x = lax.optimization_barrier(_reduced(x.reshape(len(x), FOLDED, -1), 1, f, start))
     return _reduced(x, 1, f, start)

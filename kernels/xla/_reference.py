@@ -1,6 +1,6 @@
-"""The reference implementation: slow, obviously right, differentiable to any order in both modes."""
+"""Attention whose scores are all in memory at once: the softmax, scores of a whole call, and the reference."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,15 +18,52 @@ from ..call._operands import (
     out_dtype,
     zero_absent,
 )
-from ..call._state import AttentionState, holds_keys, lse_dtype, precision
+from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype, precision, safe_shift
 from ..masks._abstract import AbstractMask
 from ..masks._visibility import visible
 from ..scores._abstract import At
-from ._softmax import softmax
+
+
+class Softmax(NamedTuple):
+    """The pieces of a softmax over an axis, which `total` keeps with size 1."""
+
+    weights: Float[Array, "..."]  # `exp(scores - shift)`, not normalised
+    total: Float[Array, "..."]  # their sum; 1 for a fully masked row
+    # the free energy, without that axis; minus infinity for a fully masked row
+    lse: Float[Array, "..."]
+
+
+def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
+    r"""The softmax over an axis, where scores of minus infinity hide keys.
+
+    The maximum $m$ is held constant: $F = m + \log\sum e^{s - m}$ does not depend on it, so the
+    derivatives of these lines, of any order and in both modes, are those of $F$. A fully masked row
+    has $m = 0$ and a total of 1, and so is finite, derivatives included. A NaN or an overflow among
+    the scores makes the whole row NaN.
+    """
+    maximum = lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf))
+    weights = exp_from(scores, safe_shift(maximum))
+    total, lse, _ = normalised(weights.sum(axis, keepdims=True), maximum)
+    return Softmax(weights, total, lse.squeeze(axis))
+
+
+def normalised(total: Array, maximum: Array) -> tuple[Array, Array, Array]:
+    """`total` and `lse` of a `Softmax`, from the sum of its weights and the largest score.
+
+    Also returns the rounding error of `lse`, `F - lse`, as a constant for derivatives.
+    """
+    has_keys = holds_keys(maximum)
+    total = jnp.where(has_keys, total, 1.0)
+    # the weights are finite even if a score is not
+    total = jnp.where(maximum == jnp.inf, jnp.nan, total)
+    energy = jnp.log(total)
+    lse = jnp.where(has_keys, maximum + energy, -jnp.inf)
+    rounding = jnp.where(has_keys, (maximum - lse) + energy, 0.0)
+    return total, lse, lax.stop_gradient(rounding)
 
 
 class Reference(AbstractJAXKernel):
-    """Attention with the whole `[B, N, T, S]` matrix in memory; takes every call.
+    """Attention with the whole `[B, T, N, S]` matrix in memory; takes every call.
 
     Plain differentiable JAX, so `jax.grad`, `jax.jvp`, `jax.linearize` and `jax.hessian` of
     `forward` work to any order.
@@ -42,62 +79,60 @@ class Reference(AbstractJAXKernel):
 
     def forward(self, call: KernelCall) -> AttentionState:
         operands, settings, _ = call
-        operands = hide_unreachable(operands, settings)
-        query, key, value = zero_absent(operands).qkv
-
-        def scores(query: Array) -> Array:
-            return _scores(query, key, operands, settings)
-
+        operands = zero_absent(hide_unreachable(operands, settings))
         if operands.mask is not None:  # derivatives multiply rows without keys by zeros
-            has_keys = holds_keys(scores(lax.stop_gradient(query)).max(-1, initial=-jnp.inf))
-            query = jnp.where(has_keys.transpose(0, 2, 1)[..., None], query, 0)
-        weights, total, lse = softmax(scores(query))
-        weights = (weights / total).astype(value.dtype)
-        out = dense_sums(weights, value, precision(query.dtype), lse_dtype(value.dtype))
-        lse = lse.transpose(0, 2, 1)
+            scores = dense_scores(settings, lax.stop_gradient(operands))
+            has_keys = holds_keys(scores.max(-1, keepdims=True, initial=-jnp.inf))
+            operands = operands._replace(query=jnp.where(has_keys, operands.query, 0))
+        out, lse = dense_state(settings, operands)
         # a fully masked row passes no cotangent to the values
-        out = jnp.where(holds_keys(lse)[..., None], out, 0)
-        return AttentionState(out.astype(out_dtype(operands, settings)), lse)
+        return AttentionState(jnp.where(holds_keys(lse)[..., None], out, 0), lse)
 
 
-def dense_scores(settings: Settings, operands: Operands) -> Float[Array, "B N T S"]:
+def dense_state(settings: Settings, operands: Operands) -> AttentionState:
+    """The state by products batched over heads; keys and values of eight bits are cast inside the products."""
+    (query, key, value), present = operands.qkv, zero_absent(operands)
+    if operands.scales.value is None:
+        value = present.value  # the zeros are fused into the product
+    else:  # exact, and fused likewise
+        key, value = key.astype(query.dtype), value.astype(query.dtype)
+    weights, total, lse = softmax(dense_scores(settings, operands._replace(key=key)))
+    batch, query_len, heads, key_len = weights.shape
+    kv_heads, width = value.shape[2:]
+    weights = weights.reshape(batch, query_len, kv_heads, heads // kv_heads, key_len)
+    weights = _times(weights, present.scales.value).astype(value.dtype)
+    out = _einsum("btkgs,bskv->btkgv", weights, value, query.dtype)
+    out = out.reshape(batch, query_len, heads, width) / total
+    return AttentionState(out.astype(out_dtype(operands, settings)), lse)
+
+
+def dense_scores(settings: Settings, operands: Operands) -> Float[Array, "B T N S"]:
     """All scores of a call, in the precision of energies, minus infinity where a key is hidden."""
-    operands = hide_unreachable(operands, settings)
-    query, key, _ = zero_absent(operands).qkv
-    return _scores(query, key, operands, settings)
-
-
-def _scores(query: Array, key: Array, operands: Operands, settings: Settings) -> Array:
-    """The scores of queries and keys in the places of those of the operands."""
-    inner, dtype = settings.scored_width, lse_dtype(query.dtype)
-    added = None if inner is None else dense_products(query[..., inner:], key[..., inner:], dtype)
-    raw = dense_products(query[..., :inner], key[..., :inner], dtype)
-    return masked(raw, operands, settings, added)
-
-
-def dense_products(query: Array, key: Array, dtype: DTypeLike) -> Float[Array, "B N T S"]:
-    """The products of all queries and keys."""
+    # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, which T = 1 does not.
+    query, key, _ = operands.qkv
     batch, query_len, heads, width = query.shape
     key_len, kv_heads = key.shape[1:3]
     grouped = query.reshape(batch, query_len, kv_heads, heads // kv_heads, width)
-    exact = precision(query.dtype)
-    out = jnp.einsum(
-        "btkgh,bskh->bkgts", grouped, key, precision=exact, preferred_element_type=dtype
-    )
-    return out.reshape(batch, heads, query_len, key_len)
+    inner = settings.scored_width
+
+    def products(features: slice) -> Float[Array, "B N T S"]:
+        sides = grouped[..., features], key[..., features]
+        found = _einsum("btkgh,bskh->btkgs", *sides, query.dtype)
+        found = _times(found, operands.scales.key).reshape(batch, query_len, heads, key_len)
+        return found.transpose(0, 2, 1, 3)
+
+    added = None if inner is None else products(slice(inner, None))
+    return masked(products(slice(inner)), operands, settings, added).transpose(0, 2, 1, 3)
 
 
-def dense_sums(
-    weights: Float[Array, "B N T S"], value: Array, exact: lax.Precision | None, dtype: DTypeLike
-) -> Float[Array, "B T N W"]:
-    """The values of all keys, weighted and summed."""
-    batch, heads, query_len, key_len = weights.shape
-    kv_heads, width = value.shape[2:]
-    grouped = weights.reshape(batch, kv_heads, heads // kv_heads, query_len, key_len)
-    out = jnp.einsum(
-        "bkgts,bskh->btkgh", grouped, value, precision=exact, preferred_element_type=dtype
-    )
-    return out.reshape(batch, query_len, heads, width)
+def _einsum(axes: str, a: Array, b: Array, dtype: DTypeLike) -> Array:
+    dtypes = {"precision": precision(dtype), "preferred_element_type": lse_dtype(dtype, b.dtype)}
+    return jnp.einsum(axes, a, b, **dtypes)
+
+
+def _times(x: Array, scale: Array | None) -> Array:
+    """Scores or weights `[B, T, K, N/K, S]` times the scale `[B, S, K]` of their keys or values, if any."""
+    return x if scale is None else x * scale.transpose(0, 2, 1)[:, None, :, None, :]
 
 
 def masked(
@@ -108,33 +143,13 @@ def masked(
 ) -> Array:
     """Scores from products of queries and keys: scaled, biased, minus infinity where hidden.
 
-    `added` are products that are added to the scores, not part of the score's argument.
+    `added` are products that are added to the scores, not part of the score's argument. Positions may be None.
     """
-    raw, score = products * settings.scale, bound_score(settings, operands)
-    scores = raw if score is None else score(raw, score_index(operands, settings))
-    return masked_scores(
-        scores, operands, None if added is None else added * settings.scale, settings
-    )
-
-
-def score_index(operands: Operands, settings: Settings) -> At:
-    """The batch, head and positions of the scores `[B, N, T, S]`, for a score."""
-    batches, heads = operands.part_indices()
-    queries, keys = None, None
-    if settings.score is not None and settings.score.compares:
-        tokens = operands.positioned().tokens
-        queries: Any = tokens.query_positions
-        keys: Any = tokens.key_positions
-        queries, keys = queries[:, None, :, None], keys[:, None, None, :]
-    return At(batches[:, None, None, None], heads[None, :, None, None], queries, keys)  # pyright: ignore[reportArgumentType]
-
-
-def masked_scores(
-    scores: Float[Array, "B N T S"], operands: Operands, added: Array | None, settings: Settings
-) -> Array:
-    """Scores plus `added` and the bias, minus infinity where hidden; positions may be None."""
+    scores, score = products * settings.scale, bound_score(settings, operands)
+    if score is not None:
+        scores = score(scores, _score_index(operands, settings))
     if added is not None:
-        scores = scores + added
+        scores = scores + added * settings.scale
     if operands.bias is not None:
         scores = scores + operands.bias.astype(scores.dtype)
     tokens = operands.tokens
@@ -149,3 +164,14 @@ def masked_scores(
     if operands.mask is not None:
         scores = jnp.where(operands.mask, scores, -jnp.inf)
     return scores
+
+
+def _score_index(operands: Operands, settings: Settings) -> At:
+    batches, heads = operands.part_indices()
+    queries, keys = None, None
+    if settings.score is not None and settings.score.compares:
+        tokens = operands.positioned().tokens
+        queries: Any = tokens.query_positions
+        keys: Any = tokens.key_positions
+        queries, keys = queries[:, None, :, None], keys[:, None, None, :]
+    return At(batches[:, None, None, None], heads[None, :, None, None], queries, keys)  # pyright: ignore[reportArgumentType]

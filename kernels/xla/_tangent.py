@@ -9,25 +9,18 @@ from jaxtyping import Array
 
 from ..call._operands import Operands, Settings, zero_absent
 from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype
-from ._blocks import BlockedOperands
+from ._blocks import BlockedOperands, reduce_blocks, reduced_of_nothing
 from ._grid import BLOCK_SIZES, BlockSizes, Index
-from ._reduce import reduce_blocks
 
 Rows = tuple[Array, Array | None]
 
 
 class TangentSums(NamedTuple):
-    r"""The sums over keys that a tangent is made of, with weights $e^{s_a - \mathrm{lse}}$.
+    r"""The sums over keys that a tangent is made of, with weights $e^{s_a - \mathrm{lse}}$."""
 
-    Attributes:
-        out: $\sum_a P_a (\dot s_a v_a + \dot v_a)$, `[B, T, N, Hv]`.
-        lse: $\sum_a P_a \dot s_a$, `[B, T, N]`.
-        total: $\sum_a P_a$, which is 1 but for the rounding of `lse`: large where that is.
-    """
-
-    out: Array
-    lse: Array
-    total: Array
+    out: Array  # $\sum_a P_a (\dot s_a v_a + \dot v_a)$, `[B, T, N, Hv]`
+    lse: Array  # $\sum_a P_a \dot s_a$, `[B, T, N]`
+    total: Array  # $\sum_a P_a$, which is 1 but for the rounding of `lse`: large where that is
 
     def means(self) -> AttentionState:
         """The first two divided by the total, which is of all keys of a row, or none."""
@@ -37,29 +30,6 @@ class TangentSums(NamedTuple):
 
 
 Keys = tuple[Array, Array | None, Array | None]
-
-
-def tangent(
-    operands: Operands,
-    settings: Settings,
-    state: AttentionState,
-    directions: Operands,
-    sizes: BlockSizes = BLOCK_SIZES,
-) -> AttentionState:
-    r"""The derivative of `(out, lse)` in the directions that are not None.
-
-    With $P_a = e^{s_a - F}$,
-
-    $$\dot s_a = \mathrm{scale}\,(\dot q \cdot k_a + q \cdot \dot k_a) + \dot b_a, \quad
-      \dot F = \sum_a P_a \dot s_a, \quad
-      \dot{out} = \sum_a P_a \dot s_a v_a - \dot F\, out + \sum_a P_a \dot v_a.$$
-
-    A score makes of the scaled product's change $g'$ times it, and $\partial g/\partial\theta\, \dot\theta$.
-
-    Plain JAX, and so differentiable itself.
-    """
-    sums = tangent_sums(operands, settings, state.lse, directions, sizes)
-    return tangent_of(state, sums.means())
 
 
 def tangent_of(state: AttentionState, means: AttentionState) -> AttentionState:
@@ -79,13 +49,20 @@ def tangent_sums(
     directions: Operands,
     sizes: BlockSizes = BLOCK_SIZES,
 ) -> TangentSums:
-    """The sums of a tangent over keys, which may be some of those that `lse` is of; in the dtype of the scores."""
-    (batch, query_len, heads), key_len = operands.query.shape[:3], operands.key.shape[1]
-    dtype, width = lse_dtype(operands.query.dtype), operands.value.shape[-1]
-    if 0 in (batch, query_len, key_len):
-        shape = (batch, query_len, heads)
-        zero = lax.full_like(operands.query, 0.0, dtype=dtype, shape=(*shape, width))
-        return TangentSums(zero, *(lax.full_like(zero, 0.0, shape=shape) for _ in range(2)))
+    r"""The sums of a tangent over keys, which may be some of those that `lse` is of; in the dtype of the scores.
+
+    With $P_a = e^{s_a - F}$,
+
+    $$\dot s_a = \mathrm{scale}\,(\dot q \cdot k_a + q \cdot \dot k_a) + \dot b_a, \quad
+      \dot F = \sum_a P_a \dot s_a, \quad
+      \dot{out} = \sum_a P_a \dot s_a v_a - \dot F\, out + \sum_a P_a \dot v_a.$$
+
+    A score makes of the scaled product's change $g'$ times it, and $\partial g/\partial\theta\, \dot\theta$.
+    """
+    dtype, query_len = lse_dtype(operands.query.dtype), operands.query.shape[1]
+    widths = (width := operands.value.shape[-1]), 1, 1
+    if (nothing := reduced_of_nothing(operands, 0.0, widths)) is not None:
+        return TangentSums(nothing[0], *(x[..., 0] for x in nothing[1:]))
     has_keys = holds_keys(lse)  # fully masked rows get no weight, and are not read
     operands = operands._replace(query=jnp.where(has_keys[..., None], operands.query, 0))
     blocks = BlockedOperands(operands, settings, sizes)
@@ -105,16 +82,12 @@ def tangent_sums(
         if key_change is not None:
             pairs.append((query, key_change))
         raw, added = blocks.products(query, key)
-        changes: list[Array] = []
-        if blocks.score is None:
-            changes += [blocks.products(*x)[0] for x in pairs]
-        else:
-            pair_products = [blocks.products(*x) for x in pairs]
-            change = (
-                functools.reduce(jnp.add, (x for x, _ in pair_products)) if pair_products else None
-            )
+        products = [blocks.products(*x) for x in pairs]
+        changes = [x for x, _ in products]
+        if blocks.score is not None:
+            change = functools.reduce(jnp.add, changes) if changes else None
             raw, d_scores = blocks.score.jvp(raw, blocks.indices(index), change, score_arrays)
-            changes += [x for x in (d_scores, *(y for _, y in pair_products)) if x is not None]
+            changes = [x for x in (d_scores, *(y for _, y in products)) if x is not None]
         weights = exp_from(blocks.masked(raw, added, index), lse)
         if bias is not None:
             changes.append(blocks.score_block(bias, index).astype(dtype))
@@ -127,7 +100,5 @@ def tangent_sums(
             sums = sums + blocks.product(weights, value_change.astype(dtype))
         return sums, energy, weights.sum(-1, keepdims=True)
 
-    sums_over_keys = reduce_blocks(
-        terms, jnp.add, 0.0, (width, 1, 1), blocks, query_len, rows, keys
-    )
-    return TangentSums(sums_over_keys[0], *(x[..., 0] for x in sums_over_keys[1:]))
+    sums, *numbers = reduce_blocks(terms, jnp.add, 0.0, widths, blocks, query_len, rows, keys)
+    return TangentSums(sums, *(x[..., 0] for x in numbers))

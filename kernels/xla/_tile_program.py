@@ -101,12 +101,11 @@ def _rows(x: Array, batch: Sequence[int], over: Sequence[int]) -> Array:
 
 
 def _others(x: Array, *axes: Sequence[int]) -> list[int]:
-    """The sizes of the other axes of an array."""
     return [size for i, size in enumerate(x.shape) if i not in itertools.chain(*axes)]
 
 
 def _alone(f: Callable[..., Array], *x: Array) -> Array:
-    """`f(*x)` in a branch, of which XLA fuses nothing with what is outside. It does not know which branch is taken."""
+    """`f(*x)` in a branch, which XLA does not fuse with its surroundings, as it does not know which is taken."""
     kind: Any = jax.eval_shape(f, *x)
 
     def other(*x: Array) -> Array:
@@ -116,5 +115,4 @@ def _alone(f: Callable[..., Array], *x: Array) -> Array:
 
 
 def _sum(x: Array, axes: Sequence[int]) -> Array:
-    """Computes a sum in an order of this library."""
     return row_sum(_rows(x, (), axes)).reshape(_others(x, axes))

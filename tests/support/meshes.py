@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.distributed.merge._strategies import STRATEGIES
 from energy_attn.kernels.dispatch import _attend_and_merge
-from energy_attn.kernels.xla import _by_head
+from energy_attn.kernels.xla import _blockwise
 from tests.support.compare import close
 from tests.support.problems import Problem, cotangents
 from tests.support.reference import dense, dense_vjp
@@ -31,7 +31,7 @@ def in_parts(monkeypatch) -> None:
     """Makes rings compute a query at a time, and gradients of a head at a time, as they do where these are large."""
     monkeypatch.setattr(_attend_and_merge, "PART", 1)
     monkeypatch.setattr(_attend_and_merge, "LEAST_PART", 1)
-    monkeypatch.setattr(_by_head, "LEAST", 0)
+    monkeypatch.setattr(_blockwise, "LEAST", 0)
 
 
 def parallel_of(kind: str) -> SequenceParallel:

@@ -17,7 +17,7 @@ from energy_attn.kernels.pallas.gpu._plan import KINDS, GPUTiles
 from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
 from energy_attn.kernels.pallas.tpu._layout import LayoutSizes
 from energy_attn.kernels.xla._blockwise import Blockwise
-from energy_attn.kernels.xla._decode_cpu import DecodeCPU
+from energy_attn.kernels.xla._decode import DecodeCPU
 from energy_attn.kernels.xla._grid import BlockSizes
 from energy_attn.kernels.xla._products import Products
 from tests.support.compare import same

@@ -207,7 +207,7 @@ class PallasSchedule(AbstractSchedule):
     def from_keys(self, x: Array) -> Array:
         """Results of keys `[B, leaves, 1, leaf, K, W]` as `[B, S, K, W]`; NaN where two tokens have one slot."""
         found = lax.collapse(x.squeeze(2), 1, 3)
-        return self.asked.checked(self.held.checked(self.held.unlaid(found)))
+        return self.at_keys(found)
 
     def in_tiles(self, x: Array) -> Array:
         """`[B, T, N, ...]` as `[B, tiles, K, rows, ...]`."""

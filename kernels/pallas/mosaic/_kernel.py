@@ -6,7 +6,7 @@ from ...call._kernel import AbstractKernel, check_capability, check_operands, cu
 from ...call._operands import KernelCall, Operands
 from ...call._state import AttentionState
 from ...masks._structure import WINDOWS
-from ...xla import _blockwise
+from ...xla._blockwise import Blockwise
 from .._rows import moving_arrays
 from ._plan import (
     TILE_SIZES,
@@ -93,7 +93,7 @@ class MosaicGPU(AbstractKernel):
         try:
             plans = self._backward_plans(call)
         except NotImplementedError:
-            return _blockwise.backward(call.operands, call.settings, state, cotangent)
+            return Blockwise().backward(call, state, cotangent)
         from ._backward import backward
 
         interpret = call.platform != "cuda"

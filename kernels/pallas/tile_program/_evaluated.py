@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from ...call._state import lse_dtype, unfused
 from ...program._read import CALLS_WITH_RULES, as_array, bind, interpret, without_shardings
-from ...xla._groups import rows_of_groups, sums_of_groups
+from ...xla._loops import rows_of_groups, sums_of_groups
 
 _ROWS_OF_A_GROUP = 64  # in a product of a group's matrix, of which each is read once
 

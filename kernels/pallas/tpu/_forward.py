@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from ...call._operands import Operands, out_dtype
 from ...call._state import AttentionState, holds_keys, merge_all
-from ...xla._as_written import as_written
+from ...fold._tree import as_written
 from .._rows import moving_arrays
 from .._score_program import Numbers
 from .._tiles import dot

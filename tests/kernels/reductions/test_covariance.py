@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from energy_attn.kernels import AttentionState, CovarianceState, merge, merge_all
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.reductions._covariance import covariance
+from energy_attn.kernels.reductions._expectation import covariance
 from tests.support.compare import close, same
 from tests.support.problems import _make, cast
 from tests.support.reference import dense, dense_covariance

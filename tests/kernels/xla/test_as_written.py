@@ -7,7 +7,7 @@ import numpy as np
 
 from energy_attn import attention
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.xla._as_written import as_written
+from energy_attn.kernels.fold._tree import as_written
 from tests.support.meshes import in_parts, mesh_of
 
 

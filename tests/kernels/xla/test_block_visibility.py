@@ -9,7 +9,7 @@ import pytest
 
 from energy_attn.kernels import local_attention, scores
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.xla._block_visibility import with_block_positions
+from energy_attn.kernels.xla._blocks import with_block_positions
 from energy_attn.kernels.xla._blockwise import Blockwise
 from energy_attn.kernels.xla._grid import BlockSizes, grid
 from tests.support.compare import close

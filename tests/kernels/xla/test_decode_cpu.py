@@ -13,8 +13,8 @@ from energy_attn import scores
 from energy_attn.distributed import collectives
 from energy_attn.kernels import KernelCall, local_attention
 from energy_attn.kernels.internal import PartIndices, check_call
-from energy_attn.kernels.xla import _decode_cpu
-from energy_attn.kernels.xla._decode_cpu import DecodeCPU
+from energy_attn.kernels.xla import _decode
+from energy_attn.kernels.xla._decode import DecodeCPU
 from energy_attn.kernels.xla._products import scores_of
 from tests.support.compare import close, same
 from tests.support.flags import EMITTERS, OLD
@@ -187,7 +187,7 @@ def test_blocks_without_a_live_slot_are_not_read(monkeypatch, capacity, window):
         jax.debug.callback(lambda: read.append(1))
         return scores_of(query, key, how)
 
-    monkeypatch.setattr(_decode_cpu, "scores_of", counted)
+    monkeypatch.setattr(_decode, "scores_of", counted)
     random = np.random.default_rng(0)
     lengths, size = np.array([0, 1, 8, 9, 23, capacity]), 8
     rows = len(lengths)
