@@ -214,7 +214,7 @@ def check_call_of(kernel: AbstractKernel, call: KernelCall) -> None:
 
     Also for masks that it does not know and for ids of 64 bits, so that nothing is ignored or cut off.
     """
-    operands, settings, _ = call
+    operands, settings = call.operands, call.settings
     unknown = [x.__name__ for x in settings.mask.classes if not issubclass(x, kernel.masks)]
     if unknown:
         known = " or ".join(x.__name__ for x in kernel.masks)

@@ -92,7 +92,7 @@ class AbstractCanonical(AbstractKernel):
 
         Gradients of a bias, of a score's arrays and of a sink are sums over all rows, computed only on request.
         """
-        operands, settings, _ = call
+        operands, settings = call.operands, call.settings
         args = call, state, cotangent
         others = jax.tree.map(jnp.zeros_like, differentiated(operands))
         needs, empty = settings.needs, _is_empty(operands)

@@ -82,7 +82,7 @@ class Blockwise(AbstractKernel):
 
         JAX's derivative of this would store every block; `backward` is used instead.
         """
-        operands, settings, _ = call
+        operands, settings = call.operands, call.settings
         batch, query_len = operands.query.shape[:2]
         value = operands.value
         if batch == 0 or query_len == 0 or operands.key.shape[1] == 0:
@@ -143,14 +143,14 @@ class Blockwise(AbstractKernel):
         A score multiplies $\dot s_a$ by $g'$ in the last two; its arrays get
         $\sum \dot s_a\, \partial g/\partial\theta$. Plain JAX, and so differentiable itself.
         """
-        operands, settings, _ = call
+        operands, settings = call.operands, call.settings
         rows = row_cotangents(state, cotangent)
         return cast_like(backward_unrounded(operands, settings, rows, self.sizes), operands)
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
-        operands, settings, _ = call
+        operands, settings = call.operands, call.settings
         sums = tangent_sums(operands, settings, state.lse, directions, self.sizes)
         return tangent_of(state, sums.means())
 

@@ -110,7 +110,7 @@ class TritonScores:
         return _zero_hidden(self._score.jvp(raw, places, inputs, change, changes), visible)
 
     def no_sums(self) -> Numbers:
-        """Zeros, to which cotangents of numbers and of entries of tables are added, for each row."""
+        """Zero cotangents of the numbers and of the entries of tables, for each row."""
         rows = self._plan.rows
         return Numbers(
             tuple(jnp.zeros(rows, jnp.float32) for _ in self._numbers.floats),
