@@ -130,6 +130,7 @@ from .pallas.gpu._plan import KernelKind as KernelKind
 from .program._operations import reads_first as reads_first
 from .program._read import REMAT as REMAT
 from .program._read import bind as bind
+from .program._read import closed as closed
 from .program._read import equations as equations
 from .program._read import function_of as function_of
 from .program._read import interpret as interpret

@@ -61,7 +61,7 @@ class Split(NamedTuple):
 class AbstractMethod(abc.ABC):
     """How devices that share a sequence attend to all of its keys; a frozen dataclass.
 
-    A method of the library is one class in a module of its own, in the list of `methods/_parallel.py`.
+    A method of the library is one class, in the list of `methods/_parallel.py`.
 
     Attributes:
         name: its name in `method=`.
@@ -122,7 +122,10 @@ class AbstractMethod(abc.ABC):
         return local_rows(shape, topology)
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
-        """How operands, of a device or of all together, are split; by default, queries and what belongs to them."""
+        """How operands, of a device or of all together, are split.
+
+        By default queries, and what belongs to them; bias, mask, positions and segments are of all keys.
+        """
         del operands, queries_sharded
         return Split(heads=(), queries=axes, keys=(), rows=axes)
 

@@ -77,7 +77,7 @@ class Tree(AbstractMethod):
         check_topology(self.topology, len(axes))
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
-        del operands
+        del operands  # bias and mask of a device's keys are for all queries
         return Split(heads=(), queries=(), keys=axes, rows=axes if queries_sharded else ())
 
     def attend(self, call: LocalCall) -> AttentionState:

@@ -38,7 +38,7 @@ class AbstractConjugate(AbstractMeasure):
         $\nabla F(\hat\zeta) + \lambda \hat\zeta = z$.
 
         Without a regulariser the conjugate is finite on the convex hull of the values that the row
-        sees. Outside, the solver stops at a certificate: a vector $u$ with
+        sees, and plus infinity outside it: there the solver stops at a certificate, a vector $u$ with
         $u \cdot z > \max_a u \cdot v_a$. At an extreme value $v_a$ the supremum, $-\log P_a - F(0)$, is
         approached as the source grows without bound; the solver stops when it reaches the point to within
         the tolerance. With a regulariser above zero the conjugate is finite everywhere: the Moreau envelope
@@ -46,8 +46,9 @@ class AbstractConjugate(AbstractMeasure):
 
         Differentiable in both modes and to any order, without a derivative of the iteration: the
         gradient in $z$ is $\hat\zeta$, whose derivative is $(\Sigma(\hat\zeta) + \lambda)^{-1}$, and the
-        gradients in the arrays of the measure are those of $-F(\hat\zeta)$. Where the conjugate is infinite
-        all derivatives are zero; where the hull has a lower dimension, they are those along the hull.
+        gradients in the arrays of the measure are those of $-F(\hat\zeta)$. `source` is differentiable as well.
+        Where the conjugate is infinite all derivatives are zero; where the hull has a lower dimension, they are
+        those along the hull.
 
         Args:
             point: $z$, `[B, T, N, Hv]` or `[T, N, Hv]`, one for each query and head.
@@ -102,7 +103,8 @@ class AbstractConjugate(AbstractMeasure):
 
         It is zero at attention and nowhere else. The mean of $n$ values drawn from the attention
         weights $P$ is near $z$ with probability $e^{-n I(z)}$ to leading order (Cramér, Sanov), so
-        attention is the most probable mean. Derivatives are those of `conjugate`.
+        attention is the most probable mean. The gradient in the point is $\hat\zeta$, whose derivative is
+        $\Sigma(\hat\zeta)^{-1}$.
 
         Args:
             point: $z$, `[B, T, N, Hv]` or `[T, N, Hv]`.

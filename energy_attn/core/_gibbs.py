@@ -147,7 +147,8 @@ class Gibbs(AbstractConjugate):
     Made by [`FreeEnergy.at`][energy_attn.FreeEnergy]. $F - F(0)$ is the cumulant generating function
     of the values under $P$, so `jax.grad(lambda z: F(z).sum())(zeros)` is attention, at the cost of
     one kernel pass, on a mesh too. Under `jit` attention and the energies are one pass, and so is a
-    question that is asked twice; other questions make passes of their own.
+    question that is asked twice; other questions make passes of their own. Scores have the bias, the `score` and
+    the source of a tilted measure in them.
 
     A pytree whose leaves are the arrays: it passes `jax.jit`, `vmap` over the batch, `lax.scan`,
     donation and shardings, and is differentiated in its arrays.

@@ -255,7 +255,7 @@ def energy_of(energy: object, options: ModuleOptions) -> FreeEnergy:
     if energy is None:
         return FreeEnergy(**options)
     if not isinstance(energy, FreeEnergy):
-        raise TypeError(f"energy: wanted a FreeEnergy, got {received(energy)}")
+        raise TypeError(f"energy: wanted a FreeEnergy or None, got {received(energy)}")
     if options:
         raise ValueError(
             f"energy: wanted either it or its options, got both, {', '.join(options)}="

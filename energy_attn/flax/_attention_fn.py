@@ -123,11 +123,14 @@ class AttentionFn(eqx.Module):
             dropout_rate: the probability that a weight is dropped.
             deterministic: whether none is.
             dtype: of the computation; None: that of the arrays, promoted.
-            precision: not read, nor `force_fp32_for_softmax`: energies always have 32 bits.
-            module: None (no `sow_weights=`), as there are no weights to store; and None the three functions that
-                multiply, `..._einsum` and `einsum_dot_general`.
+            precision: not read: products are as exact as their dtype allows.
+            module: None: there are no weights to store (`sow_weights=`).
             promote_dtype: of `(query, key, value)` and `dtype=`; None: JAX's promotion.
             is_causal: whether to hide keys after the query, if the energy does not.
+            force_fp32_for_softmax: not read: energies always have 32 bits.
+            einsum_dot_general: None, as the kernels multiply.
+            qk_attn_weights_einsum: None, as the kernels multiply.
+            attn_weights_value_einsum: None, as the kernels multiply.
 
         Raises:
             TypeError: an argument is not an array or has the wrong dtype.

@@ -86,7 +86,8 @@ def cite(*names: str) -> None:
 def citation() -> None:
     """Prints BibTeX entries for this library and for the papers that this process has used.
 
-    The Tree Attention paper is always printed, others once a function built on them has been called.
+    The Tree Attention paper is always printed, others once a function built on them has been called: a method of
+    attention over a mesh, `Llama`, prefix trees, `retrieve`, the penalties, sinks, the flash kernels.
 
     Source: Tree Attention (arXiv 2408.04093).
 

@@ -50,8 +50,8 @@ class EnergyAttentionBlock(eqx.Module):
     differentiated in the block's input, whereas [`free_energy`][energy_attn.free_energy] is
     differentiated in its source. $E$ costs one kernel pass, the update two more; no array is $T^2$ large.
 
-    The block is the paper's attention alone, without its layer norm and Hopfield network. Tokens that see
-    no other token add nothing to $E$.
+    The block is the paper's attention alone, without its layer norm and Hopfield network, and has no biases.
+    Tokens that see no other token add nothing to $E$.
 
     Args:
         width: of a token.
@@ -59,7 +59,8 @@ class EnergyAttentionBlock(eqx.Module):
         head_width: of queries and keys in a head; `width // num_heads` if None.
         exclude_self: whether to hide a token from itself, as in the paper.
         free_energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of every head. Its `scale` is
-            $\beta$, positive, by default $1/\sqrt{\mathtt{head\_width}}$; mask and `parallel` are the block's.
+            $\beta$, positive, by default $1/\sqrt{\mathtt{head\_width}}$; mask, `implementation` and
+            `parallel` are the block's.
         dtype: of the parameters; JAX's default floating dtype if None.
         key: a `jax.random.key` for the initial parameters, normal of variance 1 / `width`.
 

@@ -86,7 +86,11 @@ def covariance_product(
         lambda source: state_at(calls, source, middle), zero if source is None else source
     )
     (product,) = pull_back(AttentionState(tangent, jnp.zeros_like(found.lse)))
-    origin = jnp.repeat(origin, parts[0].query.shape[-2] // origin.shape[-2], -2)
+    # not `jnp.repeat`, which refuses heads over explicit mesh axes
+    *rows, kv_heads, width = origin.shape
+    heads = parts[0].query.shape[-2]
+    grouped = *rows, kv_heads, heads // kv_heads, width
+    origin = jnp.broadcast_to(origin[..., None, :], grouped).reshape(*rows, heads, width)
     out = jnp.where(holds_keys(found.lse)[..., None], found.out + origin, 0.0)
     lse = found.lse if source is None else found.lse + (source * origin).sum(-1)
     return AttentionState(out, lse), product

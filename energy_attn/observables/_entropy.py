@@ -222,7 +222,7 @@ def _squared_distance_term(block: ScoreBlock, mean: Array) -> Array:
 
 def renyi(calls: Calls, parts: Parts, order: float) -> Array:
     infinite = isinstance(order, float) and order == math.inf
-    if not infinite and (order := check_finite_number("order", order)) < 0:
+    if not infinite and check_finite_number("order", order) < 0:
         raise ValueError(f"order: wanted at least 0, got {received(order)}")
     if order == 1:
         return entropy_of(*mean_score(calls, parts))

@@ -199,7 +199,8 @@ class AbstractWeights(eqx.Module):
         One pass over blocks of keys, by XLA's operations: a draw is the key of the largest sum of its score and of
         noise of Gumbel's distribution. The noise depends on `key`, the row, the index of the key and the draw. So draws
         are the same on any mesh and of a union or all its keys together, but where two sums are equal up to rounding.
-        Draws are independent, with replacement, and have no derivative.
+        Draws are independent, with replacement, and have no derivative. The mean of their values converges to
+        attention.
 
         Args:
             key: a `jax.random.key`.
@@ -207,8 +208,8 @@ class AbstractWeights(eqx.Module):
 
         Returns:
             int32 `[B, T, N, count]`: indices of keys (in a union, of the first measure's, then of the second's),
-            and after all of these of sinks; -1 for a fully masked row. `jnp.take(..., mode="fill", fill_value=0)`
-            reads a sink's value.
+            and after all of these of sinks, in the same order; -1 for a fully masked row.
+            `jnp.take(..., mode="fill", fill_value=0)` reads a sink's value.
 
         Raises:
             TypeError: `key` is not a key, or `count` not an integer.

@@ -189,6 +189,9 @@ def accept_sampling(
             slot 0 counts as sampled already, and other roots are ignored (to choose the root with
             the longest path would change the distribution).
 
+    Returns:
+        Path, length and next token. With `context_logits` the length may be 0.
+
     Raises:
         TypeError: `key` is not a key, or a setting not a number.
         ValueError: a setting out of range.

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels.internal import REMAT, bind, equations, interpret, programs
+from energy_attn.kernels.internal import REMAT, bind, closed, equations, interpret, programs
 
 from ..functional._tag import tag_p
 
@@ -94,7 +94,7 @@ def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
         )
     if rule is _custom:  # what the function itself sees has no tags of other levels
         asked = asked._replace(others_stay=False)
-    return rule(equation, args, *(_runner(program, asked) for program in inner))
+    return rule(equation, args, *(_runner(closed(program), asked) for program in inner))
 
 
 def _runner(program: ClosedJaxpr, asked: Asked) -> Run:

@@ -1,13 +1,12 @@
 """Records the energies of a model that runs, named by their places in it."""
 
 import collections
-import dataclasses
 import difflib
 import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -115,12 +114,13 @@ def record(
     return Partial(_recorded, (recorder(quantities, functions), function))
 
 
-@dataclasses.dataclass(frozen=True)
-class Recorder(AbstractRecorder):
-    """The figures and methods of given names, and functions of the measure."""
-
+class _RecorderFields(NamedTuple):
     names: tuple[str, ...]
     functions: tuple[tuple[str, Callable[[Gibbs], Any]], ...]
+
+
+class Recorder(_RecorderFields, AbstractRecorder):
+    """Records figures and methods by name, and functions of the measure; arrays of the functions are leaves."""
 
     def observe(self, call: StaticCall, operands: Operands, source: Source) -> dict[str, Any]:
         measure = Gibbs((PreparedKeys(call, operands),))

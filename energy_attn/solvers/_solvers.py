@@ -47,9 +47,10 @@ class AbstractSolver(abc.ABC):
                     raise TypeError(
                         f"{name}: wanted an optax.GradientTransformation, got {received(x)}"
                     )
-            elif check_finite_number(name, x) < 0 or (name == "step_size" and x == 0):
-                least = "above" if name == "step_size" else "of at least"
-                raise ValueError(f"{name}: wanted a number {least} 0, got {x}")
+            elif name == "step_size" and check_finite_number(name, x) <= 0:
+                raise ValueError(f"{name}: wanted a number above 0, got {x}")
+            elif name == "tolerance" and check_finite_number(name, x) < 0:
+                raise ValueError(f"{name}: wanted a number of at least 0, got {x}")
 
 
 @jax.tree_util.register_static

@@ -186,7 +186,7 @@ class AbstractJAXKernel(AbstractKernel):
         )
         if cotangent.lse is None:
             cotangent = cotangent._replace(lse=jnp.zeros_like(found.lse))
-        return pull(_of_rows_with_keys(state, cotangent))[0]
+        return pull(of_rows_with_keys(state, cotangent))[0]
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
@@ -194,13 +194,13 @@ class AbstractJAXKernel(AbstractKernel):
         """JAX's derivative of `forward`, which is often NaN in rows without keys: there it is zero."""
         given = map_some(lambda _, x: x, directions, call.operands)
         run = functools.partial(self._of_moved, call)
-        return _of_rows_with_keys(state, jax.jvp(run, (given,), (directions,))[1])
+        return of_rows_with_keys(state, jax.jvp(run, (given,), (directions,))[1])
 
     def _of_moved(self, call: KernelCall, moved: Operands) -> AttentionState:
         return self.forward(call._replace(operands=with_moved(call.operands, moved)))
 
 
-def _of_rows_with_keys(state: AttentionState, change: AttentionState) -> AttentionState:
+def of_rows_with_keys(state: AttentionState, change: AttentionState) -> AttentionState:
     rows = holds_keys(state.lse)
     return AttentionState(jnp.where(rows[..., None], change.out, 0), jnp.where(rows, change.lse, 0))
 

@@ -109,6 +109,7 @@ class Operands(NamedTuple):
         return self._replace(**{name: f(x, axis) for name, axis, x in given if x is not None})
 
     def part_indices(self) -> tuple[Array, Array]:
+        """Indices in the whole batch, `[B]`, and among all heads, `[N]`."""
         batch, _, heads = self.query.shape[:3]
         pairs = zip(self.indices, (batch, heads), strict=True)
         batches, heads = (jnp.arange(n, dtype=jnp.int32) if x is None else x for x, n in pairs)

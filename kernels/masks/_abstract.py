@@ -174,33 +174,33 @@ def _inner(mask: AbstractMask) -> list[AbstractMask]:
     return [x for x in leaves if isinstance(x, AbstractMask)]
 
 
-def _of_each(method: str) -> Any:
-    """A method of masks that are joined: joins what `method` returns of each, in one frame, as masks nest deeply."""
+def _of_each(method: str, of: str | None = None) -> Any:
+    """A method of joined masks: joins the results of the method `of` (by default the same) of each, in one frame."""
+    asked = of or method
 
     @functools.wraps(getattr(AbstractMask, method), updated=())
     def joined(self: "_Joined", query: Array | Interval, key: Array | Interval) -> Array:
         found = []
-        for x in vars(self).values():
-            found.append(getattr(x, method)(query, key))
+        for name in self._masks:
+            found.append(getattr(getattr(self, name), asked)(query, key))
         return self._join(*found)
 
     return joined
 
 
 class _Joined(AbstractMask):
-    """Masks that are joined; each of its fields is a mask."""
-
     by_intervals = True
+    _masks: ClassVar[tuple[str, ...]] = "first", "second"
     _join: ClassVar[Callable[..., Any]]
 
     def __check_init__(self) -> None:
-        for name, x in vars(self).items():
-            check_mask(name, x)
+        for name in self._masks:
+            check_mask(name, getattr(self, name))
         check_nesting("masks", self, AbstractMask, "join them in pairs, as (a & b) & (c & d)")
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return sum((x.ranks for x in vars(self).values()), ())
+        return sum((getattr(self, name).ranks for name in self._masks), ())
 
     visible = _of_each("visible")
     any_visible = _of_each("any_visible")
@@ -263,10 +263,11 @@ class Not(_Joined):
 
     mask: AbstractMask
 
+    _masks = ("mask",)
     _join = staticmethod(operator.invert)
 
-    any_visible = _of_each("all_visible")
-    all_visible = _of_each("any_visible")
+    any_visible = _of_each("any_visible", of="all_visible")
+    all_visible = _of_each("all_visible", of="any_visible")
 
 
 class Function(AbstractMask):

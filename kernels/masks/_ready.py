@@ -15,7 +15,10 @@ from ._abstract import FAR, AbstractComparison, AbstractMask, Interval
 
 
 def _unless_none(check: Callable[[str, object], Any], name: str) -> Callable[[object], Any]:
-    return lambda x: None if x is None else check(name, x)
+    def convert(x: object) -> Any:  # Equinox takes the parameter's type from here
+        return None if x is None else check(name, x)
+
+    return convert
 
 
 def ids(name: str, x: object) -> Any:

@@ -103,17 +103,17 @@ def without_shardings(params: dict[str, Any]) -> dict[str, Any]:
     return {**params, **dict.fromkeys({"sharding", "out_sharding"} & params.keys())}
 
 
-def programs(equation: JaxprEqn) -> list[ClosedJaxpr]:
+def programs(equation: JaxprEqn) -> list[ClosedJaxpr | Jaxpr]:
     """The programs among the parameters of an equation: of a call, a loop, branches and their like."""
 
     def is_program(x: object) -> bool:
         return isinstance(x, (ClosedJaxpr, Jaxpr))
 
     leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=is_program)
-    return [closed(x) for x in leaves if is_program(x)]
+    return list(filter(is_program, leaves))
 
 
-def equations(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
+def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
     """Every equation of a program, and of the programs inside it, outer equations first."""
     for equation in program.eqns:
         yield equation

@@ -38,7 +38,7 @@ class SoftCap(AbstractScore):
 
     Raises:
         TypeError: a cap that is neither.
-        ValueError: an array with axes, or a number that is not above zero.
+        ValueError: an array with axes, or a number that is not above zero or not finite.
 
     Source: Gemma 2 (arXiv 2408.00118), section 2, logit soft-capping; there $c = 50$.
 

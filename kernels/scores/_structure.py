@@ -15,7 +15,7 @@ from jaxtyping import Array
 from .._checks import received
 from ..autodiff._function import jvp_of_some
 from ..program._operations import Operation, ProgramValue, inputs_of, operations_of
-from ..program._read import CALLS_WITH_RULES, programs, without_mesh
+from ..program._read import CALLS_WITH_RULES, closed, programs, without_mesh
 from ._abstract import AbstractScore, At
 
 _ARRAYS = jax.Array, np.ndarray, np.generic
@@ -212,7 +212,7 @@ def _check_program(name: str, program: ClosedJaxpr, inputs: Sequence[ProgramValu
     options: Any = {"calls": CALLS_WITH_RULES, "foldable": _FOLLOWED}
     for x in operations_of(program, inputs, **options)[0]:
         _check_operation(name, x)
-        for inner in programs(x.equation):
+        for inner in map(closed, programs(x.equation)):
             variables = inner.jaxpr.invars
             if len(variables) == len(x.inputs):
                 pairs = zip(variables, x.inputs, strict=True)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from .._slice import slice_at
-from ..call._kernel import AbstractKernel, check_operands
+from ..call._kernel import AbstractKernel, check_operands, of_rows_with_keys
 from ..call._operands import (
     KernelCall,
     Operands,
@@ -19,8 +19,10 @@ from ..call._operands import (
     dequantized,
     hide_unreachable,
     is_static,
+    map_some,
     out_dtype,
     present_keys,
+    with_moved,
 )
 from ..call._state import AttentionState, divided, exp_from, lse_dtype, safe_shift
 from ..fold._tree import following
@@ -53,11 +55,6 @@ class AbstractDecode(AbstractKernel):
         state, cotangent = state._replace(lse=lse), divided(cotangent, jnp.exp(-rounding))
         return blockwise.backward(call, state, cotangent)
 
-    def tangent(
-        self, call: KernelCall, state: AttentionState, directions: Operands
-    ) -> AttentionState:
-        return Blockwise().tangent(call, state, directions)
-
 
 class Decode(AbstractDecode):
     """XLA's operations, for at most 64 queries times heads; reads each key and value once.
@@ -72,8 +69,23 @@ class Decode(AbstractDecode):
         _check_rows(call, MOST_ROWS)
 
     def forward(self, call: KernelCall) -> AttentionState:
-        operands, settings, _ = call
+        operands, settings = call.operands, call.settings
         return dense_state(settings, hide_unreachable(operands, settings))
+
+    def tangent(
+        self, call: KernelCall, state: AttentionState, directions: Operands
+    ) -> AttentionState:
+        """JAX's derivative of the dense state: a loop over blocks gathers all keys in a program that XLA partitions."""
+        settings = call.settings.needing(unrounded=True)
+
+        def state_of(moved: Operands) -> AttentionState:
+            operands = hide_unreachable(with_moved(call.operands, moved), settings)
+            value = operands.value.astype(state.lse.dtype)  # so that sums are rounded once
+            return dense_state(settings, operands._replace(value=value))
+
+        given = map_some(lambda _, x: x, directions, call.operands)
+        change = of_rows_with_keys(state, jax.jvp(state_of, (given,), (directions,))[1])
+        return change._replace(out=change.out.astype(state.out.dtype))
 
 
 def _check_rows(call: KernelCall, most: int) -> None:
@@ -131,7 +143,7 @@ class DecodeCPU(AbstractDecode):
         return True
 
     def forward(self, call: KernelCall) -> AttentionState:
-        operands, settings, _ = call
+        operands, settings = call.operands, call.settings
         operands = hide_unreachable(operands.positioned(settings.compares), settings)
         query, value = operands.query, operands.value
         batch, query_len, heads = query.shape[:3]

@@ -78,51 +78,61 @@ class Reference(AbstractJAXKernel):
         """Takes every call."""
 
     def forward(self, call: KernelCall) -> AttentionState:
-        operands, settings, _ = call
+        operands, settings = call.operands, call.settings
         operands = zero_absent(hide_unreachable(operands, settings))
         if operands.mask is not None:  # derivatives multiply rows without keys by zeros
             scores = dense_scores(settings, lax.stop_gradient(operands))
             has_keys = holds_keys(scores.max(-1, keepdims=True, initial=-jnp.inf))
             operands = operands._replace(query=jnp.where(has_keys, operands.query, 0))
-        out, lse = dense_state(settings, operands)
+        # in 16 bits: weights below 1, whose cotangents do not underflow where many keys share a row
+        out, lse = dense_state(settings, operands, normalise_first=True)
         # a fully masked row passes no cotangent to the values
         return AttentionState(jnp.where(holds_keys(lse)[..., None], out, 0), lse)
 
 
-def dense_state(settings: Settings, operands: Operands) -> AttentionState:
-    """The state by products batched over heads; keys and values of eight bits are cast inside the products."""
+def dense_state(
+    settings: Settings, operands: Operands, *, normalise_first: bool = False
+) -> AttentionState:
+    """The state by products batched over heads; keys and values of eight bits are cast inside the products.
+
+    `normalise_first`: whether weights are divided by their total before they are rounded, not their sum after.
+    """
     (query, key, value), present = operands.qkv, zero_absent(operands)
     if operands.scales.value is None:
         value = present.value  # the zeros are fused into the product
     else:  # exact, and fused likewise
         key, value = key.astype(query.dtype), value.astype(query.dtype)
     weights, total, lse = softmax(dense_scores(settings, operands._replace(key=key)))
+    if normalise_first:
+        weights = weights / total
     batch, query_len, heads, key_len = weights.shape
     kv_heads, width = value.shape[2:]
     weights = weights.reshape(batch, query_len, kv_heads, heads // kv_heads, key_len)
     weights = _times(weights, present.scales.value).astype(value.dtype)
     out = _einsum("btkgs,bskv->btkgv", weights, value, query.dtype)
-    out = out.reshape(batch, query_len, heads, width) / total
+    out = out.reshape(batch, query_len, heads, width)
+    out = out if normalise_first else out / total
     return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
 
 def dense_scores(settings: Settings, operands: Operands) -> Float[Array, "B T N S"]:
     """All scores of a call, in the precision of energies, minus infinity where a key is hidden."""
-    # Scores as [B, T, N, S]: heads and keys fill the tiles of a TPU, which T = 1 does not.
     query, key, _ = operands.qkv
+    inner, scale = settings.scored_width, operands.scales.key
+    added = None if inner is None else _dense_products(query[..., inner:], key[..., inner:], scale)
+    products = _dense_products(query[..., :inner], key[..., :inner], scale)
+    return masked(products, operands, settings, added).transpose(0, 2, 1, 3)
+
+
+def _dense_products(
+    query: Array, key: Array, scale: Array | None = None
+) -> Float[Array, "B N T S"]:
+    # Computed as [B, T, N, S]: heads and keys fill the tiles of a TPU, which T = 1 does not.
     batch, query_len, heads, width = query.shape
     key_len, kv_heads = key.shape[1:3]
     grouped = query.reshape(batch, query_len, kv_heads, heads // kv_heads, width)
-    inner = settings.scored_width
-
-    def products(features: slice) -> Float[Array, "B N T S"]:
-        sides = grouped[..., features], key[..., features]
-        found = _einsum("btkgh,bskh->btkgs", *sides, query.dtype)
-        found = _times(found, operands.scales.key).reshape(batch, query_len, heads, key_len)
-        return found.transpose(0, 2, 1, 3)
-
-    added = None if inner is None else products(slice(inner, None))
-    return masked(products(slice(inner)), operands, settings, added).transpose(0, 2, 1, 3)
+    found = _times(_einsum("btkgh,bskh->btkgs", grouped, key, query.dtype), scale)
+    return found.reshape(batch, query_len, heads, key_len).transpose(0, 2, 1, 3)
 
 
 def _einsum(axes: str, a: Array, b: Array, dtype: DTypeLike) -> Array:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("name", "guard"),
     [
-        ("kernels/masks/_window.py", "tests/kernels/masks"),
+        ("kernels/masks/_ready.py", "tests/kernels/masks"),
         ("kernels/pallas/gpu/_tile.py", "tests/kernels/pallas"),
         ("kernels/_checks.py", "tests/kernels"),
         ("energy_attn/masks/__init__.py", "tests/kernels/masks"),
@@ -33,7 +33,7 @@ def test_what_guards_a_file(name, guard):
 
 def test_touched_folders_are_named_once():
     """A folder inside one that is named already, whose cases would count twice."""
-    names = ["kernels/_checks.py", "kernels/masks/_window.py", "distributed/cache/_cache.py"]
+    names = ["kernels/_checks.py", "kernels/masks/_ready.py", "distributed/cache/_cache.py"]
     assert gate.touched(names) == ["tests/distributed/cache", "tests/kernels"]
 
 

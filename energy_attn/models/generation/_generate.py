@@ -196,11 +196,11 @@ def generate(
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_integer("chunk_size", chunk_size, 1)
     mesh: Any = jax.sharding.get_abstract_mesh()
-    split = set(parallel.batch) if isinstance(parallel, SequenceParallel) else set()
+    split = tuple(parallel.batch) if isinstance(parallel, SequenceParallel) else ()
     # the loop's own arrays do not agree with the types of rows over explicit axes
-    if not mesh.empty and is_explicit(mesh, split & set(mesh.axis_names)):
+    if not mesh.empty and is_explicit(mesh, {x for x in split if x in mesh.axis_names}):
         raise ValueError(
-            f"parallel: wanted batch= over automatic axes of the mesh, got the explicit {tuple(split)}"
+            f"parallel: wanted batch= over automatic axes of the mesh, got the explicit {split}"
         )
     reproducible = check_flag("reproducible", reproducible)
     stops = stop_strings(stop)

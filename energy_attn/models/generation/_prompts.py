@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import check_counts
 from energy_attn.kernels.internal import (
-    CallPolicy,
     as_int32,
     call_policy,
     check_integer,
@@ -27,7 +26,7 @@ from ...prefix_tree._tree import check_beam, gather_slots
 from ..decoder._by_rows import rows_of
 from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
-from ..decoder._read import check_tokens, read_chunks, read_tree
+from ..decoder._read import check_tokens, read_chunks
 from ..text._tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -211,7 +210,9 @@ def score_continuations(
     is_written = parallel is not None and not policy.reads_trees
     slots = tokens.shape[1] + (beam.shape[2] if is_written else 0)
     cache = model.empty_cache(len(tokens), slots, parallel=parallel, reproducible=reproducible)
-    return _score(model, tokens, context_lengths, as_int32(beam), counts, cache, chunk_size, policy)
+    return _score(
+        model, tokens, context_lengths, as_int32(beam), counts, cache, chunk_size, reproducible
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7))
@@ -223,8 +224,9 @@ def _score(
     counts: Array,
     cache: DecoderCache,
     chunk_size: int,
-    policy: CallPolicy,
+    reproducible: bool,
 ) -> Array:
+    policy = call_policy(None, reproducible)
     # the last token of the prompt is the root: its logits are for the first tokens
     _, cache = read_chunks(model, tokens, cache, context_lengths - 1, chunk_size, policy)
     root = jnp.take_along_axis(tokens, context_lengths[:, None] - 1, axis=1)[:, :, None]
@@ -233,7 +235,7 @@ def _score(
     # a token outside the vocabulary is read as NaN, which other branches would see
     clipped = jnp.clip(tree.tokens, 0, model.config.vocab_size - 1)
     tree_of_vocabulary = tree._replace(tokens=clipped)
-    read = read_tree(model, tree_of_vocabulary, cache, policy)
+    read: Any = model.read_tree(tree_of_vocabulary, cache, reproducible=reproducible)
     log_p = gather_slots(rows_of(policy)(jax.nn.log_softmax, read.logits), tree.parent)
     token_log_p = jnp.take_along_axis(log_p, clipped[:, :, None], axis=2)[:, :, 0]
     invalid = (tree.mask & (clipped != tree.tokens)[:, None]).any(-1)

@@ -128,6 +128,7 @@ def narrowed(x: Array, kind: DTypeLike) -> Array:
 
 
 def _rounded(x: Array, kind: DTypeLike) -> Array:
+    kind = jnp.dtype(kind)  # a name is not equal to `jnp.float16`
     if kind == jnp.bfloat16:
         return lax.reduce_precision(x, 8, 7)
     if kind == jnp.float16:
