@@ -121,6 +121,7 @@ def check_sizes(shape: object, topology: object) -> None:
 
 
 def kv_shard(shape: Shape, topology: Topology) -> tuple[int, int]:
+    """Bytes of one device's keys, and of its values."""
     rows = shape.batch * -(-shape.keys // topology.devices) * shape.kv_heads
     return rows * shape.width * shape.bytes, rows * shape.out_width * shape.bytes
 

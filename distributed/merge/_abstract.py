@@ -112,6 +112,7 @@ class _AsBits(AbstractFunction):
 
 
 def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:
+    """Applies a collective to the bits of floating numbers, as integers."""
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return lax.bitcast_convert_type(collective(bits), x.dtype)
 

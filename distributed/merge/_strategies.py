@@ -164,6 +164,7 @@ class HierarchicalMerge(AbstractMerge):
 
 
 def exchanged(state: State, axes: Axes) -> State:
+    """The butterfly: each device folds its state with others at growing distances, until all hold the fold."""
     for axis in reversed(axes):
         devices = lax.axis_size(axis)
         odd = devices // (devices & -devices)

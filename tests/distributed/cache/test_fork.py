@@ -258,6 +258,22 @@ def test_rows_begin_again(kind):
     close(tuple(state), dense(model.problem(query, last, is_causal=True)))
 
 
+def test_reset_of_rows_over_an_explicit_axis():
+    """Rows whose numbers are chosen outside of `shard_map`, between arrays of other types."""
+    mesh = make_mesh((2, 4), ("row", "device"), explicit=True)
+    parallel = SequenceParallel("device", batch="row")
+    with jax.set_mesh(mesh):
+        given, new = (
+            [jax.device_put(x, jax.NamedSharding(mesh, jax.P("row"))) for x in arrays]
+            for arrays in (
+                [jnp.ones((2, 5, K, w), jnp.float64) for w in (H, V)],
+                [jnp.ones((4, 2, K, w), jnp.float64) for w in (H, V)],
+            )
+        )
+        cache = empty(rows=2, capacity=8, parallel=parallel).append(*given).fork(2, capacity=4)
+        assert cache.append(*new).reset(jnp.asarray([1])).lengths.tolist() == [7, 5, 7, 7]
+
+
 @pytest.mark.full
 def test_saved_and_loaded(tmp_path):
     """Own tokens that lose their positions on the way to another mesh."""

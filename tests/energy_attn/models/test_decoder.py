@@ -76,6 +76,20 @@ def test_another_family(llama, turned, user_settings):
     assert split.addressable_shards[0].data.shape == (8, 16)
 
 
+def test_scores_come_from_the_models_own_tree():
+    """A model that reads trees in its own way, passed by."""
+
+    class Turned(Llama):
+        def read_tree(self, *args, **options):
+            read = super().read_tree(*args, **options)
+            return read._replace(logits=-read.logits)
+
+    plain, turned = (kind(CONFIG, key=jax.random.key(0)) for kind in (Llama, Turned))
+    answers = jnp.array([[[1, 2]], [[3, 4]]])
+    got, other = (score_continuations(m, TOKENS, answers) for m in (turned, plain))
+    assert not np.allclose(got, other)
+
+
 def test_an_incomplete_family():
     """A family that lacks a method, found when it first generates."""
     for name in sorted(AbstractDecoder.__abstractmethods__):

@@ -622,3 +622,34 @@ def test_names_in_a_decoder():
     assert list(alike) == wanted
     x = jnp.ones((1, 6, 4, model.config.head_dim))
     assert list(ea.record(shared, "energy")(x)[1]) == ["attention"]
+
+
+def test_a_reproducible_decoder():
+    """A program among an operation's parameters that has constants of its own, and so is no closed program."""
+    model = Llama(CONFIG, key=jax.random.key(0))
+    tokens = jnp.arange(6)[None] % CONFIG.vocab_size
+
+    def energies(**options):
+        seen = ea.record(functools.partial(model, **options), "energy")(tokens)[1]
+        return {name: x["energy"] for name, x in seen.items()}
+
+    close(energies(reproducible=True), energies(), tolerance=1e-5)
+
+
+def test_arrays_of_a_quantity_are_leaves():
+    """A function of the measure that is compiled again for other arrays, or is constant in them."""
+    traced = []
+
+    def scaled(weight, measure):
+        traced.append(weight)
+        return weight * measure.entropy()
+
+    def recorded(weight):
+        of = jax.tree_util.Partial(scaled, weight)
+        return ea.record(Layer(WEIGHTS[0]), of=of)(X)[1]["energy"]["of"]
+
+    first = recorded(jnp.asarray(1.0))
+    count = len(traced)
+    close(recorded(jnp.asarray(2.0)), 2 * np.asarray(first))
+    assert len(traced) == count > 0
+    close(jax.grad(lambda w: recorded(w).sum())(jnp.asarray(1.0)), np.asarray(first).sum())

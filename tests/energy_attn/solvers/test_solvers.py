@@ -1,5 +1,6 @@
 """Solvers as values: equal, hashable, without leaves, compiled once; and which of them a function declines."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -133,3 +134,14 @@ def test_bad_step_sizes_and_optimisers():
         complains(lambda kind=kind: kind("a"), TypeError, "step_size", "'a'", "real number")
     complains(lambda: Optimistic(None), TypeError, "step_size", "None", "real number")
     complains(lambda: Optax("adam"), TypeError, "optimiser", "'adam'", "GradientTransformation")
+
+
+def test_a_subclass_has_fields_of_its_own():
+    """A field that only a subclass knows, checked as a number."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Named(Newton):
+        label: str = "mine"
+
+    assert (Named().label, Named(max_steps=3).max_steps) == ("mine", 3)
+    complains(lambda: Named(tolerance=-1.0), ValueError, "tolerance", "-1.0", "at least 0")

@@ -106,3 +106,17 @@ def test_one_structure_for_all_numbers():
     assert len(same) == 1
     others = {structure_of(masks.Causal() & masks.Prefix(3)), structure_of(~masks.Prefix(3))}
     assert not same & others and len(others) == 2
+
+
+def test_joined_masks_keep_their_names_and_take_fields():
+    """A method of `~mask` under the name of the opposite one; a subclass whose own field is asked as a mask is."""
+
+    class Named(masks.And):
+        label: str = "near"
+
+    for name in ("visible", "any_visible", "all_visible"):
+        assert getattr(masks.Not, name).__name__ == name
+    near = Named(masks.Causal(), masks.Window(1, None))
+    np.testing.assert_array_equal(
+        near.visible(jnp.array([[2]]), jnp.arange(4)[None]), [[False, True, True, False]]
+    )
