@@ -150,7 +150,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def parse(text: str) -> list[Module]:
-    """Reads every module of an HLO text; raises `ValueError` for a text without one, or a line that is no instruction."""
+    """Reads every module of an HLO text; raises `ValueError` where it is none."""
     modules = []
     for part in re.split(r"^(?=HloModule )", text, flags=re.MULTILINE)[1:]:
         header, *lines = part.split("\n")

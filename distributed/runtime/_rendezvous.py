@@ -91,9 +91,8 @@ def join(participant: Participant) -> None:
         time.sleep(_PAUSE)
     raise RuntimeError(
         f"coordinator_address: process {participant.process} of {participant.processes} could not meet process 0 "
-        f"at {participant.coordinator} within {participant.timeout} s (the last attempt: {last}). Check that "
-        "process 0 is running and calls initialize() too, that its host has this address as seen from here, and "
-        "that no firewall closes the port"
+        f"at {participant.coordinator} within {participant.timeout} s (last attempt: {last}). Check that "
+        "process 0 calls initialize(), that this is its address and that no firewall closes the port"
     )
 
 
