@@ -42,7 +42,7 @@ from energy_attn.kernels import (
 from energy_attn.models import Encoder, EncoderConfig, ExpertsConfig, Llama, score_continuations
 from energy_attn.prefix_tree import Accepted, commit, pack, tree_decode
 from energy_attn.solvers import FixedPoint, Newton, Optax
-from tests.support import weights
+from tests.support.arrays import drawn as drawn_module
 from tests.support.llama import CONFIG, build
 
 
@@ -278,7 +278,7 @@ ROUTED = dataclasses.replace(
 
 def encoder() -> Encoder:
     config = EncoderConfig(8, 6, 1, 2, 5, 8)
-    return weights.drawn(lambda key: Encoder(config, jnp.float64, key=key))
+    return drawn_module(lambda key: Encoder(config, jnp.float64, key=key))
 
 
 def logits(model: Llama, tokens: Any, x: Any) -> Any:
