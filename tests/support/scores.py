@@ -88,7 +88,7 @@ CASES = {
         {"table": _draw(HEADS, 5)},
     ),
     "t5": Case(
-        lambda p: scores.RelativeBias(p["table"], scores.t5_buckets(8, 6)),
+        lambda p: scores.RelativeBias(p["table"], scores.RelativeBias.t5_buckets(8, 6)),
         lambda s, b, h, i, j, p: s + p["table"][h, _t5(i, j, 8, 6)],
         {"table": _draw(HEADS, 8)},
     ),
