@@ -1,4 +1,4 @@
-"""A BERT: its sizes, its `config.json`, and the layers of an encoder, of the parts that decoders have."""
+"""The BERT encoder: its configuration, its `config.json`, and its layers."""
 
 import dataclasses
 import os
@@ -48,12 +48,12 @@ _RENAMED = (
     (r"^embeddings\.norm\b", "embeddings.LayerNorm"),
     (r"\bmlp_norm\b", "output.LayerNorm"),
 )
-# What a checkpoint has and hidden states do not depend on.
+# Tensors of a checkpoint without effect on hidden states.
 _IGNORED = re.compile(r"pooler\.dense\.(weight|bias)|embeddings\.position_ids")
 _ACTIVATION = "gelu"
 # Fields with the only value that is computed.
 _ONLY: Mapping[str, Any] = {"position_embedding_type": "absolute", "is_decoder": False}
-# Fields of training, of the pooler, of heads, and of how others lay out their work.
+# Fields without effect on hidden states.
 _OF_NO_EFFECT = (
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"),
     *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
@@ -73,8 +73,8 @@ class EncoderConfig(AbstractModelConfig):
         num_attention_heads: number of heads.
         intermediate_size: width inside the MLP.
         max_position_embeddings: the most tokens of a text.
-        type_vocab_size: number of kinds of tokens, of which the first is that of a single text.
-        layer_norm_eps: added to the variance before its root.
+        type_vocab_size: number of token types; a single text has type 0.
+        layer_norm_eps: added to the variance before the square root.
 
     Raises:
         TypeError: a size is not an integer, or the constant not a number.
@@ -143,12 +143,6 @@ class EncoderOutput(NamedTuple):
         hidden: the final hidden states, in the dtype of the weights.
         energies: the free energy of each layer, position and head in nats, or None. With another
             `attend`, its second result, stacked over layers.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> from energy_attn.models import EncoderOutput
-        >>> EncoderOutput(jnp.zeros((1, 3, 8)), None).hidden.shape
-        (1, 3, 8)
     """
 
     hidden: Float[Array, "batch time width"]
@@ -178,7 +172,7 @@ class LayerNorm(eqx.Module):
 
 
 class Embeddings(eqx.Module):
-    """The normed sum of the embeddings of a token, its position and its kind."""
+    """The normed sum of the embeddings of a token, its position and its type."""
 
     word_embeddings: Embedding
     position_embeddings: Embedding
@@ -296,11 +290,16 @@ class Encoder(AbstractModel):
         Args:
             tokens: of any integer dtype, at most `max_position_embeddings` of them.
             lengths: `[batch]`, the number of tokens that each row really has, in front; None: all.
-            token_types: the kind of each token; None: 0, as for a single text.
+            token_types: the type of each token; None: 0, as for a single text.
             parallel: the mesh axes that the tokens are sharded over; None: none.
             return_energies: whether to return the free energies of all layers, or the second result of
                 `attend`.
             attend: the function that computes attention, called as [`attention`][energy_attn.attention] is.
+
+        Returns:
+            A named tuple: `hidden`, the final hidden states `[batch, time, width]` in the dtype of the weights, and
+            `energies`, the free energies `[layers, batch, time, heads]` in nats, or None unless asked for. With
+            another `attend`, these are its second results, stacked over layers.
 
         Raises:
             TypeError: an array that is not of integers.
@@ -335,7 +334,7 @@ class Encoder(AbstractModel):
         lengths: Int[Array, " batch"] | None = None,
         parallel: SequenceParallel | None = None,
     ) -> Float[Array, "batch width"]:
-        """The embedding of each text, of length one: the direction of the mean of its hidden states.
+        """The embedding of each text: the mean of its hidden states, normalised to length one.
 
         Arguments and errors are those of a call. Source: Reimers and Gurevych (arXiv 1908.10084), section 3.
         """

@@ -1,4 +1,4 @@
-"""The families whose checkpoints can be read."""
+"""The table of model families, and `load`, which reads a checkpoint of any of them."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from .decoder._decoder import Family
 from .llama._llama import LLAMA
 from .llama._variants import VARIANTS
 
-# By the `model_type` of their checkpoints.
+# By `model_type`.
 FAMILIES: Mapping[str, Family] = MappingProxyType({**dict.fromkeys(VARIANTS, LLAMA), "bert": BERT})
 
 
@@ -26,39 +26,38 @@ def load(
     tensor: str = "tensor",
     progress: bool | Callable[[float, str], Any] | None = None,
 ) -> Any:
-    """Reads a checkpoint in Hugging Face's format, of the family that its `config.json` names.
+    """Reads a checkpoint in Hugging Face's format, of any family that is supported.
 
     The folder has a `config.json` and one or more safetensors files. Everything is checked before the
-    first weight is read, and nothing is unpickled. Each process reads the parts of a weight that its
-    devices hold, once; the host holds one weight at a time. Rotary frequencies in old files are ignored,
-    and so is a copy of the embedding as the output projection of tied embeddings. One that differs from
-    the embedding is used, with a warning, although `tie_word_embeddings` is true; each process reads both
-    to tell. If another process saves at the same time, each process reads the files of one save, which
-    need not be the same for all.
+    first weight is read, and nothing is unpickled. Each process reads once the parts of a weight that its
+    devices hold; the host holds one weight at a time. Rotary frequencies in old files are ignored.
+    With `tie_word_embeddings`, an output projection in the files is ignored if it equals the embedding; if it
+    differs, it is used, with a warning. If another process saves at the same time, each process reads a
+    consistent set of files, but two processes may read different saves.
 
     Args:
-        directory: the folder; `"demo"`: that of the library's own model of bytes, if there is no other one.
-        mesh: of the devices that get the weights, placed as by [`shard`][energy_attn.models.shard];
-            None: the mesh in force, else the default device.
-        dtype: of the weights; None: that of the files, which must all have the same. float64 becomes
+        directory: the folder; `"demo"`: the library's own byte-level model, unless a folder has this name.
+        mesh: the devices that get the weights, placed as by [`shard`][energy_attn.models.shard];
+            None: the current mesh, else the default device.
+        dtype: the dtype of the weights; None: the dtype in the files, which must be one. float64 becomes
             float32 unless JAX's 64-bit mode is on.
         tensor: the axis that weights are split over, if the mesh has it.
-        progress: whether to show a bar on standard error, or a function called with the share
-            done and a name; None: a bar if standard error is a terminal.
+        progress: whether to show a bar on standard error, or a function called with the fraction
+            done and the name of a weight; None: a bar if standard error is a terminal.
 
     Returns:
-        The model. A [`Llama`][energy_attn.models.Llama], under the flags of its family, where `model_type` is
+        The model: a [`Llama`][energy_attn.models.Llama] with the flags of its family, for the `model_type`s
         `"llama"`, `"mistral"`, `"mixtral"`, `"qwen2"`, `"qwen3"`, `"qwen3_moe"`, `"smollm3"`, `"gemma2"`,
         `"gemma3_text"`, `"olmo2"`, `"phi3"`, `"gpt_oss"` or `"deepseek_v3"`; an
         [`Encoder`][energy_attn.models.Encoder] for `"bert"`.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: a `model_type` that is none of those; as
-            [`from_json`][energy_attn.models.LlamaConfig.from_json]; no weights, or only pickled ones; a file
-            that is truncated, not safetensors, a pointer of Git LFS, outside the folder or of another `save`
-            than the rest; files that are replaced again and again; more layers than the files have; tensors
-            that are missing, unexpected, or of another shape or dtype; or a mesh that `shard` refuses.
+        ValueError: another `model_type`; a configuration that
+            [`from_json`][energy_attn.models.LlamaConfig.from_json] refuses; no weights, or only pickled ones; a
+            file that is truncated, not safetensors, a pointer of Git LFS, outside the folder or written by another
+            `save`; files that other processes keep replacing; too few layers; tensors that are missing,
+            unexpected, or of another shape or dtype; or a mesh that `shard` refuses.
 
     Examples:
         >>> import jax, tempfile

@@ -337,7 +337,7 @@ class Tokenizer:
         return render(self.chat_templates[name], str(self._folder), chat, known | given)
 
     def stream(self, before: Tokens = (), *, stop: str | Sequence[str] | None = None) -> TextStream:
-        """Text of tokens as they come, which never cuts a character.
+        """Returns a stream, which turns tokens into text as they come and never cuts a character.
 
         Special tokens are left out.
 
@@ -345,9 +345,24 @@ class Tokenizer:
             before: the tokens that the text follows, which may decide whether it begins with a space.
             stop: a string that ends the text, or several.
 
+        Returns:
+            A stream with `write(tokens)`, which returns the text that the next tokens add, and `end()`, which
+            returns the text that was held back. It has `text`, everything returned so far; `count`, the number of
+            tokens taken; and `stopped`, whether a stop string was completed: it is not part of the text, and later
+            tokens are not taken. Part of a character is held back until the rest of it comes, and so is
+            text that may begin a stop string.
+
         Raises:
             TypeError: an argument of another type.
             ValueError: an empty stop string; tokens that `decode` refuses.
+
+        Examples:
+            >>> from energy_attn.models import Tokenizer
+            >>> stream = Tokenizer.load("demo").stream(stop=["END"])
+            >>> [stream.write([token]) for token in "é EnEND".encode()]
+            ['', 'é', ' ', '', 'En', '', '', '']
+            >>> stream.text, stream.stopped
+            ('é En', True)
         """
         return TextStream(self._vocabulary, before, stop)
 

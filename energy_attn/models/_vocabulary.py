@@ -220,9 +220,9 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of bytes that are no UTF-8, or not
 
 
 class TextStream:
-    """The text that tokens add, made by [`Tokenizer.stream`][energy_attn.models.Tokenizer.stream].
+    """The text that tokens add, made by `Tokenizer.stream`.
 
-    The pieces, joined, are the text of all tokens without what it has in common with the text of those before.
+    The pieces concatenate to the text of all tokens, without the text of the tokens before them.
     A part of a character waits for the rest of it, and text that may begin a stop string waits until it is known
     whether it does. Characters of a tokenizer with byte fallback wait for a token that is no byte: a decoder
     writes U+FFFD for each byte of a run that is not UTF-8 as a whole.
@@ -231,16 +231,6 @@ class TextStream:
         text: what was written so far.
         count: the number of tokens that were taken.
         stopped: whether a stop string was completed. It is no part of the text; later tokens are not taken.
-
-    Examples:
-        >>> from importlib import resources
-        >>> from energy_attn.models import Tokenizer
-        >>> bytes_of = Tokenizer.load(resources.files("energy_attn") / "cli" / "demo" / "model")
-        >>> stream = bytes_of.stream(stop=["END"])
-        >>> [stream.write([token]) for token in "é EnEND".encode()]
-        ['', 'é', ' ', '', 'En', '', '', '']
-        >>> stream.text, stream.stopped
-        ('é En', True)
     """
 
     text: str

@@ -1,8 +1,8 @@
-"""The files of a checkpoint: its folder, the save that they belong to, and the JSON that describes its model.
+"""The files of a checkpoint: its folder, the identity of the save that wrote them, and its `config.json`.
 
-`save` writes files under new names, then replaces the file of weights, or the index of several, and then
-`config.json`. Until then the new `config.json` has a name with the identity of its save, which the weights contain as
-well. Readers prefer it to the old one, so that a save that is killed between the two replacements is complete.
+`save` writes files under new names, then replaces the file of weights (or the index of several), and then
+`config.json`. Until the last step, the new `config.json` has a name with the identity of its save, which the weights
+contain too. Readers prefer it to the old one, so that a save killed between the two replacements is complete.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Kind = TypeVar("Kind")
 
 
 def read_json(path: str | os.PathLike[str], kind: str) -> Mapping[str, Any]:
-    """The object in a JSON file; `kind` names the file in a `ValueError`."""
+    """Returns the object in a JSON file; `kind` names the file in a `ValueError`."""
     try:
         check_file(Path(path))
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -48,12 +48,12 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Puts a file's name of a field in the place of ours in front of a `TypeError` or `ValueError`."""
+    """Replaces our name of a field by the file's name in a `TypeError` or `ValueError`."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        name, _, said = str(error).partition(":")
-        raise type(error)(f"{names.get(name, name)}:{said}") from error
+        name, _, message = str(error).partition(":")
+        raise type(error)(f"{names.get(name, name)}:{message}") from error
 
 
 def family_of(entries: Mapping[str, Any], families: Mapping[str, Kind]) -> Kind:
@@ -70,11 +70,11 @@ def end_tokens(entries: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 SAVE = "energy_attn_save"  # the key of the identity of a save, in metadata and config.json
-# The logits do not depend on these.
+# Fields without effect on the logits.
 _OF_NO_EFFECT = frozenset(
     {
         SAVE,
-        # where the file comes from
+        # provenance of the file
         *("_name_or_path", "name_or_path", "_commit_hash", "architectures", "license"),
         *("transformers_version", "transformers.js_config", "is_llama_config"),
         *("unsloth_fixed", "unsloth_version", "auto_map"),
@@ -84,16 +84,16 @@ _OF_NO_EFFECT = frozenset(
         *("model_max_length", "max_sequence_length"),
         # training
         *("initializer_range", "attention_dropout", "gradient_checkpointing"),
-        # heads that are not the decoder's
+        # classification heads
         *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
         "task_specific_params",
-        # how others compute and return the same
+        # how transformers computes and returns
         *("dtype", "torch_dtype", "use_bfloat16", "torchscript", "tf_legacy_loss"),
         *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
         *("_flash_attn_2_enabled", "use_cache", "pretraining_tp", "chunk_size_feed_forward"),
         *("return_dict", "output_attentions", "output_hidden_states", "is_decoder"),
         "keys_to_ignore_at_inference",
-        # how others generate
+        # how transformers generates
         *("do_sample", "temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff"),
         *("eta_cutoff", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty"),
         *("max_length", "min_length", "max_new_tokens", "early_stopping", "num_return_sequences"),
@@ -105,7 +105,7 @@ _OF_NO_EFFECT = frozenset(
         *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind"),
     }
 )
-# Fields of other families, with the value that Llama has, or has in every layer.
+# Fields of other families, with the value that describes Llama (in every layer, for lists).
 _ELSEWHERE: Mapping[str, Any] = {
     **dict.fromkeys(
         (
@@ -119,13 +119,13 @@ _ELSEWHERE: Mapping[str, Any] = {
         ),
         False,
     ),
-    # `attn_factor` and `extrapolation_factor` are of YaRN's first code, which transformers does not read
+    # transformers ignores `attn_factor` and `extrapolation_factor`, which are from YaRN's first code
     **dict.fromkeys(
         ("full_attn_mod", "interpolate_factor", "attn_factor", "extrapolation_factor"), 1
     ),
     **{"is_causal": True, "pruned_heads": {}, "layer_types": "full_attention", "no_rope_layers": 1},
 }
-# transformers' other names of the same functions.
+# Other names that transformers has for the same activations.
 _SAME = {
     "swish": "silu",
     "gelu_python": "gelu",
@@ -135,9 +135,9 @@ _SAME = {
 
 
 def check_activation(name: str, entries: Mapping[str, Any], wanted: str) -> None:
-    given = entries.get(name, wanted)
-    if not isinstance(given, str) or _SAME.get(given, given) != wanted:
-        raise ValueError(f"{name}: wanted {wanted!r}, got {received(given)}")
+    value = entries.get(name, wanted)
+    if not isinstance(value, str) or _SAME.get(value, value) != wanted:
+        raise ValueError(f"{name}: wanted {wanted!r}, got {received(value)}")
 
 
 def check_only(entries: Mapping[str, Any], only: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ def check_fields(entries: Mapping[str, Any], read: Collection[str]) -> None:
         first, more = list(unknown)[:3], ", ..." if len(unknown) > 3 else ""
         raise ValueError(
             f"{', '.join(first)}{more}: wanted only fields and values that its family has, got "
-            f"{received(unknown)}; delete from the file what changes nothing"
+            f"{received(unknown)}; delete from the file any field without effect"
         )
 
 
@@ -170,7 +170,7 @@ def _is_llama(name: str, value: object) -> bool:
 
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-# The checkpoint that comes with the library, and its name.
+# The checkpoint that comes with the library, named "demo".
 DEMO = Path(__file__).parents[2] / "cli" / "demo" / "model"
 
 
@@ -181,20 +181,20 @@ def checked(directory: object) -> Path:
 
 
 def located(directory: object) -> Path:
-    """The folder to read: "demo" is the library's own checkpoint where no file has that name; raises `TypeError`."""
+    """Returns the folder to read: for "demo" the library's own checkpoint, unless a file has that name."""
     folder = checked(directory)
     return DEMO if folder == Path("demo") and not folder.exists() else folder
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file of the folder; raises `ValueError` for an invalid name, and for a path outside of it."""
+    """Returns the path of a file in the folder; raises `ValueError` for an invalid name or a path outside of it."""
     root = folder.resolve()
     roots = [root]
     if root.parent.name == "snapshots":  # Hugging Face's cache: links to the folder of blobs
         roots.append(root.parent.parent / "blobs")
     file = folder / name
     usable = "\0" not in name and max(map(len, file.parts)) < 256  # limits of file systems
-    # `os.path.realpath`, as `Path.resolve` raises for a link to itself
+    # `os.path.realpath`: `Path.resolve` raises for a link to itself
     if not usable or not any(
         Path(os.path.realpath(file)).is_relative_to(allowed) for allowed in roots
     ):
@@ -211,10 +211,10 @@ def unfinished(name: str, save: str) -> str:
 def read_config(
     folder: Path, families: Mapping[str, Family], save: str | None
 ) -> tuple[AbstractModelConfig, Family]:
-    """The configuration that belongs to the weights of a save, and its family; raises as `models.load`."""
+    """Returns the configuration that belongs to the weights of a save, and its family; raises as `models.load`."""
     file = inside(folder, CONFIG)
     if save is not None and (waiting := inside(folder, unfinished(CONFIG, save))).exists():
-        file, save = waiting, None  # which its name says
+        file, save = waiting, None  # its name has the identity
     entries = read_json(file, CONFIG)
     with naming(file):
         family = family_of(entries, families)
@@ -222,25 +222,24 @@ def read_config(
     config_save = identity_of(entries)
     if None not in (save, config_save) and save != config_save:
         raise ValueError(
-            f"{file}: wanted the one of the weights, whose {SAVE} is {save}, got {config_save}: "
-            f"it is of another save; without {SAVE} it is taken for any weights"
+            f"{file}: wanted {SAVE} {save}, as in the weights, got {config_save}; if it does belong to "
+            f"them, delete {SAVE} from it"
         )
     path = folder / "generation_config.json"
     if isinstance(config, AbstractDecoderConfig) and path.is_file():
-        own = read_json(path, path.name)
-        if "eos_token_id" in own:
+        options = read_json(path, path.name)
+        if "eos_token_id" in options:
             with naming(path):
-                config = replaced(config, eos_token_id=end_tokens(own))
+                config = replaced(config, eos_token_id=end_tokens(options))
     return config, family
 
 
 def replaced(config: Any, **fields: Any) -> Any:
-    """A configuration, whose class is a dataclass, with other fields."""
     return dataclasses.replace(config, **fields)
 
 
 def identity(folder: Path) -> str | None:
-    """The save that the weights of a folder belong to; None where they do not name one."""
+    """Returns the identity of the save that wrote the weights of a folder, or None if they do not name one."""
     try:
         if os.path.lexists(file := inside(folder, WHOLE)):
             return identity_of(safetensors.header(file).metadata)
@@ -255,7 +254,7 @@ def identity_of(metadata: Mapping[str, Any]) -> str | None:
 
 
 def read_index(folder: Path) -> tuple[dict[str, str], str | None]:
-    """The file of each tensor, and the save that the index belongs to; raises `ValueError`."""
+    """Returns the file of each tensor, and the identity of the save that wrote the index; raises `ValueError`."""
     file = inside(folder, INDEX)
     try:
         check_file(file)
@@ -269,7 +268,7 @@ def read_index(folder: Path) -> tuple[dict[str, str], str | None]:
 
 
 def in_use(folder: Path) -> set[str]:
-    """The files of weights that a reader needs; raises `ValueError` as `read_index`."""
+    """Returns the files of weights that a reader needs; raises `ValueError` as `read_index`."""
     save = identity(folder)
     waiting = set() if save is None else {unfinished(CONFIG, save)}
     if os.path.lexists(folder / WHOLE):

@@ -1,4 +1,4 @@
-"""Reads a decoder from a folder with Hugging Face's `config.json` and safetensors files."""
+"""Reads a model from a folder with Hugging Face's `config.json` and safetensors files."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp  # with ml_dtypes, by which NumPy knows bfloat16
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
@@ -54,12 +54,11 @@ def load(
     tensor: str,
     progress: bool | Progress | None,
 ) -> Any:
-    """The decoder in a folder, of one of `families`. Raises as `models.load`, before it reads a weight."""
+    """Returns the model in a folder, of one of `families`; raises as `models.load`, before it reads a weight."""
     folder = located(directory)
     if not folder.is_dir():
         raise ValueError(
-            f"directory: wanted a folder on this machine, got {folder}, which is none: nothing is "
-            "downloaded"
+            f"directory: wanted a folder on this machine, got {folder}; download the checkpoint first"
         )
     if dtype is not None:
         dtype = check_floating_dtype("dtype", dtype)
@@ -75,8 +74,8 @@ def load(
     model = eqx.filter_eval_shape(family.build, config, key=jax.random.key(0))
     leaves = named(model)
     places = {name: config.stored(name, x.shape) for name, x in leaves.items()}
-    found = _matching(folder, stored_tensors, places, leaves, config, dtype)
-    dtype = jax.dtypes.canonicalize_dtype(found if dtype is None else dtype)
+    stored_dtype = _matching(folder, stored_tensors, places, leaves, config, dtype)
+    dtype = jax.dtypes.canonicalize_dtype(stored_dtype if dtype is None else dtype)
     if mesh is None:
         in_force = jax.sharding.get_mesh()
         mesh = None if in_force.empty else in_force
@@ -101,7 +100,7 @@ def _array(
     sharding: NamedSharding | None,
     dtype: np.dtype,
 ) -> Array:
-    """A weight on its devices; this process reads the parts that its own devices hold."""
+    """Returns a weight on its devices; each process reads the parts that its own devices hold."""
     if sharding is None:
         bounds = tuple((0, size) for size in shape)
         return jax.device_put(place.read(tensors, bounds, dtype))
@@ -115,12 +114,12 @@ def _part(index: Any, shape: tuple[int, ...]) -> Part:
 
 
 def named(model: AbstractModel) -> dict[str, Any]:
-    """The weights of a decoder by their names; a checkpoint may have others."""
-    found = {}
+    """Returns the weights of a model by name; a checkpoint may have other names."""
+    weights = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        found[name if name.startswith("lm_head.") else f"model.{name}"] = leaf
-    return found
+        weights[name if name.startswith("lm_head.") else f"model.{name}"] = leaf
+    return weights
 
 
 def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
@@ -130,8 +129,8 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
     if not inside(folder, INDEX).exists():
         if pickles := [file.name for kind in _PICKLES for file in folder.glob(kind)]:
             raise ValueError(
-                f"directory: wanted {WHOLE} or {INDEX}, got {pickles[0]}: only safetensors is "
-                "read, as nothing is unpickled; write it anew with save_pretrained of transformers"
+                f"directory: wanted {WHOLE} or {INDEX}, got {pickles[0]}; write it as "
+                "safetensors with save_pretrained of transformers, as nothing is unpickled here"
             )
         raise ValueError(f"directory: wanted {WHOLE} or {INDEX} in it, got {folder}")
     file_of, save = read_index(folder)
@@ -147,29 +146,29 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
     for name, file in file_of.items():
         if name not in headers[file].tensors:
             raise ValueError(f"{name}: wanted it in {folder / file}, as {INDEX} says, got none")
-    found = {name: headers[file].tensors[name] for name, file in file_of.items()}
+    tensors = {name: headers[file].tensors[name] for name, file in file_of.items()}
     for header in headers.values():
         for name, tensor in header.tensors.items():
-            other = found.setdefault(name, tensor)
+            other = tensors.setdefault(name, tensor)
             if other is not tensor and not safetensors.equal(other, tensor):
                 raise ValueError(
                     f"{name}: wanted one tensor of this name, got two that differ, in {other.file} and "
                     f"{tensor.file}"
                 )
-    return found, save
+    return tensors, save
 
 
 def _with_own_head(
     config: AbstractModelConfig, stored: Mapping[str, Tensor]
 ) -> AbstractModelConfig:
-    """The configuration without tied embeddings if the files have another head; transformers uses it, too."""
+    """Returns the configuration without tied embeddings if the files have another head, which transformers uses too."""
     if not (isinstance(config, AbstractDecoderConfig) and config.tie_word_embeddings):
         return config
     both = [stored[name] for name in (_HEAD, _EMBEDDING) if name in stored]
     if len(both) < 2 or safetensors.equal(*both):
         return config
     warnings.warn(
-        f"{both[0].file}: {_HEAD} differs from the embedding, so that it is the output projection, "
+        f"{both[0].file}: {_HEAD} differs from the embedding and is used as the output projection, "
         f"although tie_word_embeddings is true in {CONFIG}",
         stacklevel=4,
     )
@@ -191,9 +190,8 @@ def _check_layers(folder: Path, config: AbstractModelConfig, stored: Mapping[str
 
 
 def _not_read(folder: Path) -> str:
-    """The end of an error about missing tensors, where the folder has an index that is not read."""
     both = all(os.path.lexists(folder / name) for name in (WHOLE, INDEX))
-    return f": {INDEX} is not read beside {WHOLE}" if both else ""
+    return f": {INDEX} is ignored, as there is a {WHOLE}" if both else ""
 
 
 def _listed(names: list[str]) -> str:
@@ -214,7 +212,9 @@ def _matching(
         for name, place in places.items()
         for tensor in place.names
     }
-    own = {name for place in places.values() if place.dtype is not None for name in place.names}
+    has_fixed_dtype = {
+        name for place in places.values() if place.dtype is not None for name in place.names
+    }
     unexpected = [
         name for name in stored if name not in shapes and not config.ignores(name, stored)
     ]
@@ -222,25 +222,25 @@ def _matching(
     for name in missing[:_SHOWN]:
         for other, tensor in stored.items():
             if other.endswith(f".{name}"):
-                said = f"names in the file begin with {other.removesuffix(name)!r}"
+                reason = f"names in the file begin with {other.removesuffix(name)!r}"
             elif name.endswith(f".{other}"):
-                said = f"names without {name.removesuffix(other)!r}"
+                reason = f"names in the file lack {name.removesuffix(other)!r}"
             else:
                 continue
             raise ValueError(
-                f"directory: wanted names such as {name}, got {other}, in {tensor.file}: {said}"
+                f"directory: wanted names such as {name}, got {other}, in {tensor.file}: {reason}"
             )
     if missing:
         raise ValueError(
-            f"directory: wanted all tensors of the model, got it without {_listed(missing)}, in "
+            f"directory: wanted all tensors of the model, got none for {_listed(missing)}, in "
             f"{folder}{_not_read(folder)}"
         )
     if unexpected:
         raise ValueError(
-            f"directory: wanted no other tensors, got it with {_listed(unexpected)}, in "
+            f"directory: wanted no other tensors, got {_listed(unexpected)}, in "
             f"{stored[unexpected[0]].file}"
         )
-    first = next(name for name in shapes if name not in own)
+    first = next(name for name in shapes if name not in has_fixed_dtype)
     for name, shape in shapes.items():
         tensor = stored[name]
         if tensor.dtype is None or tensor.dtype not in FLOATING:
@@ -252,29 +252,29 @@ def _matching(
             raise ValueError(
                 f"{name}: wanted shape {shape} by {CONFIG}, got {tensor.shape} in {tensor.file}"
             )
-        if dtype is None and tensor.dtype != stored[first].dtype and name not in own:
+        if dtype is None and tensor.dtype != stored[first].dtype and name not in has_fixed_dtype:
             raise ValueError(
                 f"{name}: wanted {stored[first].dtype} as in {first}, or dtype=..., got "
                 f"{tensor.dtype} in {tensor.file}"
             )
-    found = stored[first].dtype
-    assert found is not None
-    return found
+    stored_dtype = stored[first].dtype
+    assert stored_dtype is not None
+    return stored_dtype
 
 
-# Weights of four bits, by blocks of 32 that share a power of two, as gpt-oss has them; read as bfloat16. A weight
-# `[E, in, out]` lies in the file as `[E, out, in / 32, 16]` bytes, the earlier of two numbers in the lower half, beside
-# `[E, out, in / 32]` exponents. Source: OCP Microscaling Formats (MX), version 1.0, sections 5.2 and 6.3.
+# MXFP4, the four-bit format of gpt-oss: blocks of 32 weights share a power of two; read as bfloat16. The file stores a
+# weight `[E, in, out]` as bytes `[E, out, in / 32, 16]`, the earlier of two weights in the lower half of a byte, and as
+# exponents `[E, out, in / 32]`. Source: OCP Microscaling Formats (MX), version 1.0, sections 5.2 and 6.3.
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_BIAS, _NAN = 127, 255  # of exponents
+_BIAS, _NAN = 127, 255  # exponents: their bias, and the code of NaN
 _BLOCK = 32
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
 
 
 def unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, each pair of blocks and scales as one of bfloat16; raises `ValueError`."""
-    found = {}
+    """Replaces each pair of blocks and scales by one bfloat16 tensor, unpacked when read; raises `ValueError`."""
+    result = {}
     for name, tensor in tensors.items():
         if name.endswith(_BLOCKS):
             whole = name.removesuffix(_BLOCKS)
@@ -282,18 +282,18 @@ def unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 raise ValueError(
                     f"{whole}: wanted a weight or its {_BLOCKS} and {_SCALES}, got both, in {tensor.file}"
                 )
-            found[whole] = _weight(name, tensor, tensors.get(whole + _SCALES))
+            result[whole] = _weight(name, tensor, tensors.get(whole + _SCALES))
         elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in tensors):
-            found[name] = tensor
-    return found
+            result[name] = tensor
+    return result
 
 
 def _weight(name: str, blocks: Tensor, scales: Tensor | None) -> Tensor:
     if scales is None or len(blocks.shape) != 4 or blocks.shape != (*scales.shape, _BLOCK // 2):
-        given = None if scales is None else scales.shape
+        scales_shape = None if scales is None else scales.shape
         raise ValueError(
             f"{name}: wanted {_BLOCK // 2} bytes for each of its scales in {blocks.file}, got "
-            f"{blocks.shape} beside {given}"
+            f"blocks {blocks.shape} and scales {scales_shape}"
         )
     if (blocks.code, scales.code) != ("U8", "U8"):
         raise ValueError(f"{name}: wanted U8 in {blocks.file}, got {blocks.code}, {scales.code}")
@@ -304,7 +304,7 @@ def _weight(name: str, blocks: Tensor, scales: Tensor | None) -> Tensor:
 
 
 class _Packed:
-    """Slices of a weight `[E, in, out]`, unpacked an expert at a time."""
+    """A packed weight `[E, in, out]` whose slices are unpacked one expert at a time."""
 
     def __init__(self, name: str, blocks: Any, scales: Any) -> None:
         self._name, self._blocks, self._scales = name, blocks, scales
@@ -314,16 +314,16 @@ class _Packed:
         first, last = inputs.start // _BLOCK, -(-inputs.stop // _BLOCK)
         kept = slice(inputs.start - first * _BLOCK, inputs.stop - first * _BLOCK)
         shape = [part.stop - part.start for part in index]
-        found = np.empty(shape, jnp.bfloat16)
-        for row, expert in zip(found, range(experts.start, experts.stop), strict=True):
+        result = np.empty(shape, jnp.bfloat16)
+        for row, expert in zip(result, range(experts.start, experts.stop), strict=True):
             place = slice(expert, expert + 1), outputs, slice(first, last)
             row[...] = self._expert(place)[:, kept].T
-        return found
+        return result
 
     def _expert(self, place: tuple[slice, ...]) -> np.ndarray:
         packed, scales = self._blocks[(*place, slice(None))][0], self._scales[place][0]
         if (scales == _NAN).any():
-            raise ValueError(f"{self._name}: wanted scales that are numbers, got NaN")
+            raise ValueError(f"{self._name}: wanted finite scales, got NaN")
         halves = np.stack([packed & 15, packed >> 4], -1).reshape(*scales.shape, _BLOCK)
         exponents = scales.astype(np.int32)[..., None] - _BIAS
         return np.ldexp(_VALUES[halves], exponents).reshape(len(scales), -1)

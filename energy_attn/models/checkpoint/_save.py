@@ -1,4 +1,4 @@
-"""Writes a decoder into a folder as Hugging Face's `config.json` and safetensors files, atomically."""
+"""Writes a model atomically into a folder, as Hugging Face's `config.json` and safetensors files."""
 
 import contextlib
 import itertools
@@ -22,13 +22,13 @@ from ..decoder._config import AbstractModel, StoredWeight
 from ._config import CONFIG, INDEX, SAVE, WHOLE, checked, in_use, unfinished
 from ._load import named
 
-# Files that a save writes under its own names, and unfinished files of older saves.
+# Files that `save` writes, and unfinished files of older saves.
 _OURS = re.compile(
     rf"model-{files.IDENTITY}-\d{{5}}-of-\d{{5}}\.safetensors"
     rf"|(model(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?|config\.json)"
     rf"(\.{files.IDENTITY})?\.unfinished"
 )
-# Files of transformers: a reader would prefer an old file of one of these names.
+# Files of transformers: a reader would prefer an old file with one of these names.
 _THEIRS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -38,7 +38,7 @@ def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
     leaves = named(model)
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
-            raise TypeError(f"{name}: wanted an array that has been computed, got {received(leaf)}")
+            raise TypeError(f"{name}: wanted a concrete array, got {received(leaf)}")
     tensors: dict[str, _Written] = {}
     for name, leaf in leaves.items():
         place = model.config.stored(name, leaf.shape)
@@ -71,7 +71,7 @@ def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
 
 
 class _Written(NamedTuple):
-    """A tensor of the files, and the weights in it: the place of each, and its index along the first axis, or None."""
+    """One stored tensor and the weights packed in it, each with its place and its index along axis 0, or None."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -85,7 +85,7 @@ class _Written(NamedTuple):
 def _files(
     tensors: dict[str, _Written], most: int, identity: str
 ) -> dict[str, dict[str, _Written]]:
-    """The tensors of each file: at most `most` bytes, unless one tensor has more."""
+    """Groups tensors by file: at most `most` bytes per file, unless a single tensor has more."""
     groups: list[dict[str, _Written]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -103,7 +103,7 @@ def _files(
 def _write_texts(
     folder: Path, model: AbstractModel, parts: dict[str, dict[str, _Written]], identity: str
 ) -> None:
-    """Writes the configuration, and the index of several files, under their waiting names."""
+    """Writes the configuration, and the index of several files, under their unfinished names."""
     file_of = {name: file for file, group in parts.items() for name in group}
     tensors = [tensor for group in parts.values() for tensor in group.values()]
     entries = {**model.config.to_json(), "torch_dtype": tensors[0].dtype.name, SAVE: identity}
@@ -118,7 +118,7 @@ def _write_texts(
 
 
 def _replace_weights(folder: Path, weights: str, identity: str) -> None:
-    # readers prefer the single file, so that an index has no effect while it exists
+    # readers prefer the single file: an index has no effect while it exists
     single = folder / WHOLE
     hidden = weights == INDEX and os.path.lexists(single)
     try:
@@ -144,6 +144,6 @@ def _whole(tensor: _Written) -> np.ndarray:
 
 
 def _host(leaf: Array) -> np.ndarray:
-    # through a new array, as a JAX array caches its copy on the host
+    # through a new array: a JAX array caches its copy on the host
     parts = [shard.data for shard in leaf.addressable_shards]
     return fetch(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))

@@ -15,34 +15,32 @@ from ..decoder._config import AbstractExperts, AbstractModel
 Model = TypeVar("Model", bound=AbstractModel)
 Leaf = Array | jax.ShapeDtypeStruct
 
-# Each device has a part of the outputs of these maps, and of the inputs of those that follow, so that attention and
-# the MLP each need one all-reduce.
+# Column-parallel maps, each followed by a row-parallel one: attention and the MLP need one all-reduce each.
 _OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 _INPUTS = ("o_proj", "down_proj")
-# Each device has some of the experts.
 _EXPERTS = "experts"
-# Split by rows, one for each token, so that each device has some of the logits; split by columns, it would have
-# partial sums of all logits, the largest array.
+# Split by rows (tokens): each device has some of the logits. Split by columns, it would have partial sums of all
+# logits, the largest array.
 _VOCABULARY = ("embed_tokens", "lm_head", "word_embeddings")
 
 
 def shard(model: Model, mesh: Mesh, *, tensor: str = "tensor") -> Model:
-    """A model on a mesh: heads, the width inside the MLP, experts and the vocabulary split, the rest replicated.
+    """Places a model on a mesh: splits heads, inner width, experts and vocabulary, replicates the rest.
 
-    Weights are replicated over all other axes than `tensor`: a cache is sharded over those. The
-    vocabulary stays whole where the axis does not divide it. XLA adds the communication: one sum over
-    the axis behind attention, and one behind the MLP. `heads` of
+    Weights are replicated over all axes but `tensor`; a cache is sharded over the others. The vocabulary stays
+    whole if its size is not a multiple of the axis. XLA adds the communication: one all-reduce over the axis
+    after attention, and one after the MLP. `heads` of
     [`SequenceParallel`][energy_attn.distributed.SequenceParallel] keeps the heads split inside attention
-    and in a cache, as below; XLA alone may gather them.
+    and in a cache, as below; without it, XLA may gather them.
 
     Args:
-        model: its arrays may be abstract, as `eqx.filter_eval_shape` returns them.
-        mesh: all of its devices get weights.
-        tensor: the axis that weights are split over; without it, every device gets all weights.
+        model: a decoder or an encoder; its arrays may be abstract, as `eqx.filter_eval_shape` returns them.
+        mesh: the devices, all of which get weights.
+        tensor: the axis that weights are split over; if the mesh lacks it, every device gets all weights.
 
     Returns:
-        The model with its arrays on the mesh. Abstract arrays get the sharding, so that a program can
-        be compiled before there are weights.
+        The model with its arrays on the mesh. Abstract arrays get a sharding, so that a program can be compiled
+        before weights are read.
 
     Raises:
         TypeError: `model` is neither a decoder nor an encoder, `mesh` not a mesh, or `tensor` not a name.
@@ -79,17 +77,17 @@ def shard(model: Model, mesh: Mesh, *, tensor: str = "tensor") -> Model:
 
 
 def along(model: Model, mesh: Mesh, tensor: str) -> Model:
-    """A decoder whose experts know that they are sharded over an axis, if the mesh has it."""
+    """Tells the experts of a model the mesh axis that they are sharded over, if the mesh has it."""
     axis = tensor if dict(mesh.shape).get(tensor, 1) > 1 else None
 
-    def told(x: Any) -> Any:
+    def with_axis(x: Any) -> Any:
         return dataclasses.replace(x, axis=axis) if isinstance(x, AbstractExperts) else x
 
-    return jax.tree.map(told, model, is_leaf=lambda x: isinstance(x, AbstractExperts))
+    return jax.tree.map(with_axis, model, is_leaf=lambda x: isinstance(x, AbstractExperts))
 
 
 def shardings(model: AbstractModel, mesh: object, tensor: object) -> list[NamedSharding]:
-    """The sharding of each leaf of a decoder, whose leaves may be abstract; raises as `shard`."""
+    """Returns the sharding of each leaf of a model, whose leaves may be abstract; raises as `shard`."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh: wanted a jax.sharding.Mesh, got {received(mesh)}")
     if not isinstance(tensor, str):
@@ -116,16 +114,16 @@ def shardings(model: AbstractModel, mesh: object, tensor: object) -> list[NamedS
             return P(split)
         return P(None, split) if owner in _INPUTS and field == "weight" else P()
 
-    found = []
+    result = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
-        found.append(NamedSharding(mesh, spec(path)))
+        result.append(NamedSharding(mesh, spec(path)))
         if any(
             part == tensor and length % size
-            for part, length in zip(found[-1].spec, leaf.shape, strict=False)
+            for part, length in zip(result[-1].spec, leaf.shape, strict=False)
         ):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ValueError(
                 f"mesh: wanted an axis {tensor!r} that divides the parts of {name} {leaf.shape}, "
                 f"got {size} devices"
             )
-    return found
+    return result

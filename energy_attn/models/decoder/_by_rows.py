@@ -1,6 +1,6 @@
-"""Applies functions of rows, the values of tokens, directly or in tiles in which no other row changes a bit.
+"""Applies token-wise functions directly, or in tiles of rows, which makes each row bitwise batch-invariant.
 
-The devices of the mesh in force share the tiles, and have weights whole. Gradients of weights are sums over tiles of
+The devices of the current mesh share the tiles; weights are replicated. Gradients of weights are sums over tiles of
 tokens, folded by one tree.
 """
 
@@ -90,8 +90,8 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
         @run.def_vmap
         def _(*_: object) -> Any:
             raise NotImplementedError(
-                "reproducible: wanted False for gradients of a decoder under jax.vmap, whose sums over what is "
-                "mapped have an order of their own, got True; a batch has one"
+                "reproducible: wanted False for gradients of a decoder under jax.vmap, got True; use the batch axis "
+                "instead of vmap"
             )
 
         return run(saved, cotangents)
@@ -175,7 +175,7 @@ def _over_devices(
     run: Callable[[list[Array], Any], Any], axes: Axes, out_specs: PyTree[jax.P]
 ) -> Callable[..., Any]:
     """`run(weights, tiles)` on each device, with the weights whole and its part of the tiles, or all of them."""
-    # a traced program says nothing of what varies over devices
+    # a traced program does not tell which values vary over devices
     in_specs = jax.P(), jax.P(axes)
     return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -203,12 +203,14 @@ def _assigned(batch: int, count: int, devices: int) -> TileAssignment:
     units = -(-batch * places // size)
     units += -units % devices
     here = [np.flatnonzero(numbers // size == unit) for unit in range(units)]
-    # two at least: of one XLA knows which, and fuses what it reads of it with what is around
+    # at least two: a single tile has a static index, and XLA fuses reads of it with other operations
     most = max(2, *map(len, here))
     tiles = np.stack([np.pad(x, (0, most - len(x)), constant_values=-1) for x in here])
     return TileAssignment(tiles, np.where(tiles < 0, -1, numbers[tiles]).astype(np.int32))
 
 
+# One function, as the derivative's program, its loop and the order of its results share the lists of arrays that have
+# gradients.
 def _gradients(
     program: ClosedJaxpr,
     consts: list[Array],
@@ -216,42 +218,42 @@ def _gradients(
     cotangents: list[Array],
     axes: Axes,
 ) -> tuple[list[Array | None], list[Array | None]]:
-    """Gradients of the weights and rows of a program of `_TOKENS` rows; None for arrays that have none.
+    """Returns gradients with respect to weights and rows, None for arrays without one, of a program of `_TOKENS` rows.
 
-    Tiles of a sequence are a whole subtree, so that the sum over a batch is that of the sums over its halves.
+    The tiles of a sequence are a whole subtree: the sums over the halves of a batch add up to the sum over it.
     """
     varying = sorted(frozenset().union(*map(varying_axes, rows)))
     if varying:
         raise NotImplementedError(
-            "reproducible: wanted False for gradients inside jax.shard_map, whose sums over devices have "
-            f"an order of their own, got True and tokens that vary over {varying}"
+            "reproducible: wanted False for gradients inside jax.shard_map, got True and tokens that vary "
+            f"over {varying}"
         )
     batch, time = rows[0].shape[:2]
     count = -(-time // _TOKENS)
-    share = _assigned(batch, count, _device_count(axes))
+    assignment = _assigned(batch, count, _device_count(axes))
     kinds = [jnp.issubdtype(x.dtype, jnp.floating) for x in (*consts, *rows)]
 
     def pulled(*arrays: Array) -> list[Array]:
         inputs, change = arrays[: len(kinds)], arrays[len(kinds) :]
 
-        def f(*moved: Array) -> list[Array]:
-            flat = iter(moved)
+        def f(*primals: Array) -> list[Array]:
+            flat = iter(primals)
             values = [next(flat) if k else x for x, k in zip(inputs, kinds, strict=True)]
             return function_of(program.jaxpr)(*values)
 
-        moved = [x for x, kind in zip(inputs, kinds, strict=True) if kind]
-        return list(jax.vjp(f, *moved)[1](list(change)))
+        primals = [x for x, kind in zip(inputs, kinds, strict=True) if kind]
+        return list(jax.vjp(f, *primals)[1](list(change)))
 
     tiles = [_in_tiles(_padded(x, 1, -time % _TOKENS), _TOKENS) for x in (*rows, *cotangents)]
     backward = jax.make_jaxpr(pulled)(*consts, *(x[0] for x in tiles))
     weights = sum(kinds[: len(consts)])
     none = [jnp.zeros(x.shape, lse_dtype(x.dtype)) for x in backward.out_avals[:weights]]
-    depth = share.numbers.max().item().bit_length() + 1
+    depth = assignment.numbers.max().item().bit_length() + 1
 
     def of_unit(
         consts: list[Array], numbers: Array, tiles: list[Array]
     ) -> tuple[list[Array], list[Array]]:
-        """The sum of the weights' gradients, and the rows' gradients of each tile."""
+        """Returns the sum of the weights' gradients, and the rows' gradients of each tile."""
 
         def one(n: Array, carry: tuple[list[Array], Fold]) -> tuple[list[Array], Fold]:
             found, fold = carry
@@ -286,9 +288,9 @@ def _gradients(
         return _folded_across(nodes, numbers[:, 0], axes), found
 
     run = _over_devices(of_device, axes, (jax.P(), jax.P(axes))) if axes else of_device
-    of_units = [x[share.tiles] for x in tiles]  # of absent ones anything
-    total, found = run(consts, (jnp.asarray(share.numbers), of_units))
-    order = np.argsort(share.tiles.reshape(-1), kind="stable")[-batch * count :]
+    of_units = [x[assignment.tiles] for x in tiles]  # any tile where absent
+    total, found = run(consts, (jnp.asarray(assignment.numbers), of_units))
+    order = np.argsort(assignment.tiles.reshape(-1), kind="stable")[-batch * count :]
     found = [_from_tiles(lax.collapse(x, 0, 2)[order], batch, count * _TOKENS) for x in found]
     flat = iter(x.astype(y.dtype) for x, y in zip(total, backward.out_avals, strict=False))
     d_consts = [next(flat) if kind else None for kind in kinds[: len(consts)]]

@@ -24,17 +24,6 @@ class TreeOutput(NamedTuple):
         logits: for the token after each node; float32, or float64 where the weights are.
         keys: of each layer, after the rotary embedding.
         values: of each layer.
-
-    Examples:
-        >>> import jax, jax.numpy as jnp
-        >>> from energy_attn.models import Llama, LlamaConfig
-        >>> from energy_attn.prefix_tree import pack
-        >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=2, num_attention_heads=2)
-        >>> model = Llama(config, key=jax.random.key(0))
-        >>> tree = pack(jnp.array([[[3, 1, 4], [3, 1, 5]]]))
-        >>> read = model.read_tree(tree, model.empty_cache(batch=1, slots=16))
-        >>> read.logits.shape, len(read.keys), read.keys[0].shape
-        ((1, 6, 16), 2, (1, 6, 2, 4))
     """
 
     logits: Float[Array, "batch nodes vocab"]
@@ -48,8 +37,8 @@ class DecoderCache(eqx.Module):
     Attributes:
         layers: a [`KVCache`][energy_attn.distributed.KVCache] for each layer, or, after a `fork`, a
             [`ForkedCache`][energy_attn.distributed.ForkedCache]; keys are stored after the rotary embedding.
-        slots: the number of tokens that it was made for, by which keys were turned where a rotary embedding
-            depends on the length of the text; None: its capacity.
+        slots: the number of tokens that it was made for. Rotary embeddings that depend on the length of the
+            text are computed for this length. None: its capacity.
 
     Examples:
         >>> import jax
@@ -69,17 +58,17 @@ class DecoderCache(eqx.Module):
         return self.capacity if self.slots is None else self.slots
 
     def with_layers(self, layers: Iterable[KVCache | ForkedCache]) -> "DecoderCache":
-        """The cache with these layers in the place of its own."""
+        """Returns the cache with other layers."""
         return DecoderCache(tuple(layers), self.slots)
 
     @property
     def lengths(self) -> Int[Array, " B"]:
-        """The number of tokens that each row has been given, `[B]`."""
+        """The number of tokens read so far in each row, `[B]`."""
         return self.layers[0].lengths
 
     @property
     def capacity(self) -> int:
-        """The number of tokens in each row's room; forks count it without the prompt."""
+        """The number of tokens that each row has room for; in a fork, without the shared prompt."""
         return self.layers[0].capacity
 
     @property
@@ -88,19 +77,19 @@ class DecoderCache(eqx.Module):
         return growing(self.layers[0]).parallel
 
     def reset(self, rows: Bool[Array, " B"] | Int[Array, " n"]) -> "DecoderCache":
-        """The cache with some of its rows empty, for other prompts.
+        """Empties some rows, for other prompts.
 
         Arguments and errors are those of [`KVCache.reset`][energy_attn.distributed.KVCache.reset].
         """
         return self.with_layers(stored.reset(rows) for stored in self.layers)
 
     def replace(self, rows: Int[Array, " n"], other: "DecoderCache") -> "DecoderCache":
-        """The cache with the rows of another one in the place of some of its own.
+        """Replaces some rows by the rows of another cache.
 
-        So a prompt that was read into a cache of one row enters a batch that is being decoded.
+        A prompt that was read into a cache of one row enters a batch that is being decoded this way.
 
         Args:
-            rows: `[n]`, which rows give way.
+            rows: `[n]`, the rows to replace.
             other: a cache of `n` rows of the same model, made with the same slots, as
                 [`KVCache.replace`][energy_attn.distributed.KVCache.replace] says.
 
@@ -112,17 +101,17 @@ class DecoderCache(eqx.Module):
             raise TypeError(f"other: wanted a DecoderCache, got {received(other)}")
         _check_layers("other", len(self.layers), len(other.layers))
         pairs = zip(self.unforked("replace"), other.unforked("replace"), strict=True)
-        return self.with_layers(mine.replace(rows, theirs) for mine, theirs in pairs)
+        return self.with_layers(layer.replace(rows, new) for layer, new in pairs)
 
     def fork(self, count: int, *, capacity: int, block_size: int | None = None) -> "DecoderCache":
-        """The cache in which each row becomes `count` rows that share its tokens.
+        """Makes `count` rows of each row, which share its tokens.
 
-        A decoder reads on with it as with any cache: in a step each prompt is read once for all rows that
-        continue it. Trees are not read over it.
+        A decoder reads on with it as with any cache; in a step, each prompt is read once for all rows that
+        continue it. `read_tree` does not take it.
 
         Args:
-            count: how many rows share the tokens of one; consecutive ones.
-            capacity: how many tokens each of them has room for after the shared ones.
+            count: the number of consecutive rows that share the tokens of one.
+            capacity: the number of tokens that each of them has room for after the shared ones.
             block_size: consecutive tokens of a row on one device; None: as in this cache, or fewer where a
                 device holds fewer.
 
@@ -194,9 +183,9 @@ def growing(stored: KVCache | ForkedCache) -> AbstractTokens:
     return stored.own if isinstance(stored, ForkedCache) else stored
 
 
-def _check_layers(name: str, wanted: int, given: int, of: str = "cache") -> None:
-    if given != wanted:
-        raise ValueError(f"{name}: wanted the {wanted} layers of the {of}, got {given}")
+def _check_layers(name: str, wanted: int, actual: int, of: str = "cache") -> None:
+    if actual != wanted:
+        raise ValueError(f"{name}: wanted the {wanted} layers of the {of}, got {actual}")
 
 
 def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> None:
@@ -218,15 +207,6 @@ class DecoderOutput(NamedTuple):
         cache: the cache with these tokens in it; None if none was given.
         energies: the free energy of each layer, position and head in nats, or None. With another
             `attend`, its second result, stacked over layers.
-
-    Examples:
-        >>> import jax, jax.numpy as jnp
-        >>> from energy_attn.models import Llama, LlamaConfig
-        >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=2, num_attention_heads=2)
-        >>> model = Llama(config, key=jax.random.key(0))
-        >>> out = model(jnp.zeros((1, 5), jnp.int32), return_energies=True)
-        >>> out.logits.shape, out.cache, out.energies.shape
-        ((1, 5, 16), None, (2, 1, 5, 2))
     """
 
     logits: Float[Array, "batch time vocab"]
@@ -235,14 +215,14 @@ class DecoderOutput(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The inputs and results of each layer's attention, for checks and studies."""
+    """The queries, outputs and energies of each layer's attention."""
 
     query: Float[Array, "layers batch time heads width"]
     out: Float[Array, "layers batch time heads width"]
     energy: PyTree[Float[Array, "layers batch time heads"]]
 
 
-def joined(traces: Sequence[Trace]) -> Trace:
+def stacked(traces: Sequence[Trace]) -> Trace:
     return jax.tree.map(lambda *each: jnp.stack(each), *traces)
 
 

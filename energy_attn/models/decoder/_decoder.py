@@ -27,7 +27,7 @@ from ._read import (
     read_tree,
 )
 
-# Whole leaves on a device: each sends a root in each step, so that what is sent does not grow with the cache.
+# Blocks (whole leaves) on a device: each sends a root in each step, so that communication does not grow with the cache.
 _MOST_BLOCKS = 8
 
 
@@ -40,11 +40,11 @@ class AbstractDecoder(AbstractLayers):
 
     - `config`, static: vocabulary, layers, heads, and the tokens that end a text;
     - `embed_tokens`, a module with a `weight`: tokens `[B, T]` to `[B, T, D]`;
-    - `layers`: each called as `layer(x, rope, see)`, where `see(query, key, value, **options)` computes
-      attention, with options of [`attention`][energy_attn.attention] such as a `local_window_size` of the layer's
-      own, and returns its output and an extra result, which the layer returns after its own output; `see.parallel`
-      are the mesh axes that its tokens are sharded over, or None; all that is no attention is computed as
-      `see.rows(f, *arrays)`, with functions of arrays `[#batch, time, ...]` that map each row by itself;
+    - `layers`: each called as `layer(x, rope, see)`. `see(query, key, value, **options)` computes attention, with
+      options of [`attention`][energy_attn.attention] such as the layer's `local_window_size`, and returns its output
+      and an extra result, which the layer returns after its own output. `see.parallel` says how tokens are sharded,
+      or is None. Everything but attention is computed as `see.rows(f, *arrays)`, with functions of arrays
+      `[#batch, time, ...]` that map each token separately;
     - `norm`: of the final hidden states;
     - `rope(positions, length)`: the rotary embedding that layers apply to queries and keys;
     - `logits(x)`: the output projection of normed hidden states.
@@ -93,22 +93,26 @@ class AbstractDecoder(AbstractLayers):
                 sharded over. A cache has its own.
             return_energies: whether to return the free energies of all layers, or the second result of
                 `attend`.
-            reproducible: whether the bits of a token's logits depend on the tokens that it sees alone: not
-                on how many are read at once, the batch, padding, or the capacity of the cache. With the same
-                weights, dtypes, version and kind of device. Gradients are sums in one order; there is no
-                derivative in forward mode.
+            reproducible: whether a token's logits are bitwise reproducible and batch-invariant: they then depend
+                only on the tokens that it sees, for the same weights, dtypes, version and kind of device; not
+                on the number of tokens read at once, the batch, padding or the capacity of the cache. Gradients
+                are summed in a fixed order. There is no derivative in forward mode.
             attend: the function that computes attention, called as
                 [`attention`][energy_attn.attention] is; a `functools.partial` of it chooses an
                 implementation or a window. Its second result becomes `energies`.
 
+        Returns:
+            A named tuple: `logits`, `[batch, time, vocab]`, float32, or float64 where the weights are; `cache`, with
+            these tokens, or None without one; `energies`, the free energies `[layers, batch, time, heads]` in nats,
+            or None unless asked for. With another `attend`, these are its second results, stacked over layers.
+
         Raises:
-            NotImplementedError: `reproducible` under a `jax.vmap` over weights, or beside options of
-                attention that cannot be so; in a program for TPUs or GPUs, of a layer with operations whose
-                order is XLA's there.
+            NotImplementedError: `reproducible` under a `jax.vmap` over weights, with options of attention that
+                are not reproducible, or, in a program for TPUs or GPUs, with a layer whose operations XLA orders.
             TypeError: `tokens`, `positions` or `lengths` is not an integer array, or `cache` not a
                 `DecoderCache`.
-            ValueError: shapes do not fit, or there are both a cache and `positions`, or another
-                `parallel` than that of the cache.
+            ValueError: shapes do not fit, both a cache and `positions` are passed, or `parallel` differs from
+                the cache's.
             RuntimeError: (Equinox's, when it runs, on CPUs and outside of `jax.jit`) the cache has too
                 few slots left. On GPUs and TPUs, and with `EQX_ON_ERROR=off`, the logits of such rows are
                 NaN, then and later.
@@ -121,7 +125,7 @@ class AbstractDecoder(AbstractLayers):
         else:
             if positions is not None:
                 raise ValueError(
-                    f"positions: wanted None beside a cache, which counts, got {received(positions)}"
+                    f"positions: wanted None with a cache, which has its own, got {received(positions)}"
                 )
             check_tokens("tokens", tokens)
             counts, wrong = fitting(self, tokens, cache, lengths, parallel=parallel)
@@ -141,9 +145,10 @@ class AbstractDecoder(AbstractLayers):
     ) -> Float[Array, "batch time-1"]:
         r"""$\log P(x_{t+1} \mid x_0 \dots x_t)$ of each token but the first, in nats.
 
-        With `reproducible` they have the bits of the log-probabilities that [`generate`][energy_attn.models.generate]
-        returns for the same text, and so have their gradients whatever the mesh: the ratio of a policy to the one that
-        was sampled is exactly 1 before the first update.
+        With `reproducible` they equal, bit for bit, the log-probabilities that
+        [`generate`][energy_attn.models.generate] returns for the same text, on any mesh: in on-policy training, the
+        ratio of the policy to the one that was sampled from is exactly 1 before the first update. Their gradients
+        are bitwise reproducible on any mesh, too.
 
         Arguments and errors are those of a call.
 
@@ -161,8 +166,8 @@ class AbstractDecoder(AbstractLayers):
             >>> bool((model.log_probs(text, **exact)[:, 2:] == said.logprobs).all())
             True
         """
-        how = {"parallel": parallel, "reproducible": reproducible, "attend": attend}
-        logits = self(tokens, positions, **how).logits
+        options = {"parallel": parallel, "reproducible": reproducible, "attend": attend}
+        logits = self(tokens, positions, **options).logits
         rows = rows_of(call_policy(None, reproducible))
         return rows(log_probabilities, logits[:, :-1], tokens[:, 1:])
 
@@ -186,6 +191,9 @@ class AbstractDecoder(AbstractLayers):
             chunk_size: tokens read at a time, which bounds the memory of activations.
             reproducible: as in a call.
             attend: as in a call.
+
+        Returns:
+            As a call: `logits` `[batch, 1, vocab]` and `cache`; `energies` is None.
 
         Raises:
             TypeError: `chunk_size` is not an integer, or as a call does.
@@ -213,9 +221,13 @@ class AbstractDecoder(AbstractLayers):
         Args:
             tree: of tokens that follow those of the cache.
             cache: from `empty_cache` or an earlier call.
-            reproducible: as in a call; then each path is read by itself. Over a mesh, and beside a cache of
-                eight bits, its keys are written to the cache for a moment: logits of nodes that there is no room
-                for are NaN.
+            reproducible: as in a call; each path is then read by itself. Over a mesh, or with a cache of eight
+                bits, its keys are temporarily written to the cache: logits of nodes without room are NaN.
+
+        Returns:
+            A named tuple: `logits` for the token after each node, `[batch, nodes, vocab]`, float32, or float64 where
+            the weights are; `keys`, after the rotary embedding, and `values` of each layer,
+            `[batch, nodes, kv_heads, width]`, which `commit` takes.
 
         Raises:
             TypeError: `tree` is not a `PrefixTree`, or `cache` not a `DecoderCache`.
@@ -256,13 +268,13 @@ class AbstractDecoder(AbstractLayers):
             batch: number of sequences.
             slots: number of tokens that it can hold, rounded up to whole blocks on every device.
             parallel: the axes of the mesh in force to shard the slots over; None: not at all.
-            block_size: consecutive tokens that lie on one device; None: 128, or fewer where a
-                device holds fewer; as many as `reproducible` says.
+            block_size: consecutive tokens on one device; None: 128, or fewer where a device holds fewer, or as
+                `reproducible` says.
             quantize: as in [`KVCache.empty`][energy_attn.distributed.KVCache.empty].
-            window: likewise.
-            reproducible: whether it is for calls with `reproducible=True`. Over a mesh, blocks are then of 256
-                tokens, or of the next power of two of which a device holds at most 8: a step sends a few
-                numbers for each of them, and no keys. The bits of a call are the same with any blocks.
+            window: as in [`KVCache.empty`][energy_attn.distributed.KVCache.empty].
+            reproducible: whether it is for calls with `reproducible=True`. Over a mesh, a block then has at least
+                256 tokens, and a device at most 8 blocks: a step sends a few numbers per block, and no keys.
+                Results are bitwise the same with any block size.
 
         Raises:
             TypeError: an argument of another type.

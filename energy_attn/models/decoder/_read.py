@@ -35,7 +35,7 @@ from ...functional._tag import placed, recorders
 from ...prefix_tree import PrefixTree, tree_decode
 from ...prefix_tree._tree import gather_slots
 from ._by_rows import rows_of
-from ._cache import DecoderCache, Trace, TreeOutput, check_cache, growing, joined
+from ._cache import DecoderCache, Trace, TreeOutput, check_cache, growing, stacked
 from ._config import AbstractModel
 
 PLAIN = call_policy(None)
@@ -114,7 +114,7 @@ def read_alone(
     rope = rows(lambda x: model.rope(x, time), token_positions)
     x = rows(model.embed_tokens, tokens)
     x, traces = _through(model, x, rope, [see] * len(model.layers), policy, parallel)
-    return x, joined(traces)
+    return x, stacked(traces)
 
 
 def read_on(
@@ -156,7 +156,7 @@ def read_on(
     attends = (functools.partial(see, stored) for stored in cache.layers)
     x, found = _through(model, x, rope, attends, policy, parallel if split else None)
     layers, traces = zip(*found, strict=True)
-    return x, cache.with_layers(layers), joined(traces)
+    return x, cache.with_layers(layers), stacked(traces)
 
 
 Stored = tuple[Array, Array, Array]  # keys, values, and positions of keys

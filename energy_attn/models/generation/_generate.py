@@ -34,7 +34,7 @@ from ._prompts import Prompts, check_padding, encoded, prompts
 from ._sampling import SamplingOptions, sampling_of
 from ._stream import check_untraced, listening
 
-_MOST = 2**31 - 1  # positions and tokens, of 32 bits
+_MOST = 2**31 - 1  # positions and tokens have 32 bits
 
 
 class Generation(NamedTuple):
@@ -51,13 +51,6 @@ class Generation(NamedTuple):
             the end of each row, so that a sum over a row is that of its text. None: not asked for.
         texts: the text of each row, up to a stop string, without special tokens; None without a
             tokenizer.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> from energy_attn.models import Generation
-        >>> one = jnp.ones(1, jnp.int32)
-        >>> Generation(jnp.zeros((1, 9)), 9 * one, 4 * one, 12 * one, 4 * one).tokens_per_pass
-        Array(2., dtype=float32)
     """
 
     tokens: Int[Array, "B max_new_tokens"]
@@ -105,14 +98,14 @@ def generate(
 
     The loop over tokens is one compiled program. With a drafter, each pass of the model verifies a
     tree of candidates over the cache and may accept several tokens. A drafter does not change the
-    text: at temperature 0 it is that of greedy decoding; else tokens have the distribution
+    text: at temperature 0 it is the text of greedy decoding; else tokens have the distribution
     $\mathrm{softmax}(\mathrm{logits} / \mathrm{temperature})$, restricted by `top_k`, `top_p` and
-    `min_p`. Before that, logits get the bias, then the penalties of what is in the text. The draw after
-    position $n$ depends on `key`, the number of the prompt and $n$ alone, so that one key gives one text
-    on any mesh, with any drafter and any `batch_size`, up to rounding.
+    `min_p`. Before that, the bias is added to the logits, then penalties are applied. The draw after
+    position $n$ depends only on `key`, the index of the prompt and $n$: one key gives one text on any mesh, with
+    any drafter and any `batch_size`, up to rounding.
 
-    With a `batch_size` below the number of prompts they are a queue: a row whose prompt is complete
-    gives its place in the cache to the next prompt. Two compiled programs take turns: one reads a
+    With a `batch_size` below the number of prompts, prompts are a queue (continuous batching): when a row is
+    complete, the next prompt takes its place in the cache. Two compiled programs alternate: one reads a
     prompt, the other runs passes of all rows until one is complete. Neither is compiled again for
     other prompts, as long as the longest has the same length.
 
@@ -125,18 +118,18 @@ def generate(
         tokenizer: of text; with it, the result has `texts`, and `stream` gets text.
         lengths: `[B]`, the number of tokens that each row of an array really has, in front; at least
             one.
-        parallel: the axes of the mesh in force to shard the cache over.
-        batch_size: how many prompts are computed at a time, in their order; None: all. The cache has
+        parallel: the axes of the current mesh to shard the cache over.
+        batch_size: the number of prompts computed at a time, in their order; None: all. The cache has
             as many rows, each with room for the longest prompt and `max_new_tokens`.
         eos_token_id: a token that ends a row, or a sequence or array of several; None: those of
             `model.config`, which [`load`][energy_attn.models.load] reads from
             generation_config.json or config.json; `()`: none.
         stop: a string that ends a row, or several: with the token that completes it, which is kept. The
-            text ends before it. It may be a special token. Needs a tokenizer; the host is asked behind every pass.
+            text ends before it. It may be a special token. Needs a tokenizer; the host is called after every pass.
         drafter: guesses ahead: [`PromptLookup`][energy_attn.models.PromptLookup],
             [`ModelDrafter`][energy_attn.models.ModelDrafter], or your own; None: a token at a time.
         return_logprobs: whether to return `logprobs`.
-        reproducible: as in a call of the model; then the text is the same, not up to rounding.
+        reproducible: as in a call of the model; texts and `logprobs` are then the same bit for bit, on any mesh.
         stream: called with the next tokens, an int32 array `[B, n]` with a row for each prompt, as soon
             as they are known, in order; -1 where a prompt has none or has ended. With a queue, also
             where a prompt waits, and the first token of a prompt comes in a message of its own. With a
@@ -156,8 +149,14 @@ def generate(
             end, with the new tokens, beyond the context that the model is meant for.
 
     Returns:
-        The tokens and their text, and the number of passes. Under `jax.jit`, where bad values cannot be
-        refused, a row whose prompt has a token outside the vocabulary, or a length not from 1 to `T`,
+        A named tuple. `tokens` `[B, max_new_tokens]`, int32, are -1 after the end of each row; `lengths` `[B]` counts
+        them, with the token that ends a row. `passes`, `drafted` and `accepted`, each `[B]`, count reads of the
+        model after the prompt, drafted nodes without roots, and the drafted nodes that are part of the text;
+        `tokens_per_pass` (1 without a drafter) and `acceptance_rate` are computed of them. `logprobs`
+        `[B, max_new_tokens]`, float32, are the model's log-softmax of its logits, before temperature, bias, penalties
+        and restrictions, and 0 after the end of a row; None unless asked for. `texts` has the text of each row,
+        up to a stop string and without special tokens; None without a tokenizer. Under `jax.jit`, where values
+        cannot be checked, a row whose prompt has a token outside the vocabulary, or a length not from 1 to `T`,
         gets no tokens.
 
     Raises:
@@ -185,49 +184,20 @@ def generate(
         >>> queue.tokens.shape, bool((queue.tokens[:2] == found.tokens).all())
         ((4, 5), True)
     """
-    if not isinstance(model, AbstractDecoder):
-        raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
-    if drafter is not None and not isinstance(drafter, AbstractDrafter):
-        raise TypeError(f"drafter: wanted None or an AbstractDrafter, got {received(drafter)}")
-    if drafter is not None:
-        cite("speculative")
-    if stream is not None and not callable(stream):
-        raise TypeError(f"stream: wanted None or a function of tokens, got {received(stream)}")
+    _check_objects(model, drafter, stream, tokenizer)
     check_integer("max_new_tokens", max_new_tokens, 1)
     check_integer("chunk_size", chunk_size, 1)
-    mesh: Any = jax.sharding.get_abstract_mesh()
-    split = tuple(parallel.batch) if isinstance(parallel, SequenceParallel) else ()
-    # the loop's own arrays do not agree with the types of rows over explicit axes
-    if not mesh.empty and is_explicit(mesh, {x for x in split if x in mesh.axis_names}):
-        raise ValueError(
-            f"parallel: wanted batch= over automatic axes of the mesh, got the explicit {split}"
-        )
+    _check_axes(parallel)
     reproducible = check_flag("reproducible", reproducible)
     stops = stop_strings(stop)
-    if tokenizer is None:
-        if stops:
-            raise ValueError(f"tokenizer: wanted one beside stop={received(stop)}, got None")
-    elif not isinstance(tokenizer, Tokenizer):
-        raise TypeError(f"tokenizer: wanted None or a Tokenizer, got {received(tokenizer)}")
-    else:
-        check_untraced("tokenizer", tokenizer)
+    if stops and tokenizer is None:
+        raise ValueError(f"tokenizer: wanted one with stop={received(stop)}, got None")
     check_padding(tokens, lengths, tokenizer)
-    given_lengths = lengths
+    rows_are_full = lengths is None
     tokens, lengths = prompts(encoded(tokens, tokenizer), lengths, model.config.vocab_size)
-    if tokens.shape[1] + max_new_tokens > _MOST:
-        most = _MOST - tokens.shape[1]
-        raise ValueError(
-            f"max_new_tokens: wanted at most {most} behind the prompts, got {max_new_tokens}"
-        )
-    longest = tokens.shape[1] if given_lengths is None else given_lengths
-    context = model.config.context_length
-    if is_concrete(longest) and (last := int(np.asarray(longest).max()) + max_new_tokens) > context:
-        warnings.warn(
-            f"tokens: wanted prompts that end with max_new_tokens within the {context} positions of "
-            f"the model (max_position_embeddings), got up to {last}; what is written beyond may be "
-            "worthless",
-            stacklevel=2,
-        )
+    _check_room(
+        tokens.shape[1] if rows_are_full else lengths, tokens.shape[1], model, max_new_tokens
+    )
     chosen = sampling_of(
         model.config.vocab_size, sampling, check_flag("return_logprobs", return_logprobs)
     )
@@ -252,8 +222,8 @@ def generate(
                 len(tokens), slots, parallel=parallel, reproducible=reproducible
             )
             loop = run(by, begin(by, tokens, lengths, cache, max_new_tokens, chunk_size))
-    found = loop.text, loop.start, loop.lengths, loop.counts, loop.logprobs
-    generation = _generation(*found, max_new_tokens)
+    parts = loop.text, loop.start, loop.lengths, loop.counts, loop.logprobs
+    generation = _generation(*parts, max_new_tokens)
     if tokenizer is None:
         return generation
     written = _text_streams(tokenizer, tokens, lengths, stops)
@@ -263,8 +233,46 @@ def generate(
     return generation._replace(texts=tuple(text.text for text in written))
 
 
-def _check_queue(rows: int, given: Any, parallel: SequenceParallel | None) -> None:
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
+def _check_objects(model: object, drafter: object, stream: object, tokenizer: object) -> None:
+    if not isinstance(model, AbstractDecoder):
+        raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
+    if drafter is not None:
+        if not isinstance(drafter, AbstractDrafter):
+            raise TypeError(f"drafter: wanted None or an AbstractDrafter, got {received(drafter)}")
+        cite("speculative")
+    if stream is not None and not callable(stream):
+        raise TypeError(f"stream: wanted None or a function of tokens, got {received(stream)}")
+    if tokenizer is not None:
+        if not isinstance(tokenizer, Tokenizer):
+            raise TypeError(f"tokenizer: wanted None or a Tokenizer, got {received(tokenizer)}")
+        check_untraced("tokenizer", tokenizer)
+
+
+def _check_axes(parallel: SequenceParallel | None) -> None:
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    split = tuple(parallel.batch) if isinstance(parallel, SequenceParallel) else ()
+    # the loop's own arrays do not agree with the types of rows over explicit axes
+    if not mesh.empty and is_explicit(mesh, {x for x in split if x in mesh.axis_names}):
+        raise ValueError(
+            f"parallel: wanted batch= over automatic axes of the mesh, got the explicit {split}"
+        )
+
+
+def _check_room(longest: object, width: int, model: AbstractDecoder, new: int) -> None:
+    """Raises for positions past 32 bits, and warns of positions beyond the model's context."""
+    if width + new > _MOST:
+        raise ValueError(f"max_new_tokens: wanted at most {_MOST - width} here, got {new}")
+    context = model.config.context_length
+    if is_concrete(longest) and (last := int(np.asarray(longest).max()) + new) > context:
+        warnings.warn(
+            f"tokens: wanted prompts that end with max_new_tokens within the {context} positions of "
+            f"the model (max_position_embeddings), got up to {last}; text beyond may be worthless",
+            stacklevel=3,
+        )
+
+
+def _check_queue(rows: int, inputs: Any, parallel: SequenceParallel | None) -> None:
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(inputs)):
         raise ValueError(
             "batch_size: wanted None or the number of prompts inside jax.jit, as the host refills "
             f"rows, got {rows}"

@@ -346,7 +346,7 @@ def periods(width: int, theta: float, dtype: np.dtype) -> Frequencies:
 def frequencies(
     width: int, theta: float, scaling: Rope | None, dtype: np.dtype, length: int
 ) -> Frequencies:
-    r"""Returns the scaled $\theta^{-2i/H}$ for $i < H/2$: radians per token of each pair, in a text of `length` tokens.
+    r"""Returns the scaled $\theta^{-2i/H}$ for $i < H/2$: radians per token of each pair.
 
     Source: Su et al. (arXiv 2104.09864), equation 15.
     """

@@ -214,9 +214,7 @@ def test_options_that_are_none(more, message, folder, capsys):
 def test_missing_files_are_named(folder, tmp_path, capsys):
     for name in (str(tmp_path / "none"), "organisation/model"):
         assert main(["generate", "--model", name, "--prompt", "a"]) == 2
-        wanted = (
-            f"wanted a folder on this machine, got {name}, which is none: nothing is downloaded"
-        )
+        wanted = f"wanted a folder on this machine, got {name}; download the checkpoint first"
         assert wanted in capsys.readouterr().err
     for path, reason in ((tmp_path / "no", "No such file"), (tmp_path, "Is a directory")):
         assert main(["generate", "--model", str(folder), "--prompt-file", str(path)]) == 2

@@ -474,10 +474,10 @@ def of_another_save(pattern):
 
 
 BAD_FOLDERS = {
-    f"directory: wanted all .*, got it without {QUERY}, {NORM}, in .*test_bad": with_tensors(
+    f"directory: wanted all .*, got none for {QUERY}, {NORM}, in .*test_bad": with_tensors(
         norm=None, query=None
     ),
-    f"directory: wanted no other tensors, got it with model.layers.2.*, in .*{WHOLE}": with_tensors(
+    f"directory: wanted no other tensors, got model.layers.2.*, in .*{WHOLE}": with_tensors(
         **{"model.layers.2.mlp.up_proj.weight": ONES}
     ),
     rf"{QUERY}: .*\(24, 16\) by config.json, got \(16, 24\) in .*{WHOLE}": with_tensors(query=ONES),
@@ -494,16 +494,18 @@ BAD_FOLDERS = {
     "directory: .* inside .*, got str '../all.safetensors'": by_index("../all.safetensors"),
     "directory: wanted files inside .*, got str '/etc/passwd'": by_index("/etc/passwd"),
     "gone.safetensors: wanted a safetensors file, got .*No such file": by_index("gone.safetensors"),
-    "directory: wanted no other tensors, got it with model.other, in .*b.saf": beside_the_index(
+    "directory: wanted no other tensors, got model.other, in .*b.saf": beside_the_index(
         "model.other", ONES
     ),
     f"{NORM}: wanted one tensor of this name, got two .*all.safeten.*b.safe": beside_the_index(
         NORM, ONES[:, 0]
     ),
     f"directory: wanted tensors of 2 layers, got {NORM}, in .*: {INDEX} is not read": partial(1),
-    f"num_hidden_layers: wanted at most the 1 layers .*: {INDEX} is not read beside": partial(13),
-    f"directory: wanted all .*, got it without .*: {INDEX} is not read beside {WHOLE}": partial(25),
-    f"directory: .* {EMBED}, got embed_tokens.weight.*: names without 'model.'": renamed(
+    f"num_hidden_layers: wanted at most the 1 layers .*: {INDEX} is ignored, as": partial(13),
+    f"directory: wanted all .*, got none for .*: {INDEX} is ignored, as there is a {WHOLE}": partial(
+        25
+    ),
+    f"directory: .* {EMBED}, got embed_tokens.weight.*: names in the file lack 'model.'": renamed(
         lambda name: name.removeprefix("model.")
     ),
     f"directory: .* {EMBED}, got base_model.model.model.em.*: .* begin with 'base_model.model.'": (
@@ -521,7 +523,7 @@ BAD_FOLDERS = {
     f"directory: wanted files inside .*, got str '{WHOLE}'": with_file(WHOLE, linked_away),
     f"{WHOLE}: wanted a file, got a folder, a pipe or a device": with_file(WHOLE, piped),
     "config.json: wanted a file, got a folder, a pipe": with_file("config.json", piped),
-    "got pytorch_model.bin: only safetensors is read, as nothing is unpickled": with_file(
+    "got pytorch_model.bin; write it as safetensors with save_pretrained": with_file(
         WHOLE, lambda file: file.rename(file.with_name("pytorch_model.bin"))
     ),
     f"directory: wanted {WHOLE} or {INDEX} in it, got": with_file(WHOLE, Path.unlink),
@@ -529,7 +531,7 @@ BAD_FOLDERS = {
     f"{WHOLE}: .*, got a Git LFS pointer: git lfs pull": with_file(WHOLE, pointer),
     "config.json: wanted the file itself, got a Git LFS": with_file("config.json", pointer),
     r"model-\w+-00001-of-\d+.safetensors: .* of the save \w+": of_another_save("model-*"),
-    "config.json: wanted .*, whose energy_attn_save": of_another_save("config*"),
+    "config.json: wanted energy_attn_save .*, as in the weights": of_another_save("config*"),
 }
 
 
@@ -573,7 +575,7 @@ def test_bad_arguments(tmp_path, unchecked):
             model, mesh, tensor="sequence"
         ),
         "ValueError mesh: wanted an automatic axis 'tensor'": lambda: shard(model, explicit),
-        "TypeError model.embed_tokens.weight: wanted an array that has been computed": lambda: (
+        "TypeError model.embed_tokens.weight: wanted a concrete array": lambda: (
             eqx.filter_eval_shape(Llama, CONFIG, key=jax.random.key(0)).save(tmp_path)
         ),
     }.items():

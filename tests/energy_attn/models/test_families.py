@@ -311,6 +311,7 @@ def test_every_way_of_reading(model):
     close((found, after), (whole, whole[:, 17:20]))
 
 
+@pytest.mark.full
 def test_what_is_asked_of_layers(model):
     """An energy that is recorded without its window; weights of documents that do not reach a layer."""
     tokens = array(np.random.default_rng(1).integers(0, 40, (1, 16)))

@@ -420,7 +420,7 @@ BAD = {
     "ValueError tokenizer: wanted none inside of jax.jit, got Tokenizer": in_jit,
     "ValueError stream: wanted none inside of jax.jit": lambda m, t: in_jit(m, None, stream=print),
     "TypeError tokens: .*or a tokenizer= beside text, got list": lambda m, t: generate(m, "ab", 3),
-    "ValueError tokenizer: wanted one beside stop=.*, got None": lambda m, t: generate(
+    "ValueError tokenizer: wanted one with stop=.*, got None": lambda m, t: generate(
         m, TOKENS, 3, stop="a"
     ),
     "TypeError tokenizer: wanted None or a Tokenizer, got str": lambda m, t: generate(

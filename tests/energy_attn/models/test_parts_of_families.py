@@ -26,6 +26,7 @@ from energy_attn.prefix_tree import pack
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.llama import CONFIG, CUT, DEEPSEEK, GPT_OSS, build
+from tests.support.selection import few
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 4, 2], [0, 0, 9, 0], [5, 4, 1, 30]])
@@ -152,7 +153,9 @@ def test_latent_by_definition():
     close(found, (q[None], k[None], kv[None, ..., 6:]))
 
 
-@pytest.mark.parametrize("kind", ["sigmoids in groups", "cut off, with biases"])
+@pytest.mark.parametrize(
+    "kind", few(["sigmoids in groups", "cut off, with biases"], "sigmoids in groups")
+)
 def test_over_devices(kind):
     """An expert's tokens that are lost between devices; experts or tokens that are gathered."""
     model = build(ROUTED[kind])
@@ -184,6 +187,7 @@ def test_over_devices(kind):
     assert sum(x.bytes for x in sent) <= 2 * 2 * 4 * 24 * 8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("over", [False, True], ids=["one device", "4 x 2"])
 def test_gradients_of_16_bits(over):
     """Weights of sixteen bits beside scores of thirty-two that do not meet; gradients that lose more than rounding."""
@@ -216,6 +220,7 @@ def test_gradients_of_16_bits(over):
     assert np.linalg.norm(x - y) < 0.05 * np.linalg.norm(y)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", [None, PromptLookup(3)], ids=["plain", "drafted"])
 def test_text_over_devices(drafter):
     """Experts, or keys from latent vectors, of a step or a tree that a mesh divides in another way than a prompt."""
@@ -229,6 +234,7 @@ def test_text_over_devices(drafter):
     np.testing.assert_array_equal(np.asarray(found.tokens), want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", [GPT_OSS, DEEPSEEK], ids=["softmax", "groups"])
 def test_symbolic_sizes(config, unchecked):
     """A program for any batch and number of tokens: fewer rows than a tile, and several tiles for an expert."""
@@ -384,16 +390,16 @@ def test_four_bits(in_four_bits):
 
 
 DAMAGED = {
-    r"down_proj_blocks: wanted 16 bytes .* beside None": lambda name, x: (
+    r"down_proj_blocks: wanted 16 bytes .* and scales None": lambda name, x: (
         None if name.endswith("down_proj_scales") else x
     ),
-    r"down_proj_blocks: wanted 16 bytes .* beside \(4, 64, 2\)": lambda name, x: (
+    r"down_proj_blocks: wanted 16 bytes .* and scales \(4, 64, 2\)": lambda name, x: (
         np.repeat(x, 2, 2) if name.endswith("down_proj_scales") else x
     ),
     r"down_proj_blocks: wanted U8 .* got U8, F32": lambda name, x: (
         x.astype(np.float32) if name.endswith("down_proj_scales") else x
     ),
-    r"gate_up_proj_blocks: wanted scales that are numbers": lambda name, x: (
+    r"gate_up_proj_blocks: wanted finite scales": lambda name, x: (
         np.full_like(x, 255) if name.endswith("gate_up_proj_scales") else x
     ),
 }
@@ -434,7 +440,7 @@ def test_layers_behind_the_last(drafts, tmp_path):
     if drafts:
         assert len(load(tmp_path, progress=False).layers) == 1
     else:
-        with pytest.raises(ValueError, match="wanted no other tensors, got it with model.layers.1"):
+        with pytest.raises(ValueError, match="wanted no other tensors, got model.layers.1"):
             load(tmp_path, progress=False)
 
 

@@ -26,7 +26,6 @@ from energy_attn.prefix_tree import pack
 from tests.support.compare import same
 from tests.support.flags import spawn
 from tests.support.llama import GPT_OSS, build
-from tests.support.selection import few_rows
 
 SMALL = LlamaConfig(
     40, 48, 72, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
@@ -87,9 +86,8 @@ def trained(first: int, last: int, devices: int, model, state):
     return jax.tree.map(jnp.asarray, jax.device_get((model, state)))
 
 
-@pytest.mark.parametrize(
-    ("devices", "dtype"), few_rows([(8, "float32"), (3, "float32"), (8, "bfloat16")])
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("devices", "dtype"), [(8, "float32"), (3, "float32"), (8, "bfloat16")])
 def test_training(devices, dtype):
     """Sums over tokens in the order of devices, or rounded to 16 bits on each; rows left out or counted twice."""
     start = model(dtype), OPTIMISER.init(model(dtype))
@@ -168,10 +166,10 @@ def test_fifty_steps(tmp_path):
     assert len(set(ends.values())) == 1, ends
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_rollout(tmp_path, dtype):
+@pytest.mark.full
+def test_rollout(tmp_path):
     """A policy whose log-probabilities are others where its texts are sampled than where it is trained."""
-    policy, prompt = model(dtype), jnp.asarray(texts()[:, :90])
+    policy, prompt = model("bfloat16"), jnp.asarray(texts()[:, :90])
     options = {"temperature": 1.0, "key": jax.random.key(1), "return_logprobs": True}
     said = generate(policy, prompt, 20, reproducible=True, **options)
     mesh, parallel = on(4)
@@ -208,6 +206,7 @@ def read_tree(model, tokens, tree, lengths, options):
     return model.read_tree(tree, cache, reproducible=True).logits
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"window": 70}, {"quantize": "int8"}], ids=str)
 def test_trees(options):
     """A path whose keys are folded beside the cache's: other bits than on one device, or than without drafts."""
@@ -238,6 +237,7 @@ def test_trees(options):
     same(found, wanted)
 
 
+@pytest.mark.full
 def test_own_leaves():
     """Keys, or a root for each 256 of them, that a step of `generate` gathers; keys that are lost at a leaf's end."""
     config = dataclasses.replace(SMALL, num_hidden_layers=1, max_position_embeddings=1 << 16)
