@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 
 from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.distributed.merge._strategies import STRATEGIES
+from energy_attn.distributed.internal import STRATEGIES
 from energy_attn.kernels.dispatch import _attend_and_merge
 from energy_attn.kernels.xla import _blockwise
 from tests.support.compare import close

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn.distributed import methods, shard_sequence, sharded_attention, unshard_sequence
-from energy_attn.distributed.methods._parallel import METHOD_OPTIONS
+from energy_attn.distributed.internal import METHOD_OPTIONS
 from tests.support.problems import Problem, everything
 
 AXES = ("node", "device")

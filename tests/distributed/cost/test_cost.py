@@ -27,7 +27,7 @@ from energy_attn.distributed import (
 )
 from energy_attn.distributed.cost._network import Derivatives
 from energy_attn.distributed.merge._strategies import STRATEGIES, MergeName, automatic_merges
-from energy_attn.distributed.methods._parallel import (
+from energy_attn.distributed.methods._choice import (
     METHOD_OPTIONS,
     METHODS,
     VARIANTS,

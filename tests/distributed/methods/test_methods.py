@@ -22,8 +22,7 @@ from energy_attn.distributed import (
     shard_sequence,
     unshard_sequence,
 )
-from energy_attn.distributed.methods._layout import sequence_order
-from energy_attn.distributed.methods._plan import sharding_plan
+from energy_attn.distributed.internal import sequence_order, sharding_plan
 from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.call._tokens import Tokens

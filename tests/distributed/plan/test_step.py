@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from energy_attn.distributed import cost, plan
-from energy_attn.distributed.internal import CHIPS
+from energy_attn.distributed.internal import CHIPS, network
 from tests.support.complaints import refused
 from tests.support.selection import few
 
