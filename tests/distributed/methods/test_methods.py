@@ -31,8 +31,7 @@ from energy_attn.kernels.masks._structure import window_structure
 from energy_attn.kernels.xla._blocks import BlockedOperands
 from tests.support.compare import close
 from tests.support.masks import RULES
-from tests.support.meshes import check, in_parts, mesh_of, on_host
-from tests.support.methods import (
+from tests.support.meshes import (
     AXES,
     COLUMNS,
     DECODE,
@@ -44,7 +43,11 @@ from tests.support.methods import (
     POSITIONED,
     ROWS,
     SELF,
+    check,
+    in_parts,
     inside,
+    mesh_of,
+    on_host,
     square,
     state_and_gradients,
 )
