@@ -16,8 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.dispatch import _registry
+<<<<<<< HEAD
+from energy_attn.kernels.vendor import _gpu
+=======
 from energy_attn.kernels.vendor import _cudnn, _fa4, _flash_attn
 from tests.support.cuda import nodes
+>>>>>>> main
 from tests.support.selection import few
 
 BATCH, ROWS, WIDTH = 2, 8192, 128
@@ -27,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("user_settings")
 
 @pytest.fixture(autouse=True)
 def vendors(monkeypatch):
-    kernels = (_cudnn.CuDNN(), _flash_attn.FlashAttn(), _fa4.FA4())
+    kernels = (_gpu.CuDNN(), _gpu.FlashAttn(), _gpu.FA4())
     monkeypatch.setattr(_registry, "_REGISTRY", {kernel.name: kernel for kernel in kernels})
 
 
