@@ -14,13 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_integer,
-    check_names,
-    private_names,
-    received,
-)
+from energy_attn.kernels.internal import checks, private_names
 
 from ..runtime._mesh import network_part
 from ._network import Link, Topology
@@ -168,14 +162,16 @@ def topology(
         >>> [(link.latency, link.bandwidth) for link in measured.links]
         [(0.004, 50000000.0), (0.0, 2000000000.0)]
     """
-    check_choice("name", name, tuple(INTERCONNECTS))
+    checks.check_choice("name", name, tuple(INTERCONNECTS))
     if not isinstance(sizes, Sequence) or isinstance(sizes, str):
-        raise TypeError(f"sizes: wanted one for each mesh axis, got {received(sizes)}")
+        raise TypeError(f"sizes: wanted one for each mesh axis, got {checks.received(sizes)}")
     machine = INTERCONNECTS[name]
-    within = math.prod(check_integer("sizes", size, least=1) for size in sizes)
+    within = math.prod(checks.check_integer("sizes", size, least=1) for size in sizes)
     links = [machine.link(size, within, slow=False) for size in sizes]
     if nodes is not None:
-        links.insert(0, machine.link(check_integer("nodes", nodes, least=1), within, slow=True))
+        links.insert(
+            0, machine.link(checks.check_integer("nodes", nodes, least=1), within, slow=True)
+        )
     for field, option in (("latency", latency), ("bandwidth", bandwidth)):
         if option is None:
             continue
@@ -226,8 +222,8 @@ def topology_of_mesh(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Top
         True
     """
     if not isinstance(mesh, Mesh) or mesh.empty:
-        raise TypeError(f"mesh: wanted a jax.sharding.Mesh of devices, got {received(mesh)}")
-    names = mesh.axis_names if axes is None else check_names("axes", axes, "mesh axes")
+        raise TypeError(f"mesh: wanted a jax.sharding.Mesh of devices, got {checks.received(mesh)}")
+    names = mesh.axis_names if axes is None else checks.check_names("axes", axes, "mesh axes")
     unknown = [name for name in names if name not in mesh.axis_names]
     if unknown:
         raise ValueError(f"axes: wanted axes of the mesh, {mesh.axis_names}, got {unknown[0]!r}")

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import CallPolicy, Operands, Settings, out_dtype
+from energy_attn.kernels import AttentionState, Operands, Settings
+from energy_attn.kernels.internal import CallPolicy, out_dtype
 
 from ..cost._network import Derivatives, Topology, Transfers
 from ..cost._shape import Shape, key_copies, local_rows

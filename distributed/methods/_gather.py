@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import InFlight
+from energy_attn.kernels.internal import blockwise
 
 from ..cost._network import Derivatives, Topology, Transfer, Transfers
 from ..cost._shape import Shape, halves, kv_shard, pieces, position_gather, tangent_bytes
@@ -130,18 +130,20 @@ class Pieces(AbstractTurns):
         # Gradients are scattered one turn later: no transfer needs the result of its own turn.
         def step(carry: tuple[Keys, Gradients], turn: Array) -> tuple[tuple[Keys, Gradients], Keys]:
             here, so_far = carry
-            coming = InFlight(self._fetch(own, turn + 1), self._scatter(so_far.keys))
+            coming = blockwise.InFlight(self._fetch(own, turn + 1), self._scatter(so_far.keys))
             arrived, found = visit(here, so_far, turn, coming)
             return (arrived.others, found), arrived.sums
 
         last = self.count - 1
         if last == 0:
-            _, found = visit(self.first(own), None, 0, InFlight())
+            _, found = visit(self.first(own), None, 0, blockwise.InFlight())
             return found._replace(keys=self._scatter(found.keys))
-        arrived, found = visit(self.first(own), None, 0, InFlight(self._fetch(own, 1)))
+        arrived, found = visit(self.first(own), None, 0, blockwise.InFlight(self._fetch(own, 1)))
         middle = jnp.arange(1, last, dtype=jnp.int32)
         (here, so_far), homes = lax.scan(step, (arrived.others, found), middle)
-        arrived, found = visit(here, so_far, last, InFlight(None, self._scatter(so_far.keys)))
+        arrived, found = visit(
+            here, so_far, last, blockwise.InFlight(None, self._scatter(so_far.keys))
+        )
 
         def together(home: Array, *last: Array) -> Array:
             turns = jnp.concatenate([home, *(x[None] for x in last)])

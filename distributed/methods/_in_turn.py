@@ -11,32 +11,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, Operands, Settings
 from energy_attn.kernels.internal import (
-    AbstractDerivative,
-    AbstractFunction,
     Candidate,
-    InFlight,
-    Operands,
-    Saved,
-    Settings,
-    TangentSums,
     attend_and_merge,
-    backward_by_head,
-    cast_like,
+    autodiff,
+    blockwise,
     cotangents,
+    derivatives,
     differentiated_by_jax,
     empty_like,
-    function_call,
-    keep_moved,
-    named,
-    needing_moved,
+    mesh_axes,
     overlap_transfer,
-    row_cotangents,
-    tangent_along,
-    tangent_of,
-    tangent_sums,
-    vary_together,
 )
 
 from ..merge._abstract import Axes, joined, moved
@@ -97,7 +83,7 @@ class Gradients(NamedTuple):
 
 # Of the keys of a turn, the gradients so far, the turn's number, what arrives meanwhile, and some of a shard's keys or
 # ALL: what arrived, and the gradients of these keys, zero for others than these some, and of what stays so far.
-Visit = Callable[..., tuple[InFlight, Gradients]]
+Visit = Callable[..., tuple[blockwise.InFlight, Gradients]]
 
 
 class AbstractTurns(abc.ABC):
@@ -141,12 +127,12 @@ class AbstractTurns(abc.ABC):
 def attend_in_turn(call: LocalCall, turns: AbstractTurns) -> AttentionState:
     """The state of this device's queries. Raises as `attend` does."""
     function = _InTurn(call.policy.kernels, call.settings, turns)
-    operands = vary_together(call.operands, turns.axes)
+    operands = mesh_axes.vary_together(call.operands, turns.axes)
     tokens = operands.tokens.map_keys(lambda x: whole(x, turns.size, turns.axes))
     operands = operands._replace(tokens=tokens)
     if differentiated_by_jax(call.policy.kernels):
         return function.apply(operands)
-    return function_call(function, operands)
+    return autodiff.function_call(function, operands)
 
 
 def added(a: Tree, b: Tree) -> Tree:
@@ -197,7 +183,7 @@ def _uncut(
 ) -> Array:
     """The transpose of `_cut`: `found` among zeros of all keys, whose number, or 1, is `size`."""
     shape = (*found.shape[:axis], size, *found.shape[axis + 1 :])
-    zeros, found = vary_together((lax.full_like(found, 0.0, shape=shape), found))
+    zeros, found = mesh_axes.vary_together((lax.full_like(found, 0.0, shape=shape), found))
     (whole,) = jax.linear_transpose(lambda x: _cut(turns, turn, some, x, axis), zeros)(found)
     return whole
 
@@ -226,7 +212,7 @@ def _fold(
 
 
 @dataclasses.dataclass(frozen=True)
-class _InTurn(AbstractFunction, AbstractDerivative):
+class _InTurn(autodiff.AbstractFunction, derivatives.AbstractDerivative):
     """The state of this device's queries, with a derivative that goes, in either mode, through all turns again.
 
     Where the derivative is differentiated a turn is computed again, so that keys are kept and no scores.
@@ -249,46 +235,51 @@ class _InTurn(AbstractFunction, AbstractDerivative):
         return rounded(found, args, self.settings)
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
-        state = named(function_call(self, primals))
-        return state, tangent_along(self, Saved(primals, state), tangents)
+        state = derivatives.with_checkpoint_names(autodiff.function_call(self, primals))
+        return state, derivatives.tangent_along(self, derivatives.Saved(primals, state), tangents)
 
-    def tangent(self, saved: Saved, directions: Operands) -> AttentionState:
+    def tangent(self, saved: derivatives.Saved, directions: Operands) -> AttentionState:
         turns, operands, state = self.turns, saved.operands, saved.state
 
         def visit(
-            turn: int | Array, sums: TangentSums, here: tuple[Keys, Keys], in_flight: Tree | None
-        ) -> tuple[TangentSums, Tree | None]:
+            turn: int | Array,
+            sums: blockwise.TangentSums,
+            here: tuple[Keys, Keys],
+            in_flight: Tree | None,
+        ) -> tuple[blockwise.TangentSums, Tree | None]:
             keys, changes = here
             bias = _cut(turns, turn, ALL, directions.bias, 3)
             along = cotangents(directions.query, *changes, bias, directions.score_arrays)
             given = _with_keys(operands, keys, turns, turn)
-            found = tangent_sums(given, self.settings, state.lse, along)
+            found = blockwise.tangent_sums(given, self.settings, state.lse, along)
             found, in_flight = overlap_transfer(found, in_flight)
             return added(sums, found), in_flight
 
         out, lse = (lax.full_like(x, 0.0, dtype=state.lse.dtype) for x in state)
-        zero = TangentSums(out, lse, lse)
+        zero = blockwise.TangentSums(out, lse, lse)
         own = _own(operands), Keys(directions.key, directions.value)
-        return tangent_of(state, _fold(_computed_again(visit), zero, own, turns).means())
+        return blockwise.tangent_of(state, _fold(_computed_again(visit), zero, own, turns).means())
 
-    def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
-        settings, turns = needing_moved(self.settings, moved), self.turns
-        operands, rows = saved.operands, row_cotangents(saved.state, cotangent)
+    def backward(
+        self, saved: derivatives.Saved, cotangent: AttentionState, moved: Operands
+    ) -> Operands:
+        settings, turns = derivatives.needing(self.settings, moved), self.turns
+        operands, rows = saved.operands, blockwise.row_cotangents(saved.state, cotangent)
 
         def once(
             some: slice,
             turn: int | Array,
             keys: Any,
             staying: Gradients | None,
-            in_flight: InFlight,
-        ) -> tuple[InFlight, Gradients]:
+            in_flight: blockwise.InFlight,
+        ) -> tuple[blockwise.InFlight, Gradients]:
             def among_turn(x: Array | None) -> Array | None:
                 return x if x is None or some == ALL else among(x, 1, some.start, turns.size)
 
             here = _with_keys(operands, keys, turns, turn, some)
             d_query = None if staying is None else staying.query
-            found, in_flight = backward_by_head(d_query, here, settings, rows, in_flight)
-            found = keep_moved(found, moved)
+            found, in_flight = blockwise.backward_by_head(d_query, here, settings, rows, in_flight)
+            found = derivatives.keep_needed(found, moved)
             bias = found.bias
             if bias is not None and operands.bias is not None:
                 bias = _uncut(turns, turn, some, bias, operands.bias.shape[3], 3)
@@ -302,16 +293,16 @@ class _InTurn(AbstractFunction, AbstractDerivative):
             keys: Any,
             so_far: Gradients | None,
             turn: int | Array,
-            in_flight: InFlight,
+            in_flight: blockwise.InFlight,
             some: slice = ALL,
-        ) -> tuple[InFlight, Gradients]:
+        ) -> tuple[blockwise.InFlight, Gradients]:
             staying = None if so_far is None else so_far._replace(keys=Keys(None, None))
             again = _computed_again(functools.partial(once, some))
             return again(turn, keys, staying, in_flight)
 
         found = turns.backward(visit, _own(operands))
         given = cotangents(found.query, *found.keys, found.bias, found.score_arrays)
-        return cast_like(given, operands)
+        return blockwise.cast_like(given, operands)
 
-    def plain(self) -> AbstractDerivative:
+    def plain(self) -> derivatives.AbstractDerivative:
         return self

@@ -12,16 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
-from energy_attn.kernels.internal import (
-    CheckedArrays,
-    PlaceFn,
-    Tokens,
-    check_array,
-    check_axis,
-    is_concrete,
-    received,
-    shortened,
-)
+from energy_attn.kernels.internal import Tokens, arguments, checks, shortened
 
 from ._halo import runs
 from ._parallel import SequenceParallel
@@ -119,8 +110,8 @@ def _in_order(
     if isinstance(parallel, str):
         layout: Any = parallel
         parallel = SequenceParallel(layout=layout)
-    x = check_array("x", x)
-    axis = check_axis("axis", axis, x.ndim, "x")
+    x = checks.check_array("x", x)
+    axis = checks.check_axis("axis", axis, x.ndim, "x")
     return x, axis, parallel, sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
 
 
@@ -160,8 +151,8 @@ def local_positions(layout: str, size: int, axes: tuple[str, ...]) -> Array:
 
 
 def place_by(
-    parallel: SequenceParallel, plan: ShardingPlan | None, arrays: CheckedArrays
-) -> PlaceFn:
+    parallel: SequenceParallel, plan: ShardingPlan | None, arrays: arguments.CheckedArrays
+) -> arguments.PlaceFn:
     """A function that adds to tokens the positions that the layout implies, if they are read or tokens are absent.
 
     Queries are in its order if there are as many as keys, else in their own. Given positions stay. It raises as
@@ -217,14 +208,14 @@ def check_order(
         del given["query_positions"]
     order = np.argsort(sequence_order(key_len, parallel, "key.shape[1]"))
     for name, x in given.items():
-        if x is None or not is_concrete(x):
+        if x is None or not checks.is_concrete(x):
             continue
         in_turn = np.asarray(x)[..., order]
         if ((in_turn >= 0) & (in_turn < np.maximum.accumulate(in_turn, -1))).any():
             other = "key_positions" if name == "query_positions" else "query_positions"
             raise ValueError(
                 f"{name}: wanted {other}, too, for positions that are not in the order of "
-                f"layout={parallel.layout!r} (see shard_sequence), got {received(x)} alone"
+                f"layout={parallel.layout!r} (see shard_sequence), got {checks.received(x)} alone"
             )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from energy_attn.kernels.internal import check_choice, check_flag, check_names, received
+from energy_attn.kernels.internal import checks
 
 from ..cost._network import Topology
 from ..merge._strategies import MergeOption, check_merge
@@ -108,12 +108,12 @@ class SequenceParallel:
         heads: str | Sequence[str] = (),
         batch: str | Sequence[str] = (),
     ) -> None:
-        names = check_names("axes", axes, "mesh axes")
-        check_choice("layout", layout, ("contiguous", "striped", "zigzag"))
+        names = checks.check_names("axes", axes, "mesh axes")
+        checks.check_choice("layout", layout, ("contiguous", "striped", "zigzag"))
         check_merge(merge, len(names))
         check_topology(topology, len(names))
         if not isinstance(method, AbstractMethod):
-            check_choice("method", method, (*METHOD_OPTIONS, "auto"))
+            checks.check_choice("method", method, (*METHOD_OPTIONS, "auto"))
         elif isinstance(method, Tree):
             for name, x, usual in (("merge", merge, "auto"), ("topology", topology, None)):
                 if x not in (usual, getattr(method, name)):
@@ -124,12 +124,12 @@ class SequenceParallel:
         if method != "auto":
             check_method(method).check_axes(names)
         if queries_sharded is not None:
-            check_flag("queries_sharded", queries_sharded)
+            checks.check_flag("queries_sharded", queries_sharded)
         others: dict[str, tuple[str, ...]] = {}
         taken = set(names)
         for name, axes_of in {"batch": batch, "heads": heads}.items():
             none = isinstance(axes_of, (tuple, list)) and not axes_of
-            found = () if none else check_names(name, axes_of, "mesh axes")
+            found = () if none else checks.check_names(name, axes_of, "mesh axes")
             if taken.intersection(found):
                 raise ValueError(
                     f"{name}: wanted other mesh axes than {sorted(taken)}, got {found}"
@@ -148,9 +148,9 @@ def check_method(method: object) -> AbstractMethod:
         return method
     if not isinstance(method, str):
         raise TypeError(
-            f"method: wanted a name or one of distributed.methods, as methods.Ring(), got {received(method)}"
+            f"method: wanted a name or one of distributed.methods, as methods.Ring(), got {checks.received(method)}"
         )
-    check_choice("method", method, METHOD_OPTIONS)
+    checks.check_choice("method", method, METHOD_OPTIONS)
     return named_method(method)
 
 

@@ -9,7 +9,7 @@ import jax.core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import received, varying_axes
+from energy_attn.kernels.internal import checks, mesh_axes
 
 from ..cost._interconnects import usual_topology
 from ..cost._network import Topology
@@ -108,8 +108,8 @@ def queries_are_parts(axes: Axes, query: Array, key: Array) -> bool:
 
     Where types do not tell (`check_vma=False`), they are if there are as many as keys.
     """
-    if set(axes) <= varying_axes(key) | varying_axes(query):
-        return not set(axes).isdisjoint(varying_axes(query))
+    if set(axes) <= mesh_axes.varying_axes(key) | mesh_axes.varying_axes(query):
+        return not set(axes).isdisjoint(mesh_axes.varying_axes(query))
     return query.shape[-3] == key.shape[-3]
 
 
@@ -179,7 +179,9 @@ def mesh_axes_of(x: Array, axis: int) -> Axes:
 def check_mesh(parallel: object) -> int:
     """The number of devices that `parallel` shards over on the mesh in force. Raises as `sharding_plan` does."""
     if not isinstance(parallel, SequenceParallel):
-        raise TypeError(f"parallel: wanted a SequenceParallel or None, got {received(parallel)}")
+        raise TypeError(
+            f"parallel: wanted a SequenceParallel or None, got {checks.received(parallel)}"
+        )
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError(

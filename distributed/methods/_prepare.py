@@ -8,16 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from energy_attn.kernels import Operands, Settings
 from energy_attn.kernels.internal import (
     CallPolicy,
-    CheckedArrays,
-    CheckedCall,
-    Operands,
-    Settings,
-    is_concrete,
+    arguments,
+    checks,
     is_static,
     may_meet,
-    received,
     split_mask,
 )
 from energy_attn.kernels.masks import AbstractMask, And, Interval, Segments
@@ -45,7 +42,7 @@ _MOST_ASKED = 64  # devices, for each pair of which a mask is asked once
 
 def plan_call(
     parallel: SequenceParallel | None,
-    arrays: CheckedArrays,
+    arrays: arguments.CheckedArrays,
     bias: object,
     mask: object,
     options: Mapping[str, Any],
@@ -70,7 +67,7 @@ def plan_call(
             other = "sharded_attention" if name in ("bias", "mask") else "positions"
             raise ValueError(
                 f"{name}: wanted None where parallel's axes are those of a surrounding "
-                f"jax.shard_map, got {received(given[name])}; {other} will do"
+                f"jax.shard_map, got {checks.received(given[name])}; {other} will do"
             )
     # queries that types do not tell of are a device's part if there are as many as keys
     queries = parallel.queries_sharded
@@ -85,7 +82,7 @@ def fit_plan(
     plan: ShardingPlan,
     parallel: SequenceParallel | None,
     policy: CallPolicy,
-    call: CheckedCall,
+    call: arguments.CheckedCall,
     mask: object,
     options: Mapping[str, Any],
 ) -> tuple[ShardingPlan, CallPolicy]:
@@ -169,7 +166,7 @@ def _meets(
 
 
 def _is_known(mask: AbstractMask) -> bool:
-    return all(map(is_concrete, jax.tree.leaves(mask)))
+    return all(map(checks.is_concrete, jax.tree.leaves(mask)))
 
 
 def _conjuncts(mask: AbstractMask) -> list[AbstractMask]:

@@ -11,17 +11,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, Operands, Settings
 from energy_attn.kernels.internal import (
-    InFlight,
-    Operands,
-    Settings,
     attend,
     attend_and_merge,
-    check_choice,
+    blockwise,
+    checks,
     empty_like,
     lse_dtype,
-    vary_together,
+    mesh_axes,
 )
 
 from ..cost._network import Derivatives, Topology, Transfer, Transfers
@@ -106,7 +104,7 @@ class Ring(AbstractMethod):
     replicated_queries = True
 
     def __post_init__(self) -> None:
-        check_choice("rotate", self.rotate, (*ROTATED, "auto"))
+        checks.check_choice("rotate", self.rotate, (*ROTATED, "auto"))
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
         # bias, mask, positions and segments of what rotates are replicated
@@ -119,7 +117,7 @@ class Ring(AbstractMethod):
         policy, settings, operands, axes, queries_sharded, _ = call
         if self._rotates_keys(operands, queries_sharded):
             return keys_around(call)
-        names, operands = policy.kernels, vary_together(operands, axes)
+        names, operands = policy.kernels, mesh_axes.vary_together(operands, axes)
         if queries_sharded:
             return _queries_around(names, settings, axes, operands)
         state = fold_across("ring", axes, attend(names, settings.needing(unrounded=True), operands))
@@ -306,7 +304,7 @@ class Around(AbstractTurns):
         for turn, span in enumerate(spans, self.count):
             more = turn + 1 - self.count < len(spans)
             coming = self._fetch(own, spans[turn + 1 - self.count]) if more else None
-            arrived, found = visit(here, found, turn, InFlight(coming, home))
+            arrived, found = visit(here, found, turn, blockwise.InFlight(coming, home))
             keys = self._with(keys, arrived.sums, spans[turn - 1 - self.count], turn > self.count)
             home = hop(_as_like(found.keys, own), self.axes, -span.distance)
             here = arrived.others
@@ -320,7 +318,7 @@ class Around(AbstractTurns):
             keys: Any, so_far: Gradients | None, step: int | Array, onward: bool, some: slice = ALL
         ) -> tuple[Any, Gradients]:
             sums = None if so_far is None else so_far.keys
-            going = InFlight(keys if onward else None, sums)
+            going = blockwise.InFlight(keys if onward else None, sums)
             arrived, found = visit(keys, so_far, step, hop(going, self.axes), some)
             if so_far is not None:
                 found = found._replace(keys=added(arrived.sums, found.keys))
@@ -328,7 +326,7 @@ class Around(AbstractTurns):
 
         half, last = self.size // 2, self.count - 1
         if last == 0:
-            return visit(own, None, 0, InFlight())[1]
+            return visit(own, None, 0, blockwise.InFlight())[1]
         # Of the own keys the first half comes first, beside whose products they leave, and the second half last, beside
         # whose products gradients come home.
         carry = turn(own, None, 0, onward=True, some=slice(0, half))
@@ -338,7 +336,9 @@ class Around(AbstractTurns):
         home = hop(so_far.keys, self.axes, -last)
         # else XLA cuts the second half before the loop, and keeps it
         here, so_far = lax.optimization_barrier((own, so_far))
-        arrived, found = visit(here, so_far, 0, InFlight(None, home), slice(half, self.size))
+        arrived, found = visit(
+            here, so_far, 0, blockwise.InFlight(None, home), slice(half, self.size)
+        )
         return found._replace(keys=added(arrived.sums, found.keys))
 
     def _span(self, turn: int | Array) -> Span | None:

@@ -11,22 +11,19 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, Operands, Settings
 from energy_attn.kernels.internal import (
-    AbstractFunction,
     CallPolicy,
-    Operands,
     PartIndices,
     Scales,
-    Settings,
     State,
     Tokens,
+    additions,
     attend,
-    check_taylor,
+    autodiff,
+    checks,
     dequantized,
     differentiated_by_jax,
-    function_call,
-    with_sink,
 )
 
 from ..merge._abstract import Axes, joined
@@ -46,7 +43,7 @@ def attend_sharded(
     The result is sharded as the queries are. Raises as the kernels do.
     """
     if plan is not None or not differentiated_by_jax(policy.kernels):
-        check_taylor(operands)
+        checks.check_taylor(operands)
     if plan is None:
         run = functools.partial(attend, policy.kernels)
     else:
@@ -65,7 +62,7 @@ def beside_sink(
         return run(settings, operands)
     state = run(settings.needing(unrounded=True), operands._replace(sink=None))
     rows = operands.positioned(read=False).tokens.query_positions
-    return rounded(with_sink(state, operands.sink, rows), operands, settings)
+    return rounded(additions.with_sink(state, operands.sink, rows), operands, settings)
 
 
 def method_of(policy: CallPolicy, method: AbstractMethod) -> AbstractMethod:
@@ -314,18 +311,18 @@ def fold_sums(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
 def fold_maxima(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
     """The elementwise maximum; where several devices have it, its derivative is the mean of theirs."""
     del plan
-    return function_call(_MaximumOverDevices(axes), found)
+    return autodiff.function_call(_MaximumOverDevices(axes), found)
 
 
 @dataclasses.dataclass(frozen=True)
-class _MaximumOverDevices(AbstractFunction):
+class _MaximumOverDevices(autodiff.AbstractFunction):
     axes: Axes
 
     def apply(self, args: Array) -> Array:
         return lax.pmax(args, self.axes)
 
     def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
-        found: Array = function_call(self, primals)
+        found: Array = autodiff.function_call(self, primals)
         largest = (primals == found).astype(primals.dtype)
         change, count = lax.psum((largest * tangents, largest), self.axes)
         return found, change / count

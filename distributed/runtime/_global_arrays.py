@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels.internal import check_array, check_flag, received
+from energy_attn.kernels.internal import checks
 
 Arrays = TypeVar("Arrays")
 
@@ -49,7 +49,7 @@ def place(
         >>> key.addressable_data(0).shape, fetch(key).shape == key.shape
         ((1, 4, 2, 8), True)
     """
-    check_flag("replicated", replicated)
+    checks.check_flag("replicated", replicated)
     if isinstance(sharding, PartitionSpec):
         mesh = jax.sharding.get_mesh()
         if mesh.empty:
@@ -64,7 +64,7 @@ def place(
             ) from error
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
-            f"sharding: wanted a NamedSharding or a PartitionSpec, got {received(sharding)}"
+            f"sharding: wanted a NamedSharding or a PartitionSpec, got {checks.received(sharding)}"
         )
     return jax.tree.map(lambda x: _placed(x, sharding, replicated), local)
 
@@ -137,11 +137,11 @@ def _placed(local: Array | np.ndarray, sharding: NamedSharding, replicated: bool
     if isinstance(local, jax.Array) and not local.is_fully_addressable:
         raise ValueError(
             "local: wanted this process's part, got an array that is sharded over processes, "
-            f"{received(local)}; jax.device_put gives it another sharding"
+            f"{checks.received(local)}; jax.device_put gives it another sharding"
         )
     if len(sharding.spec) > local.ndim:
         raise ValueError(
-            f"sharding: wanted at most {local.ndim} dimensions for {received(local)}, "
+            f"sharding: wanted at most {local.ndim} dimensions for {checks.received(local)}, "
             f"got {sharding.spec}"
         )
     part = np.asarray(local, jax.dtypes.canonicalize_dtype(local.dtype))
@@ -153,7 +153,7 @@ def _placed(local: Array | np.ndarray, sharding: NamedSharding, replicated: bool
         expected = "the whole array" if replicated else "this process's part of an array"
         raise ValueError(
             f"local: wanted {expected} that {sharding.spec} divides over the mesh "
-            f"{dict(sharding.mesh.shape)}, got {received(local)}: {error}"
+            f"{dict(sharding.mesh.shape)}, got {checks.received(local)}: {error}"
         ) from error
 
 
@@ -164,10 +164,10 @@ def _placed_like(path: Any, leaf: Any, other: Any) -> Any:
     _check_concrete(name, leaf)
     if leaf.shape != other.shape or leaf.dtype != other.dtype:
         expected = f"{other.dtype}[{','.join(map(str, other.shape))}]"
-        raise ValueError(f"{name}: wanted {expected} as in like, got {received(leaf)}")
+        raise ValueError(f"{name}: wanted {expected} as in like, got {checks.received(leaf)}")
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
-            f"{name}: wanted a whole array, got one that is sharded over processes, {received(leaf)}"
+            f"{name}: wanted a whole array, got one that is sharded over processes, {checks.received(leaf)}"
         )
     if other.sharding is None or (isinstance(other, jax.Array) and not other.committed):
         return leaf
@@ -199,6 +199,8 @@ def _fetched(x: Array | np.ndarray) -> np.ndarray:
 
 
 def _check_concrete(name: str, x: Any) -> None:
-    check_array(name, x)
+    checks.check_array(name, x)
     if isinstance(x, jax.core.Tracer):
-        raise TypeError(f"{name}: wanted an array outside jax.jit and the like, got {received(x)}")
+        raise TypeError(
+            f"{name}: wanted an array outside jax.jit and the like, got {checks.received(x)}"
+        )

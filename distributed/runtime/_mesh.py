@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from energy_attn.kernels.internal import check_flag, check_integer, check_names, received
+from energy_attn.kernels.internal import checks
 
 _SLICE, _PROCESS = "slice_index", "process_index"  # of a device
 
@@ -57,26 +57,28 @@ def make_mesh(
         >>> make_mesh((jax.device_count(),), ("device",)).axis_names
         ('device',)
     """
-    names = check_names("axis_names", axis_names, "axes")
+    names = checks.check_names("axis_names", axis_names, "axes")
     if devices is not None and not (
         isinstance(devices, Sequence) and all(isinstance(x, jax.Device) for x in devices)
     ):
-        raise TypeError(f"devices: wanted a sequence of devices or None, got {received(devices)}")
+        raise TypeError(
+            f"devices: wanted a sequence of devices or None, got {checks.received(devices)}"
+        )
     all_devices = jax.devices() if devices is None else list(devices)
     if not all_devices:
         raise ValueError("devices: wanted at least one, got none")
     if shape is None:
         shape = _default_shape(all_devices, names)
     if not isinstance(shape, Sequence) or isinstance(shape, str):
-        raise TypeError(f"shape: wanted a sequence of integers, got {received(shape)}")
-    shape = tuple(check_integer("shape", size, least=1) for size in shape)
+        raise TypeError(f"shape: wanted a sequence of integers, got {checks.received(shape)}")
+    shape = tuple(checks.check_integer("shape", size, least=1) for size in shape)
     if len(shape) != len(names):
         raise ValueError(f"shape: wanted a size for each of the axes {names}, got {shape}")
     if math.prod(shape) != len(all_devices):
         raise ValueError(
             f"shape: wanted sizes whose product is {len(all_devices)} devices, got {shape}"
         )
-    kind = AxisType.Explicit if check_flag("explicit", explicit) else AxisType.Auto
+    kind = AxisType.Explicit if checks.check_flag("explicit", explicit) else AxisType.Auto
     return Mesh(_arranged(shape, all_devices), names, axis_types=(kind,) * len(names))
 
 
