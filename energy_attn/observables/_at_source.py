@@ -7,7 +7,7 @@ the mesh of each call, and over the calls by the same algebra.
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,6 @@ from jaxtyping import Array
 
 from energy_attn.distributed.internal import (
     Reduction,
-    fold_maxima,
-    fold_states,
-    fold_sums,
-    sharded_reduction,
 )
 from energy_attn.kernels import AttentionState, CovarianceState, Operands, Settings, merge
 from energy_attn.kernels.internal import (
@@ -58,7 +54,7 @@ def check_row_vectors(name: str, x: object, calls: Calls, parts: Parts) -> Array
 def covariance_at(calls: Calls, source: Source, parts: Parts) -> CovarianceState:
     return _over_parts(
         lambda call: HashablePartial(reductions.covariance, (call.policy.kernels,)),
-        *(fold_states, merge, calls, source, parts),
+        *("states", merge, calls, source, parts),
     )
 
 
@@ -104,7 +100,7 @@ def mean_over_keys(
     """
     return _over_parts(
         lambda call: HashablePartial(reductions.expectation, (term, width, call.policy.kernels)),
-        *(fold_states, merge, calls, source, parts, *rows),
+        *("states", merge, calls, source, parts, *rows),
     )
 
 
@@ -116,19 +112,19 @@ def sum_over_keys(
     What the function needs to know of all keys, as the energy of a row in `exp(s - F)`, are `rows`, `[*B, T, N, W]`.
     """
     find = HashablePartial(reductions.score_sums, (term, width))
-    return _over_parts(lambda _: find, fold_sums, operator.add, calls, source, parts, *rows)
+    return _over_parts(lambda _: find, "sums", operator.add, calls, source, parts, *rows)
 
 
 def support_at(calls: Calls, parts: Parts, direction: Array) -> Array:
     r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity in a fully masked row."""
     direction, find = jax.lax.stop_gradient(direction), HashablePartial(reductions.support_function)
-    return _over_parts(lambda _: find, fold_maxima, jnp.maximum, calls, None, parts, direction)
+    return _over_parts(lambda _: find, "maxima", jnp.maximum, calls, None, parts, direction)
 
 
 def score_maximum_at(calls: Calls, parts: Parts, source: Source = None) -> Array:
     r"""$\max_a s_a$ over the keys that a row sees; minus infinity in a fully masked row."""
     find = HashablePartial(reductions.score_maximum)
-    return _over_parts(lambda _: find, fold_maxima, jnp.maximum, calls, source, parts)
+    return _over_parts(lambda _: find, "maxima", jnp.maximum, calls, source, parts)
 
 
 class HashablePartial(NamedTuple):
@@ -143,7 +139,7 @@ class HashablePartial(NamedTuple):
 
 def _over_parts(
     find: Callable[[StaticCall], HashablePartial],
-    fold: Callable[..., Any],
+    fold: Literal["states", "sums", "maxima"],
     join: Callable[[Any, Any], Any],
     calls: Calls,
     source: Source,
@@ -166,7 +162,7 @@ def run_reduction(
     at = call.settings, operands
     if source is not None:
         at = additions.with_source(*at, jnp.asarray(source))
-    found = sharded_reduction(call.plan, reduction, *at, *rows)
+    found = reduction.over(call.plan, *at, *rows)
     return found if call.batched else jax.tree.map(lambda x: x[0], found)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from energy_attn.distributed.internal import Reduction, fold_states
+from energy_attn.distributed.internal import Reduction
 from energy_attn.kernels import AttentionState, Operands, merge
 from energy_attn.kernels.internal import (
     checks,
@@ -133,7 +133,7 @@ def _mean_score(call: StaticCall, operands: Operands, with_values: bool) -> Atte
         find = HashablePartial(
             reductions.attention_and_expectation, (_score_term, 1, call.policy.kernels)
         )
-        return run_reduction(call, Reduction(find, fold_states), None, operands)
+        return run_reduction(call, Reduction(find, "states"), None, operands)
     # attention with the keys as values yields their mean
     value, width = operands.key, 0
     if with_values:

@@ -14,11 +14,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.distributed.internal import (
-    Axes,
     Reduction,
     ShardingPlan,
     as_invariant,
-    fold_sums,
     whole_along,
 )
 from energy_attn.kernels import Operands, Settings
@@ -110,7 +108,7 @@ class AbstractWeights(eqx.Module):
         found, first = jnp.zeros((), lse.dtype), 0
         for call, operands, size in zip(calls, parts, sizes, strict=True):
             axes = () if call.plan is None else call.plan.sequence
-            reduction = Reduction(HashablePartial(sampling.weights_of_keys, (axes,)), fold_sums)
+            reduction = Reduction(HashablePartial(sampling.weights_of_keys, (axes,)), "sums")
             at = jnp.broadcast_to(index - first, (*lse.shape, len(index)))
             # the weights of the keys of one part, and zeros for the others
             found = found + run_reduction(call, reduction, None, operands, lse, at)
@@ -342,7 +340,12 @@ def _indices(name: str, given: object, size: int) -> Any:
 
 
 def _drawn(
-    count: int, first: int, axes: Axes, settings: Settings, operands: Operands, seeds: Array
+    count: int,
+    first: int,
+    axes: tuple[str, ...],
+    settings: Settings,
+    operands: Operands,
+    seeds: Array,
 ) -> sampling.Draw:
     start = jnp.asarray(first, jnp.int32)
     if axes:  # devices hold equal numbers of keys, in order
@@ -350,7 +353,7 @@ def _drawn(
     return sampling.sample(count, settings, operands, seeds, start)
 
 
-def _fold_draws(mine: sampling.Draw, axes: Axes, plan: ShardingPlan) -> sampling.Draw:
+def _fold_draws(mine: sampling.Draw, axes: tuple[str, ...], plan: ShardingPlan) -> sampling.Draw:
     del plan
     parts: sampling.Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), mine)
     each = (sampling.Draw(*(x[i] for x in parts)) for i in range(lax.axis_size(axes)))

@@ -29,8 +29,8 @@ from tests.support.prompts import (
     same_bytes,
 )
 from tests.support.reference import dense, dense_jvp, dense_vjp
+from tests.support.scores import gradient_of, sink_of, with_key
 from tests.support.selection import few, few_rows
-from tests.support.sinks import gradient_of, sink_of, with_key
 
 QUICK = "everything", "no_keys", "predicates", "scale_zero_source", "bias_infinite", "mask_heads"
 

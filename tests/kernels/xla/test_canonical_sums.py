@@ -11,10 +11,9 @@ from energy_attn.kernels.dispatch._registry import attend as attend_operands
 from energy_attn.kernels.xla._canonical import Canonical
 from tests.support.arrays import array
 from tests.support.compare import close
-from tests.support.flags import LEVEL, flags
+from tests.support.flags import LEVEL, flags, spawn
 from tests.support.prompts import same_bytes
 from tests.support.selection import few, few_rows
-from tests.support.spawn import spawn
 
 BATCH, ROWS, KEYS, HEADS = 2, 300, 530, 4
 BIASES = [(BATCH, HEADS, ROWS, KEYS), (1, 1, ROWS, 1), (BATCH, 1, 1, KEYS), (1, HEADS, 1, 1)]
