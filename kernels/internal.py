@@ -87,6 +87,7 @@ from .call._tokens import shortened as shortened
 from .call._tokens import split_mask as split_mask
 from .dispatch._attend_and_merge import attend_and_merge as attend_and_merge
 from .dispatch._attend_and_merge import overlap_transfer as overlap_transfer
+from .dispatch._derivative import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from .dispatch._derivative import AbstractDerivative as AbstractDerivative
 from .dispatch._derivative import Attention as Attention
 from .dispatch._derivative import Saved as Saved

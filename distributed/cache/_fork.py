@@ -16,7 +16,7 @@ from energy_attn.kernels.internal import (
     received,
     split_score,
 )
-from energy_attn.kernels.scores import AbstractScore, At
+from energy_attn.kernels.scores import AbstractScore, ScoreIndices
 
 from ._arguments import check_queries, check_scores
 from ._tokens import AbstractTokens
@@ -180,7 +180,7 @@ def _check_score(score: AbstractScore | None, dtype: jnp.dtype) -> None:
     assert structure is not None
     bound, zero = BoundScore(structure, arrays), jnp.zeros((1, 1, 1, 1), jnp.int32)
     raw = zero.astype(dtype)
-    if reads_first(lambda row: bound(raw, At(row, zero, zero, zero)), zero):
+    if reads_first(lambda row: bound(raw, ScoreIndices(row, zero, zero, zero)), zero):
         raise NotImplementedError(
             f"score: wanted one that is the same in all rows, which share a prompt, got {received(score)}"
         )

@@ -79,7 +79,7 @@ def _with_indices(
 ) -> Operands:
     """Operands with what mask and score of the settings read, or any ones, as a device's part does not count from 0."""
     if plan.sequence:
-        operands = operands.positioned(settings is None or settings.compares)
+        operands = operands.positioned(settings is None or settings.uses_positions)
     if settings is not None and settings.score is None and operands.sink is None:
         return operands
     batch, _, heads, _ = operands.query.shape

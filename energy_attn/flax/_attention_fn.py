@@ -22,7 +22,7 @@ from energy_attn.kernels.internal import (
     received,
     split_score,
 )
-from energy_attn.kernels.scores import At
+from energy_attn.kernels.scores import ScoreIndices
 
 from ..core._module import FreeEnergy, attention_with_dropout, energy_of
 from ..functional._options import ModuleOptions
@@ -251,12 +251,12 @@ def _reads_queries(energy: FreeEnergy) -> bool:
         if reads_first(one.visible, number, number):
             return True
     structure, arrays = split_score(energy.score)
-    if structure is None or not structure.compares:
+    if structure is None or not structure.uses_positions:
         return False
     bound = BoundScore(structure, tuple(map(jnp.asarray, arrays)))
     index = jnp.zeros((1,) * 4, jnp.int32)
 
     def scores(query: Array, raw: Array) -> Any:
-        return bound(raw, At(index, index, query, index))
+        return bound(raw, ScoreIndices(index, index, query, index))
 
     return reads_first(scores, index, jnp.zeros(index.shape, jnp.float32))

@@ -49,7 +49,7 @@ def gpus(name: str, memory: float, topology: cost.Topology, config: Path) -> Tar
     def describe() -> list[Any]:
         sys.path.append(str(ROOT))
         os.environ.setdefault("XLA_FLAGS", "")
-        from tests.support.target import toolkit
+        from tests.support.cuda import toolkit
 
         toolkit()
         return topologies.get_topology_desc(

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import network
 from energy_attn.distributed import cost, make_mesh
 from energy_attn.distributed.internal import network as modelled
-from tests.support.launch import launch
+from tests.support.flags import launch
 
 AXES = ("node", "device")
 KINDS = {"collective-permute", "all-gather", "all-reduce", "all-to-all"}

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.vendor import _cudnn, _fa4, _flash_attn
+from tests.support.cuda import nodes
 from tests.support.selection import few
-from tests.support.target import nodes
 
 BATCH, ROWS, WIDTH = 2, 8192, 128
 heads = pytest.mark.parametrize("heads", few([(16, 16), (32, 8)], (32, 8)), ids=str)

@@ -42,7 +42,7 @@ from energy_attn.kernels import (
 from energy_attn.models import Encoder, EncoderConfig, ExpertsConfig, Llama, score_continuations
 from energy_attn.prefix_tree import Accepted, commit, pack, tree_decode
 from energy_attn.solvers import FixedPoint, Newton, Optax
-from tests.support import weights
+from tests.support.arrays import drawn as drawn_module
 from tests.support.llama import CONFIG, build
 
 
@@ -133,7 +133,7 @@ def scored(
     source = arrays.pop("source")
     scale = arrays.pop("scale")
     F = ea.FreeEnergy(scale=scale, score=score, is_causal=True).at(**arrays)
-    at = ready.At(
+    at = ready.ScoreIndices(
         *(np.arange(n, dtype=np.int32).reshape(x) for n, x in ((1, (1, 1, 1)), (2, (2, 1, 1)))),
         *(np.arange(n, dtype=np.int32).reshape(x) for n, x in ((3, (1, 3, 1)), (5, (1, 1, 5)))),
     )
@@ -278,7 +278,7 @@ ROUTED = dataclasses.replace(
 
 def encoder() -> Encoder:
     config = EncoderConfig(8, 6, 1, 2, 5, 8)
-    return weights.drawn(lambda key: Encoder(config, jnp.float64, key=key))
+    return drawn_module(lambda key: Encoder(config, jnp.float64, key=key))
 
 
 def logits(model: Llama, tokens: Any, x: Any) -> Any:
@@ -672,7 +672,6 @@ CASES = {
 # Public names without a derivative, or modules of them; all that has none is here, with the reason.
 WITHOUT = {
     "of types, which differentiate nothing": """kernels.Operands kernels.Settings kernels.KernelCall
-    kernels.Needs kernels.Tokens
     Result prefix_tree.PrefixTree prefix_tree.Accepted models.Generation models.LlamaConfig
     models.ModelDrafter models.PromptLookup""",
     "of solvers, masks and costs, which have no floating arrays": """solvers. kernels.masks.
@@ -681,10 +680,10 @@ WITHOUT = {
     distributed.collectives distributed.initialize distributed.make_mesh distributed.fetch distributed.place
     models.shard models.load models.Tokenizer models.TextStream""",
     "of integers: draws, tokens, trees, places and buckets": """Gibbs.sample models.generate
-    kernels.scores.At kernels.scores.t5_buckets prefix_tree.accept_greedy prefix_tree.accept_sampling
-    prefix_tree.verify prefix_tree.grow prefix_tree.pack prefix_tree.token_tree
+    kernels.scores.ScoreIndices kernels.scores.RelativeBias.t5_buckets prefix_tree.accept_greedy
+    prefix_tree.accept_sampling prefix_tree.verify prefix_tree.grow prefix_tree.pack prefix_tree.token_tree
     prefix_tree.tree_from_parents""",
-    "of constants": """CHECKPOINT_NAMES kernels.CHECKPOINT_NAMES kernels.empty_state models.LinearRope
+    "of constants": """CHECKPOINT_NAMES kernels.empty_state models.LinearRope
     models.Llama3Rope models.YarnRope models.LinearRope.scaled
     models.Llama3Rope.scaled models.YarnRope.scaled models.DynamicRope models.DynamicRope.scaled models.LongRope
     models.LongRope.scaled models.ExpertsConfig models.LatentConfig models.EncoderConfig""",

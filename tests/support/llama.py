@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from energy_attn.models import ExpertsConfig, LatentConfig, Llama, LlamaConfig, YarnRope
-from tests.support.weights import drawn
+from tests.support.arrays import drawn
 
 CONFIG = LlamaConfig(
     vocab_size=40,

@@ -24,7 +24,7 @@ from tests.support.compare import same
 from tests.support.masks import RULES
 from tests.support.naive import assert_all_close, select
 from tests.support.problems import BLOCKS, HEADS, LARGE, PROBLEMS, Problem, cast, cotangents
-from tests.support.reference import visible
+from tests.support.reference import blind_rows_and_hidden_keys
 
 EVERY = PROBLEMS | BLOCKS | LARGE | HEADS
 ALL = frozenset(EVERY)
@@ -166,17 +166,6 @@ def check(
             assert not found[name][blind].any(), f"{name} is not zero in fully masked rows"
         for name in ("key", "value"):
             assert not found[name][hidden].any(), f"gradient of {name} is not zero at hidden keys"
-
-
-def blind_rows_and_hidden_keys(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows see no key, `[B, T, N]`, and which keys no row sees, `[B, S, K]`."""
-    seen = visible(problem)  # [B, N, T, S]
-    if problem.bias is not None:
-        seen = seen & (problem.bias > -np.inf)
-    batch, keys, kv_heads, _ = problem.key.shape
-    group = problem.query.shape[2] // kv_heads
-    looked_at = seen.any(axis=2).reshape(batch, kv_heads, group, keys).any(axis=2)
-    return ~seen.any(axis=-1).transpose(0, 2, 1), ~looked_at.transpose(0, 2, 1)
 
 
 # Blocks of 8 or 16 queries and keys: many of them, and ragged last ones, in a problem that is quick to compile.

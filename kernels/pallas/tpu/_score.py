@@ -84,7 +84,7 @@ class BlockScores:
         """Positions, numbers and entries in the shape of a block, and the indices of the entries."""
         assert self._score is not None
         places = {}
-        if self._score.compares:
+        if self._score.uses_positions:
             key = self._visibility["key_positions"][...]
             places = {
                 "query": self._across(self._visibility["row_positions"][...], shape),

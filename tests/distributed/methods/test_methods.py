@@ -18,7 +18,6 @@ from energy_attn import masks
 from energy_attn.distributed import (
     SequenceParallel,
     collectives,
-    cost,
     shard_sequence,
     unshard_sequence,
 )
@@ -30,20 +29,24 @@ from energy_attn.kernels.masks._structure import window_structure
 from energy_attn.kernels.xla._blocks import BlockedOperands
 from tests.support.compare import close
 from tests.support.masks import RULES
-from tests.support.meshes import check, in_parts, mesh_of, on_host
-from tests.support.methods import (
+from tests.support.meshes import (
     AXES,
     COLUMNS,
     DECODE,
     EMPTY,
     GROUPED,
     INSIDE,
+    MERGES,
     METHODS,
     ODD,
     POSITIONED,
     ROWS,
     SELF,
+    check,
+    in_parts,
     inside,
+    mesh_of,
+    on_host,
     square,
     state_and_gradients,
 )
@@ -140,7 +143,7 @@ def test_states_are_rounded_once():
     assert (np.asarray(out) == once).mean() > 0.98
 
 
-@pytest.mark.parametrize("merge", few(cost.MERGES, "hierarchical"))
+@pytest.mark.parametrize("merge", few(MERGES, "hierarchical"))
 def test_merges(merge):
     """A merge strategy that is right only in the middle of its range: few keys, none, and fully masked rows.
 

@@ -15,9 +15,9 @@ from jax import P, lax
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, make_mesh, shard_sequence, unshard_sequence
 from tests.support.compare import close
-from tests.support.measures import measure
 from tests.support.meshes import mesh_of
 from tests.support.naive import naive
+from tests.support.observables import measure
 from tests.support.problems import cast, everything
 from tests.support.reference import dense, dense_vjp, rows
 from tests.support.selection import few, few_rows

@@ -22,9 +22,9 @@ from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, YarnR
 from tests.support.compare import same
 from tests.support.complaints import refused
 from tests.support.disk import Killed, contents, failing, meanwhile
+from tests.support.flags import spawn
 from tests.support.llama import build
 from tests.support.selection import few, few_rows
-from tests.support.spawn import spawn
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
 load_file = pytest.importorskip("safetensors.numpy").load_file

@@ -24,8 +24,8 @@ from energy_attn.kernels.internal import (
     dequantized,
 )
 from tests.support.arrays import array
+from tests.support.caches import read_as_stored, read_by_kernels
 from tests.support.compare import close, same
-from tests.support.eight_bits import read_as_stored, read_by_kernels
 from tests.support.naive import assert_all_close
 from tests.support.problems import HEADS, PROBLEMS, Problem, cast, tangents
 from tests.support.selection import few, few_rows

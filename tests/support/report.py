@@ -1,8 +1,4 @@
-"""What tests cost: CPU seconds of each, told by folder when a run ends, and kept for `tools/gate.py`.
-
-Seconds of all cores, in a process and what it has waited for: time on the clock tells more of the machine. The hooks
-are those of pytest, and `conftest.py` has them from here.
-"""
+"""What a run prints at its end: CPU seconds of folders and tests, and the margins of comparisons (`--margins`)."""
 
 import json
 import os
@@ -10,6 +6,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+
+from tests.support.compare import RATIOS
 
 # Where the gate wants a run's seconds by folder.
 FILE = "GATE_SECONDS"
@@ -88,3 +86,26 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         rows = {folder: [took, cases[folder]] for folder, took in seconds.items()}
         with open(os.environ[FILE], "a", encoding="utf-8") as file:
             file.write(json.dumps(rows) + "\n")
+
+
+class Margins:
+    """Gathers the comparisons of each test, from all processes, and prints them at the end."""
+
+    def __init__(self):
+        self._found: list[tuple[float, str, str]] = []
+
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        """The test's report has them."""
+        item.user_properties += [("margin", x) for x in RATIOS]
+        RATIOS.clear()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """In the process that prints."""
+        if report.when == "teardown":
+            found = [x for name, x in report.user_properties if name == "margin"]
+            self._found += [(ratio, report.nodeid, label) for ratio, label in found]  # pyright: ignore[reportGeneralTypeIssues]
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """A line for each comparison."""
+        for ratio, test, label in sorted(self._found):
+            terminalreporter.write_line(f"{ratio:9.2g}  {test} {label}")
