@@ -184,7 +184,7 @@ def test_numbers_of_ones_own():
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (("token_ring", (2,)), {}, ValueError, "name: wanted one of 'dgx_h100', .*'token_ring'"),
+        (("token_ring", (2,)), {}, ValueError, "machine: wanted one of 'dgx_h100', .*'token_ring'"),
         (("tpu_v5p", 3), {}, TypeError, "sizes: wanted one for each mesh axis, got int 3"),
         (("tpu_v5p", (2, 0)), {}, ValueError, "sizes: .*at least 1, got 0"),
         (("tpu_v5p",), {}, ValueError, "links: wanted one for each mesh axis, got none"),
