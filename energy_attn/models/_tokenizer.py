@@ -13,8 +13,8 @@ from typing import Any, final
 from energy_attn.distributed.internal import files as saved_files
 from energy_attn.kernels.internal import check_flag, received
 
-from ..checkpoint._config import located, read_json
 from ._vocabulary import AbstractVocabulary, TextStream, Tokens, ids, special_tokens, vocabulary
+from .checkpoint._config import located, read_json
 
 _LONGEST = 2**26  # characters of a chat: more is no text for a model
 _WIDEST = 2**14  # bits of a number: Python writes no wider one

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from energy_attn.distributed.internal import files as saved_files
 from energy_attn.kernels.internal import check_flag, check_int32, check_shape, received
 
-from ..checkpoint._config import naming, read_json
+from .checkpoint._config import naming, read_json
 
 # Flags, for transformers where there is no tokenizer.json, which says itself what is put around a text.
 _FLAGS_OF_NAMES = "add_bos_token", "add_eos_token"
