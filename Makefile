@@ -128,6 +128,7 @@ check: environment
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_structure.py
+	$(BIN)/python tools/check_prose.py
 	$(BIN)/python -m pytest -q -m structure tests/repository
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python tools/check_types.py
