@@ -22,7 +22,7 @@ from ...call._state import AttentionState
 from ...xla._blockwise import BackwardRows, backward_rows, row_cotangents
 from .._tiles import LOG2_E, divide
 from . import _tile as tiles
-from ._plan import (
+from ._kernel import (
     ROWS,
     MosaicPlan,
     aligned,
