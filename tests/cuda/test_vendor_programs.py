@@ -16,12 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.dispatch import _registry
-<<<<<<< HEAD
 from energy_attn.kernels.vendor import _gpu
-=======
-from energy_attn.kernels.vendor import _cudnn, _fa4, _flash_attn
 from tests.support.cuda import nodes
->>>>>>> main
 from tests.support.selection import few
 
 BATCH, ROWS, WIDTH = 2, 8192, 128

@@ -225,7 +225,7 @@ def pack_heads(operands: Operands, settings: Settings) -> Operands:
     """
     kv_heads = operands.key.shape[2]
     group = operands.query.shape[2] // kv_heads
-    tokens = operands.positioned(settings.compares).tokens
+    tokens = operands.positioned(settings.uses_positions).tokens
     return operands._replace(
         query=stack_heads(operands.query, kv_heads),
         tokens=tokens.map_queries(lambda x: jnp.repeat(x, group, axis=1)),

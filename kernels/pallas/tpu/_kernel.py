@@ -184,7 +184,7 @@ def make_layout(
         key_block = _even(keys, most_keys, unit)
         needed = _memory(operands, score, row_block, key_block, sizes.lanes, kind)
         if needed <= sizes.memory:
-            positions = operands.tokens.query_positions is not None or settings.compares
+            positions = operands.tokens.query_positions is not None or settings.uses_positions
             bounded = keys % key_block > 0 and not positions
             granted = max(LEAST_GRANTED, needed * 4 // 3)
             numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block, granted

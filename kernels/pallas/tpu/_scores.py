@@ -47,7 +47,7 @@ class TPUVisibility(NamedTuple):
 
 def block_visibility(operands: Operands, layout: Layout) -> TPUVisibility:
     settings = layout.settings
-    operands = hide_unreachable(operands, settings).positioned(settings.compares)
+    operands = hide_unreachable(operands, settings).positioned(settings.uses_positions)
     key_block = layout.key_block // layout.key_fold
     features = features_of(operands, layout.pairs)
     features = features._replace(
