@@ -22,8 +22,7 @@ from energy_attn.kernels.internal import (
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..methods._parallel import SequenceParallel
-from ..methods._plan import sharding_plan
+from ..methods._parallel import SequenceParallel, sharding_plan
 from ..methods._sharded import attend_sharded
 from ._arguments import (
     check_counts,
@@ -281,7 +280,16 @@ class AbstractTokens(eqx.Module):
         call = check_call(query, *stored, source, None, mask, scales, **scored)
         plan = sharding_plan(self.parallel, *call.operands.qkv)
         settings = call.settings.needing(unrounded=unrounded)
-        return attend_sharded(plan, policy.laid_out(run_of(self)), settings, call.operands)
+        return attend_sharded(plan, policy.laid_out(self._run_length), settings, call.operands)
+
+    @property
+    def _run_length(self) -> int | None:
+        """The number of consecutive tokens in consecutive slots; None if a slot may hold a token of the next lap."""
+        if self.window is not None:
+            return None
+        capacity, block, devices = self.slots
+        # on one device, token n is in slot n
+        return block if devices > 1 else max(LEAF, 1 << (capacity - 1).bit_length())
 
     def _sharding(self) -> CacheSharding:
         return cache_sharding(self.parallel, self.key, self.slots.devices)
@@ -332,12 +340,3 @@ class _Quantize(AbstractFunction):
             "quantize: wanted a cache that stores floating numbers where it is differentiated, got "
             "'int8', whose rounding has no derivative; stop the gradient or use quantize=None"
         )
-
-
-def run_of(cache: AbstractTokens) -> int | None:
-    """The number of successive tokens that lie together in a cache; None: none do."""
-    if cache.window is not None:  # a slot may have a token of the next lap
-        return None
-    capacity, block, devices = cache.slots
-    # on one device, token n is in slot n
-    return block if devices > 1 else max(LEAF, 1 << (capacity - 1).bit_length())

@@ -21,8 +21,7 @@ from energy_attn.kernels.internal import (
     vary_together,
 )
 
-from ..methods._parallel import SequenceParallel
-from ..methods._plan import reshard_explicit
+from ..methods._parallel import SequenceParallel, reshard_explicit
 from ._layout import CacheArrays, CacheSharding, Slots, spec_of
 
 _ERRORS = (
@@ -174,7 +173,7 @@ def positions_from(first: Array, counts: Array, tokens: int) -> Array:
 
 def write_at(buffer: Array, new: Array, slot: Array) -> Array:
     """`buffer` `[B, S, ...]` with `new` `[B, L, ...]` at `slot` `[B, L]`; dropped where that is ≥ S."""
-    return lax.platform_dependent(buffer, new, slot, cpu=_in_branch, default=_scatter)
+    return lax.platform_dependent(buffer, new, slot, cpu=_write_in_branch, default=_scatter)
 
 
 def _scatter(buffer: Array, new: Array, slot: Array) -> Array:
@@ -200,13 +199,13 @@ def _choose(buffer: Array, new: Array, slot: Array) -> Array:
     return lax.bitcast_convert_type(jax.vmap(row)(old, put, slot), buffer.dtype)
 
 
-def _in_branch(buffer: Array, new: Array, slot: Array) -> Array:
-    return linear_call(_InBranch(buffer.shape[1]), slot, (buffer, new))
+def _write_in_branch(buffer: Array, new: Array, slot: Array) -> Array:
+    return linear_call(_BranchedWrite(buffer.shape[1]), slot, (buffer, new))
 
 
 # A write is linear in the buffer and in the new entries; its derivatives bypass the branch and the bits.
 @dataclasses.dataclass(frozen=True)
-class _InBranch(AbstractLinearMap):
+class _BranchedWrite(AbstractLinearMap):
     """The buffer with new entries, from slots and the two arrays."""
 
     slots: int

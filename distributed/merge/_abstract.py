@@ -25,7 +25,7 @@ from ..cost._network import Topology, Transfer, Transfers
 from ..cost._shape import Shape
 
 Axes = tuple[str, ...]
-Tree = TypeVar("Tree")
+Arrays = TypeVar("Arrays")
 
 
 class AbstractMerge(abc.ABC):
@@ -117,7 +117,7 @@ def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:
     return lax.bitcast_convert_type(collective(bits), x.dtype)
 
 
-def joined(tree: Tree, axes: Axes, axis: int) -> Tree:
+def joined(tree: Arrays, axes: Axes, axis: int) -> Arrays:
     """The parts of arrays on all devices, end to end along `axis`."""
 
     def whole(x: Array) -> Array:
@@ -138,7 +138,7 @@ def gathered(state: AttentionState, axes: Axes) -> AttentionState:
     may have sharded the rows.
     """
 
-    def gather(x: Tree) -> Tree:
+    def gather(x: Arrays) -> Arrays:
         return lax.all_gather(x, axes)
 
     def stacked(out: Array, lse: Array) -> AttentionState:
@@ -166,7 +166,7 @@ def gathered(state: AttentionState, axes: Axes) -> AttentionState:
     return lax.platform_dependent(*vary_together(state), tpu=stacked, default=plain)
 
 
-def as_invariant(tree: Tree, axes: Axes) -> Tree:
+def as_invariant(tree: Arrays, axes: Axes) -> Arrays:
     """Arrays that are equal on all devices of `axes`, with a type that does not vary over them.
 
     JAX has no cast from varying to invariant, but a maximum over groups of one device each has that type

@@ -23,11 +23,10 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 
 from ..merge._abstract import Axes
-from ._abstract import AbstractMethod, LocalCall, check_heads
-from ._merge import AxisName, check_axes
-from ._parallel import check_method
-from ._plan import queries_are_parts
-from ._sharded import beside_sink, method_of
+from ..merge._across import AxisName, check_axes
+from ._abstract import AbstractMethod, LocalCall, attend_with_sink, check_heads
+from ._choice import method_of_call
+from ._parallel import check_method, queries_are_parts
 
 
 def sharded_attention(
@@ -119,9 +118,11 @@ def sharded_attention(
     operands = operands._replace(bias=bias, mask=mask)
 
     def run(settings: Settings, operands: Operands) -> AttentionState:
-        return method_of(policy, way).attend(LocalCall(policy, settings, operands, axes, sharded))
+        return method_of_call(policy, way).attend(
+            LocalCall(policy, settings, operands, axes, sharded)
+        )
 
-    state = beside_sink(run, policy, call.settings, operands)
+    state = attend_with_sink(run, policy, call.settings, operands)
     return state if call.batched else unbatched(state)
 
 

@@ -39,7 +39,7 @@ from ..merge._abstract import Axes, as_invariant, joined, moved
 from ._abstract import AbstractMethod, LocalCall, Split, with_all_queries
 from ._halo import run_length
 
-Tree = TypeVar("Tree")
+Arrays = TypeVar("Arrays")
 
 # Keys and values of all devices that take fewer bytes are gathered at once.
 LEAST = 8 << 20
@@ -69,14 +69,14 @@ class Reproducible(AbstractMethod):
         """Raises as `check_call_of` does."""
         policy, settings, operands, axes, queries_sharded, others = call
         operands = operands.positioned()
-        kernel = _Across(policy.run, axes, queries_sharded, others)
+        kernel = _ShardedCanonical(policy.run, axes, queries_sharded, others)
         check_call_of(kernel, KernelCall(operands, settings))
         # The derivative of a cast is a sum over devices, so that those of known axes are left to the kernel.
         varying = frozenset().union(*map(varying_axes, jax.tree.leaves(operands))) - set(axes)
         shared = vary_over(varying - set(others), (operands.score_arrays, operands.sink))
         operands = vary_over(varying, operands)._replace(score_arrays=shared[0], sink=shared[1])
         run = functools.partial(function_call, Attention((kernel,), settings))
-        if kernel.folds_own or any(map(floating, operands.score_arrays)):
+        if kernel.folds_own_keys or any(map(floating, operands.score_arrays)):
             return run(operands)
         return _by_heads(run, operands, lax.axis_size(axes))
 
@@ -108,7 +108,7 @@ class Reproducible(AbstractMethod):
             found += [query, out, out, lse, lse]  # and cotangents
         yield from (Transfer("all-gather", x // turns, axes, turns) for x in found if x)
 
-    def attends_alone(self, operands: Operands) -> bool:
+    def replaces_kernels(self, operands: Operands) -> bool:
         return operands.sink is not None or any(map(floating, operands.score_arrays))
 
 
@@ -146,7 +146,7 @@ def _head_turns(own: int, heads: int, devices: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Across(Canonical):
+class _ShardedCanonical(Canonical):
     """The canonical kernel over keys that are sharded along `axes`, inside `jax.shard_map`.
 
     Batch and heads may be shared by the devices of `others`.
@@ -159,10 +159,10 @@ class _Across(Canonical):
     @property
     def in_order(self) -> bool:
         """Keys gathered from all devices are not sorted by position."""
-        return self.folds_own and super().in_order
+        return self.folds_own_keys and super().in_order
 
     @property
-    def folds_own(self) -> bool:
+    def folds_own_keys(self) -> bool:
         """Whether each device folds the trees over its own keys."""
         return not self.queries_sharded and super().in_order
 
@@ -183,7 +183,7 @@ class _Across(Canonical):
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
         state, directions = vary_together((state, directions), self.axes)
-        if not self.folds_own:
+        if not self.folds_own_keys:
             key, value = self._all((directions.key, directions.value))
             directions = directions._replace(key=key, value=value)
         return self._fold(TANGENT, call, state, directions)
@@ -223,7 +223,7 @@ class _Across(Canonical):
         units = PerHeadSums(jax.vmap(tree_sum, (1, 1))(numbers, nodes), unit_numbers(operands))
         return as_invariant(joined(units, self.others, 0).summed(), self.axes + self.others)
 
-    def _varying(self, tree: Tree) -> Tree:
+    def _varying(self, tree: Arrays) -> Arrays:
         return vary_together(tree, self.axes + self.others)
 
     def _with_all_queries(
@@ -237,9 +237,9 @@ class _Across(Canonical):
     def _fold(self, fold: FoldOfRows, call: KernelCall, *others: Any) -> Any:
         """The results for rows, whose type does not vary where all devices have the same queries."""
         operands = vary_together(call.operands, self.axes)
-        operands = operands if self.folds_own else self._with_keys_of_all(operands)
+        operands = operands if self.folds_own_keys else self._with_keys_of_all(operands)
         of = CallOnDevice(operands, call.settings)
-        if not self.folds_own or self.run is None:
+        if not self.folds_own_keys or self.run is None:
             results = fold.whole(of, *others)
         else:
             nodes, numbers = fold.nodes(of, self.run, *others)
@@ -255,5 +255,5 @@ class _Across(Canonical):
         key, value = self._all((operands.key, operands.value))
         return operands._replace(key=key, value=value, tokens=operands.tokens.map_keys(self._all))
 
-    def _all(self, tree: Tree) -> Tree:
+    def _all(self, tree: Arrays) -> Arrays:
         return joined(tree, self.axes, 1)

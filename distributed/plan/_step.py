@@ -20,9 +20,9 @@ from energy_attn.kernels.internal import (
 from ..cost._network import Topology, Transfer, seconds
 from ..cost._shape import Shape, check_sizes
 from ..methods._abstract import exchanging
-from ..methods._cost import check_sharded, near_method, transfers
+from ..methods._choice import VARIANTS, check_sharded, halo_method
 from ..methods._halo import Run, runs
-from ..methods._parallel import VARIANTS
+from ._cost import transfers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,14 +167,14 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
     groups = devices // shared
 
     def seen(start: int, stop: int) -> np.ndarray:
-        every = _seen(shape, devices, start, stop, tile)
+        every = _visible_pairs(shape, devices, start, stop, tile)
         return every.reshape(groups, shared, groups, shared).sum((1, 3))
 
-    heads, near = shape.batch * shape.heads // shared, near_method(way, shape, devices, shared)
+    heads, near = shape.batch * shape.heads // shared, halo_method(way, shape, devices, shared)
     return tuple(heads * int(x.max()) for x in near.pairs(seen, shape.keys // devices))
 
 
-def _seen(shape: Shape, devices: int, start: int, stop: int, tile: int) -> np.ndarray:
+def _visible_pairs(shape: Shape, devices: int, start: int, stop: int, tile: int) -> np.ndarray:
     """Pairs of each device's queries and of each one's keys from `start` to `stop`, `[devices, devices]`."""
     size = shape.keys // devices
     before, after = (shape.keys, shape.keys) if shape.window is None else shape.window

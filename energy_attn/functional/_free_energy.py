@@ -18,7 +18,6 @@ from energy_attn.distributed.internal import (
     fit_plan,
     place_by,
     plan_call,
-    unbatched,
 )
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
@@ -243,7 +242,7 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
         states.append(attend_sharded(call.plan, call.policy, settings, operands))
     out, lse = functools.reduce(merge, states)
     state = AttentionState(out.astype(value.dtype), lse)
-    return state if batched else unbatched(state)
+    return state if batched else jax.tree.map(lambda x: x[0], state)
 
 
 def both_computed(out: Array, lse: Array) -> tuple[Array, Array]:

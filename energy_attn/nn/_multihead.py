@@ -288,7 +288,7 @@ class MultiheadAttention(eqx.Module):
         mask: Shaped[Array, "..."] | AbstractMask | None = None,
         process_heads: Callable[..., Sequence[Array]] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """The projected heads of a call, for `layer.energy.at(...)` and what it is asked.
+        """Returns the projected heads of a call, the arguments of `layer.energy.at(...)`.
 
         Arguments and errors as in a call; `mask` is checked and otherwise unused.
 

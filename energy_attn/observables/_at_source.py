@@ -7,7 +7,7 @@ the mesh of each call, and over the calls by the same algebra.
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,6 @@ from jaxtyping import Array
 
 from energy_attn.distributed.internal import (
     Reduction,
-    fold_maxima,
-    fold_states,
-    fold_sums,
-    sharded_reduction,
 )
 from energy_attn.kernels import AttentionState, CovarianceState, merge
 from energy_attn.kernels.internal import (
@@ -67,7 +63,7 @@ def check_row_vectors(name: str, x: object, calls: Calls, parts: Parts) -> Array
 def covariance_at(calls: Calls, source: Source, parts: Parts) -> CovarianceState:
     return _over_parts(
         lambda call: HashablePartial(covariance, (call.policy.kernels,)),
-        *(fold_states, merge, calls, source, parts),
+        *("states", merge, calls, source, parts),
     )
 
 
@@ -113,7 +109,7 @@ def mean_over_keys(
     """
     return _over_parts(
         lambda call: HashablePartial(expectation, (term, width, call.policy.kernels)),
-        *(fold_states, merge, calls, source, parts, *rows),
+        *("states", merge, calls, source, parts, *rows),
     )
 
 
@@ -125,19 +121,19 @@ def sum_over_keys(
     What the function needs to know of all keys, as the energy of a row in `exp(s - F)`, are `rows`, `[*B, T, N, W]`.
     """
     find = HashablePartial(score_sums, (term, width))
-    return _over_parts(lambda _: find, fold_sums, operator.add, calls, source, parts, *rows)
+    return _over_parts(lambda _: find, "sums", operator.add, calls, source, parts, *rows)
 
 
 def support_at(calls: Calls, parts: Parts, direction: Array) -> Array:
     r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity in a fully masked row."""
     direction, find = jax.lax.stop_gradient(direction), HashablePartial(support_function)
-    return _over_parts(lambda _: find, fold_maxima, jnp.maximum, calls, None, parts, direction)
+    return _over_parts(lambda _: find, "maxima", jnp.maximum, calls, None, parts, direction)
 
 
 def score_maximum_at(calls: Calls, parts: Parts, source: Source = None) -> Array:
     r"""$\max_a s_a$ over the keys that a row sees; minus infinity in a fully masked row."""
     find = HashablePartial(score_maximum)
-    return _over_parts(lambda _: find, fold_maxima, jnp.maximum, calls, source, parts)
+    return _over_parts(lambda _: find, "maxima", jnp.maximum, calls, source, parts)
 
 
 class HashablePartial(NamedTuple):
@@ -152,7 +148,7 @@ class HashablePartial(NamedTuple):
 
 def _over_parts(
     find: Callable[[StaticCall], HashablePartial],
-    fold: Callable[..., Any],
+    fold: Literal["states", "sums", "maxima"],
     join: Callable[[Any, Any], Any],
     calls: Calls,
     source: Source,
@@ -175,7 +171,7 @@ def run_reduction(
     at = call.settings, operands
     if source is not None:
         at = with_source(*at, jnp.asarray(source))
-    found = sharded_reduction(call.plan, reduction, *at, *rows)
+    found = reduction.over(call.plan, *at, *rows)
     return found if call.batched else jax.tree.map(lambda x: x[0], found)
 
 

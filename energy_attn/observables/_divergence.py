@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.distributed.internal import Reduction, fold_sums, sharded_reduction
+from energy_attn.distributed.internal import Reduction
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     Operands,
@@ -123,8 +123,8 @@ def seen_share(mine: Part, theirs: Part, lse: Array) -> Array:
 def _sums_of_both(find: Callable[..., Array], mine: Part, theirs: Part, lse: Array) -> Array:
     (call, operands), (other_call, other) = mine, theirs
     rows = (other, lse) if call.batched else (other, lse[None])
-    reduction = Reduction(HashablePartial(find, (other_call.settings,)), fold_sums)
-    found = sharded_reduction(call.plan, reduction, call.settings, operands, *rows)
+    reduction = Reduction(HashablePartial(find, (other_call.settings,)), "sums")
+    found = reduction.over(call.plan, call.settings, operands, *rows)
     return found if call.batched else found[0]
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from energy_attn.distributed.internal import Reduction, fold_states
+from energy_attn.distributed.internal import Reduction
 from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     Operands,
@@ -134,7 +134,7 @@ def _mean_score(call: StaticCall, operands: Operands, with_values: bool) -> Atte
             return mean_over_keys((call,), None, (operands,), _score_term, 1)
         # two walks over the keys
         find = HashablePartial(attention_and_expectation, (_score_term, 1, call.policy.kernels))
-        return run_reduction(call, Reduction(find, fold_states), None, operands)
+        return run_reduction(call, Reduction(find, "states"), None, operands)
     # attention with the keys as values yields their mean
     value, width = operands.key, 0
     if with_values:

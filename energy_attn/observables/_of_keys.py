@@ -14,11 +14,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.distributed.internal import (
-    Axes,
     Reduction,
     ShardingPlan,
     as_invariant,
-    fold_sums,
     whole_along,
 )
 from energy_attn.kernels.internal import (
@@ -120,7 +118,7 @@ class AbstractWeights(eqx.Module):
         found, first = jnp.zeros((), lse.dtype), 0
         for call, operands, size in zip(calls, parts, sizes, strict=True):
             axes = () if call.plan is None else call.plan.sequence
-            reduction = Reduction(HashablePartial(weights_of_keys, (axes,)), fold_sums)
+            reduction = Reduction(HashablePartial(weights_of_keys, (axes,)), "sums")
             at = jnp.broadcast_to(index - first, (*lse.shape, len(index)))
             # the weights of the keys of one part, and zeros for the others
             found = found + run_reduction(call, reduction, None, operands, lse, at)
@@ -352,7 +350,12 @@ def _indices(name: str, given: object, size: int) -> Any:
 
 
 def _drawn(
-    count: int, first: int, axes: Axes, settings: Settings, operands: Operands, seeds: Array
+    count: int,
+    first: int,
+    axes: tuple[str, ...],
+    settings: Settings,
+    operands: Operands,
+    seeds: Array,
 ) -> Draw:
     start = jnp.asarray(first, jnp.int32)
     if axes:  # devices hold equal numbers of keys, in order
@@ -360,7 +363,7 @@ def _drawn(
     return sample(count, settings, operands, seeds, start)
 
 
-def _fold_draws(mine: Draw, axes: Axes, plan: ShardingPlan) -> Draw:
+def _fold_draws(mine: Draw, axes: tuple[str, ...], plan: ShardingPlan) -> Draw:
     del plan
     parts: Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), mine)
     each = (Draw(*(x[i] for x in parts)) for i in range(lax.axis_size(axes)))

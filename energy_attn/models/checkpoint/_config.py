@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from energy_attn.distributed.internal import IDENTITY, UNFINISHED, check_file, safetensors
+from energy_attn.distributed.internal import files as saved_files
+from energy_attn.distributed.internal import safetensors
 from energy_attn.kernels.internal import received
 
 from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig
@@ -26,7 +27,7 @@ Kind = TypeVar("Kind")
 def read_json(path: str | os.PathLike[str], kind: str) -> Mapping[str, Any]:
     """The object in a JSON file; `kind` names the file in a `ValueError`."""
     try:
-        check_file(Path(path))
+        saved_files.check_file(Path(path))
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"path: wanted a {kind}, got {path}: {error}") from error
@@ -205,7 +206,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def unfinished(name: str, save: str) -> str:
-    return f"{name}.{save}{UNFINISHED}"
+    return f"{name}.{save}{saved_files.UNFINISHED}"
 
 
 def read_config(
@@ -251,14 +252,14 @@ def identity(folder: Path) -> str | None:
 
 def identity_of(metadata: Mapping[str, Any]) -> str | None:
     save = metadata.get(SAVE)
-    return save if isinstance(save, str) and re.fullmatch(IDENTITY, save) else None
+    return save if isinstance(save, str) and re.fullmatch(saved_files.IDENTITY, save) else None
 
 
 def read_index(folder: Path) -> tuple[dict[str, str], str | None]:
     """The file of each tensor, and the save that the index belongs to; raises `ValueError`."""
     file = inside(folder, INDEX)
     try:
-        check_file(file)
+        saved_files.check_file(file)
         entries = json.loads(file.read_text(encoding="utf-8"))
         files, metadata = entries["weight_map"], entries.get("metadata") or {}
         if not all(isinstance(name, str) for name in files.values()):

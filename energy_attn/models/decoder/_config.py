@@ -10,7 +10,7 @@ from typing import Any, get_args
 import equinox as eqx
 import numpy as np
 
-from energy_attn.distributed.internal import Part, Tensor, safetensors
+from energy_attn.distributed.internal import safetensors
 from energy_attn.kernels.internal import check_finite_number, check_flag, check_integer
 
 Shape = tuple[int, ...]
@@ -39,7 +39,7 @@ class StoredWeight:
             sizes[-2:] = sizes[:-3:-1]
         return tuple(sizes[self.is_split :])
 
-    def _slices(self, part: Part) -> tuple[slice, ...]:
+    def _slices(self, part: safetensors.Part) -> tuple[slice, ...]:
         """The slices of a tensor whose axes are in the weight's order, for a part of what it holds of the weight."""
         slices = [slice(*bounds) for bounds in part]
         if self.axis is not None:
@@ -50,7 +50,9 @@ class StoredWeight:
             slices[axis] = slice(start, stop, self.step)
         return tuple(slices)
 
-    def read(self, tensors: Mapping[str, Tensor], part: Part, dtype: np.dtype) -> np.ndarray:
+    def read(
+        self, tensors: Mapping[str, safetensors.Tensor], part: safetensors.Part, dtype: np.dtype
+    ) -> np.ndarray:
         slices = self._slices(part[self.is_split :])
         bounds = [(x.start, x.stop) for x in slices]
         if self.swapped:

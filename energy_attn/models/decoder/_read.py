@@ -18,7 +18,6 @@ from energy_attn.distributed.internal import (
     check_mesh,
     check_reach,
     positions_from,
-    run_of,
     split_along,
 )
 from energy_attn.kernels.internal import (
@@ -148,7 +147,7 @@ def read_on(
             options |= _options_of(policy.bind(attend))
             out, energy = stored.attend(query, query_positions=positions, **options)
             return out, (stored, Trace(query, out, energy))
-        bound = policy.bind(attend, run_of(stored))
+        bound = policy.bind(attend, stored._run_length)
         options |= {"query_positions": positions, "parallel": parallel, "return_energy": True}
         out, energy = _attend_causally(bound, stored.window, query, _stored(stored), **options)
         return out, (stored, Trace(query, out, energy))
@@ -318,7 +317,7 @@ def _attend_paths(
             counts = jnp.minimum(counts, room)
         longer = stored._written(key, value, counts)
         own = {**options, "query_positions": positions, "parallel": stored.parallel}
-        bound = policy.bind(attention, run_of(longer))
+        bound = policy.bind(attention, longer._run_length)
         out = _attend_causally(bound, stored.window, query, _stored(longer), **own)
         missing = (slots >= 0) & (positions < 0)
         return jnp.where(missing[:, :, None, None], jnp.nan, out)

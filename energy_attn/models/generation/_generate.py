@@ -25,9 +25,9 @@ from energy_attn.kernels.internal import (
 
 from ...functional._citation import cite
 from ...functional._progress import Progress
+from .._tokenizer import Tokenizer, special_ids
+from .._vocabulary import TextStream, stop_strings
 from ..decoder._decoder import AbstractDecoder
-from ..text._tokenizer import Tokenizer, special_ids
-from ..text._vocabulary import TextStream, stop_strings
 from ._drafters import AbstractDrafter
 from ._loop import Decoding, begin, run, serve
 from ._prompts import Prompts, check_padding, encoded, prompts

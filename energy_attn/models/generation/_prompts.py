@@ -23,11 +23,11 @@ from energy_attn.kernels.internal import (
 
 from ...prefix_tree import pack, unpack
 from ...prefix_tree._tree import check_beam, gather_slots
+from .._tokenizer import Tokenizer
 from ..decoder._by_rows import rows_of
 from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import check_tokens, read_chunks
-from ..text._tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Prompts = (

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from energy_attn.kernels.internal import received
 
 from ...functional._progress import Progress, progress_of
-from ..text._vocabulary import TextStream
+from .._vocabulary import TextStream
 
 # Compiled programs call the functions below with the number of a listener, so that another listener
 # does not compile the program again. Listeners are registered here while they listen.

@@ -11,10 +11,10 @@ from energy_attn.kernels.internal import check_choice, check_integer, received
 
 from ..checkpoint._config import naming, read_json
 from ..decoder._config import AbstractDecoderConfig, StoredWeight, check_numbers, check_that
-from ..families._variant import FULL, SLIDING, ExpertsConfig, LatentConfig
-from ..families._variants import VARIANTS
 from ._json import read_fields, write_fields
-from ._rope import AbstractRope, DynamicRope, LinearRope
+from ._rope import DynamicRope, LinearRope, Rope
+from ._variant import FULL, SLIDING, ExpertsConfig, LatentConfig
+from ._variants import VARIANTS
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -44,12 +44,7 @@ class LlamaConfig(AbstractDecoderConfig):
         max_position_embeddings: the context that the model is meant for; no array has this size.
         attention_bias: whether the four projections around attention have biases.
         mlp_bias: whether the three projections of the MLP have biases.
-        rope_scaling: how the rotary frequencies are lowered for longer contexts,
-            [`LinearRope`][energy_attn.models.LinearRope],
-            [`Llama3Rope`][energy_attn.models.Llama3Rope],
-            [`YarnRope`][energy_attn.models.YarnRope],
-            [`DynamicRope`][energy_attn.models.DynamicRope],
-            [`LongRope`][energy_attn.models.LongRope] or None.
+        rope_scaling: the [scaling][energy_attn.models.Rope] of the rotary frequencies for longer contexts, or None.
         eos_token_id: the tokens that end a text, where
             [`generate`][energy_attn.models.generate] stops by default.
         model_type: the family whose checkpoints are written, one of those that
@@ -105,7 +100,7 @@ class LlamaConfig(AbstractDecoderConfig):
     max_position_embeddings: int = 2048
     attention_bias: bool = False
     mlp_bias: bool = False
-    rope_scaling: AbstractRope | None = None
+    rope_scaling: Rope | None = None
     eos_token_id: tuple[int, ...] = ()
     model_type: str = "llama"
     output_bias: bool | None = None
@@ -149,10 +144,8 @@ class LlamaConfig(AbstractDecoderConfig):
         check_that(self, "rms_norm_eps", self.rms_norm_eps >= 0, "at least 0.0")
         check_that(self, "rope_theta", self.rope_theta >= 1, "at least 1.0")
         scaling = self.rope_scaling
-        if not isinstance(scaling, AbstractRope | None):
-            raise TypeError(
-                f"rope_scaling: wanted an AbstractRope or None, got {received(scaling)}"
-            )
+        if not isinstance(scaling, Rope | None):
+            raise TypeError(f"rope_scaling: wanted a Rope or None, got {received(scaling)}")
         name, part = "partial_rotary_factor", self.partial_rotary_factor
         wanted = "1 beside latent attention" if self.latent else "more than 0 and at most 1"
         check_that(self, name, part == 1 if self.latent else 0 < part <= 1, wanted)
@@ -341,8 +334,8 @@ class LlamaConfig(AbstractDecoderConfig):
         """The number of positions that the model is meant for, with a linear scaling applied.
 
         Examples:
-            >>> from energy_attn.models import LinearRope, LlamaConfig
-            >>> LlamaConfig(rope_scaling=LinearRope(factor=4.0)).context_length
+            >>> from energy_attn.models import LlamaConfig, Rope
+            >>> LlamaConfig(rope_scaling=Rope.linear(4.0)).context_length
             8192
         """
         if isinstance(self.rope_scaling, LinearRope | DynamicRope):

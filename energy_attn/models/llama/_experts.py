@@ -16,9 +16,9 @@ from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import is_static, lse_dtype, rows_of_groups, vary_together
 
 from ..decoder._config import AbstractExperts
-from ..families._variant import ExpertsConfig
 from ._config import LlamaConfig
 from ._layers import LlamaMLP, activated, dot
+from ._variant import ExpertsConfig
 
 _DIMENSIONS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())),

@@ -7,9 +7,9 @@ from typing import Any
 from energy_attn.kernels.internal import check_integer, received
 
 from ..checkpoint._config import check_activation, check_fields, end_tokens, family_of, renaming
-from ..families._variant import FULL, SLIDING, Variant, as_tuple
-from ..families._variants import VARIANTS
-from ._rope import AbstractRope, DynamicRope, LinearRope, Llama3Rope, LongRope, YarnRope
+from ._rope import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+from ._variant import FULL, SLIDING, Variant, as_tuple
+from ._variants import VARIANTS
 
 # Attributes that every family has in its file, and fields that are read in addition.
 _SHARED = (
@@ -93,7 +93,7 @@ def write_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # The scalings by transformers' names, and the numbers that each has to have.
-_KINDS: Mapping[str, tuple[type[AbstractRope], tuple[str, ...]]] = {
+_KINDS: Mapping[str, tuple[type[Rope], tuple[str, ...]]] = {
     "linear": (LinearRope, ("factor",)),
     "llama3": (Llama3Rope, ("factor", "low_freq_factor", "high_freq_factor")),
     "yarn": (YarnRope, ("factor",)),
@@ -113,7 +113,7 @@ _OBJECTS = ("rope_scaling", "rope_parameters")
 _OLDER = ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)
 
 
-def rope_entries(scaling: AbstractRope) -> dict[str, Any]:
+def rope_entries(scaling: Rope) -> dict[str, Any]:
     kind = next((name for name, (x, _) in _KINDS.items() if type(scaling) is x), None)
     if kind is None:
         raise ValueError(
@@ -178,9 +178,7 @@ def _add(found: dict[str, Any], more: Mapping[str, Any]) -> None:
             )
 
 
-def read_scaling(
-    rope: Mapping[str, Any], context: int, original: int | None = None
-) -> AbstractRope | None:
+def read_scaling(rope: Mapping[str, Any], context: int, original: int | None = None) -> Rope | None:
     """The scaling of a rotary embedding, for a model with this context, and an original one if the file has it."""
     kind = rope.get("rope_type", "default")
     if kind != "default" and kind not in _KINDS:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, final
 
-from energy_attn.distributed.internal import check_file
+from energy_attn.distributed.internal import files as saved_files
 from energy_attn.kernels.internal import check_flag, received
 
-from ..checkpoint._config import located, read_json
 from ._vocabulary import AbstractVocabulary, TextStream, Tokens, ids, special_tokens, vocabulary
+from .checkpoint._config import located, read_json
 
 _LONGEST = 2**26  # characters of a chat: more is no text for a model
 _WIDEST = 2**14  # bits of a number: Python writes no wider one
@@ -36,7 +36,7 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _text(path: Path) -> str:
     try:
-        check_file(path)
+        saved_files.check_file(path)
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ValueError(

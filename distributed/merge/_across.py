@@ -1,4 +1,4 @@
-"""Folding states over mesh axes, inside `jax.shard_map`."""
+"""Folds the states of all devices, inside `jax.shard_map`."""
 
 import dataclasses
 from typing import Any
@@ -26,14 +26,8 @@ from energy_attn.kernels.internal import (
 from ..cost._interconnects import usual_topology
 from ..cost._network import Topology
 from ..cost._shape import Shape
-from ..merge._abstract import AbstractMessageMerge, Axes, narrowed, packed, transfer, unpacked
-from ..merge._strategies import (
-    COVARIANCE_MERGES,
-    STRATEGIES,
-    MergeOption,
-    check_merge,
-    fastest_merge,
-)
+from ._abstract import AbstractMessageMerge, Axes, narrowed, packed, transfer, unpacked
+from ._strategies import COVARIANCE_MERGES, STRATEGIES, MergeOption, check_merge, fastest_merge
 
 AxisName = str | Axes
 
@@ -106,7 +100,7 @@ def merge_across(
     if isinstance(state, CovarianceState) and merge not in (*COVARIANCE_MERGES, "auto"):
         names = ", ".join(map(repr, COVARIANCE_MERGES))
         raise ValueError(f"merge: wanted {names} or 'auto' for covariances, got {merge!r}")
-    return fold_across(choose_merge(merge, state, axes, topology), axes, state)
+    return fold_across(resolve_merge(merge, state, axes, topology), axes, state)
 
 
 def logsumexp_across(
@@ -158,7 +152,7 @@ def logsumexp_across(
     check_topology(topology, len(axes))
     lse = jnp.asarray(lse)
     state = AttentionState(jnp.zeros((*lse.shape, 0), lse.dtype), lse)  # an output of no width
-    return fold_across(choose_merge(merge, state, axes, topology), axes, state).lse
+    return fold_across(resolve_merge(merge, state, axes, topology), axes, state).lse
 
 
 def check_axes(axis_name: object) -> Axes:
@@ -249,7 +243,7 @@ def _fold_tangent(axes: Axes, state: State, merged: State, change: State) -> Sta
     return narrowed(unpacked(moved, state), state)
 
 
-def choose_merge(merge: str, state: State, axes: Axes, topology: Topology | None) -> str:
+def resolve_merge(merge: str, state: State, axes: Axes, topology: Topology | None) -> str:
     """The strategy that a checked `merge=` means for this state over these axes."""
     if isinstance(state, CovarianceState):
         return merge if merge in COVARIANCE_MERGES else "butterfly"

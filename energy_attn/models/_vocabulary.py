@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Int
 
-from energy_attn.distributed.internal import check_file
+from energy_attn.distributed.internal import files as saved_files
 from energy_attn.kernels.internal import check_flag, check_int32, check_shape, received
 
-from ..checkpoint._config import naming, read_json
+from .checkpoint._config import naming, read_json
 
 # Flags, for transformers where there is no tokenizer.json, which says itself what is put around a text.
 _FLAGS_OF_NAMES = "add_bos_token", "add_eos_token"
@@ -142,7 +142,7 @@ class FromFile(AbstractVocabulary):
 
         self._path = path
         with _explained(path):
-            check_file(path)
+            saved_files.check_file(path)
             self._tokenizer: Any = Tokenizer.from_file(str(path))
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()

@@ -20,19 +20,19 @@ from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import check_counts
 from energy_attn.kernels.internal import check_floating_dtype, check_key, lse_dtype, received
 
-from ...functional._tag import placed
-from ..checkpoint._config import check_activation, check_fields, check_only
-from ..checkpoint._save import save
-from ..decoder._config import (
+from ..functional._tag import placed
+from .checkpoint._config import check_activation, check_fields, check_only
+from .checkpoint._save import save
+from .decoder._config import (
     AbstractModel,
     AbstractModelConfig,
     StoredWeight,
     check_numbers,
     check_that,
 )
-from ..decoder._decoder import Family
-from ..decoder._read import check_tokens
-from ..llama._layers import Embedding, Linear
+from .decoder._decoder import Family
+from .decoder._read import check_tokens
+from .llama._layers import Embedding, Linear
 
 # Names of weights here, and in a checkpoint.
 _RENAMED = (
