@@ -170,7 +170,7 @@ class Settings(NamedTuple):
         return None if self.score is None else self.score.width
 
     def needing(self, **needs: bool) -> "Settings":
-        """These settings, for a caller with these needs in place of the same."""
+        """Returns a copy of the settings with some of the caller's needs replaced."""
         return self._replace(needs=self.needs._replace(**needs))
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from energy_attn.distributed import cost
-from energy_attn.distributed.internal import STRATEGIES, seconds
+from energy_attn.distributed.internal import STRATEGIES, network
 from energy_attn.models import Llama, LlamaConfig, Rope
 
 TOKENS = 10
@@ -158,7 +158,7 @@ def predict(system: System, prompt: int) -> dict[str, float]:
     inside = bytes_of(model.layers) // 2
     products = 2 * prompt * inside + 2 * layers * prompt**2 * shape.heads * shape.width
     scatter = STRATEGIES["gather"].scatter_transfers(shape.rows, shape, topology)
-    scattered = sum(seconds(x, topology) for x in scatter)
+    scattered = sum(network.seconds(x, topology) for x in scatter)
     return {
         "prompt": products / topology.devices / system.flops,
         "tree": step("tree", cost.choose_merge(shape, topology), shape),

@@ -673,12 +673,12 @@ CASES = {
 WITHOUT = {
     "of types, which differentiate nothing": """kernels.Operands kernels.Settings kernels.KernelCall
     Result prefix_tree.PrefixTree prefix_tree.Accepted models.LlamaConfig
-    models.ModelDrafter models.PromptLookup distributed.Collective""",
+    models.ModelDrafter models.PromptLookup""",
     "of solvers, masks and costs, which have no floating arrays": """solvers. kernels.masks.
     distributed.cost. distributed.plan. distributed.methods.""",
     "of text, pictures, files, processes and programs": """citation plot. kernels.implementations
     distributed.collectives distributed.initialize distributed.make_mesh distributed.fetch distributed.place
-    distributed.place_like models.shard models.load models.Tokenizer""",
+    models.shard models.load models.Tokenizer""",
     "of integers: draws, tokens, trees, places and buckets": """Gibbs.sample models.generate
     kernels.scores.ScoreIndices kernels.scores.RelativeBias.t5_buckets prefix_tree.accept_greedy
     prefix_tree.accept_sampling prefix_tree.verify prefix_tree.grow prefix_tree.pack prefix_tree.token_tree

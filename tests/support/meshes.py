@@ -18,8 +18,7 @@ from energy_attn.distributed import (
     sharded_attention,
     unshard_sequence,
 )
-from energy_attn.distributed.merge._strategies import STRATEGIES
-from energy_attn.distributed.methods._parallel import METHOD_OPTIONS
+from energy_attn.distributed.internal import METHOD_OPTIONS, STRATEGIES
 from energy_attn.kernels.dispatch import _attend_and_merge
 from energy_attn.kernels.xla import _blockwise
 from tests.support.compare import close
@@ -68,7 +67,7 @@ def check(found, problem: Problem):
 
 
 AXES = ("node", "device")
-METHODS = METHOD_OPTIONS
+METHODS, MERGES = METHOD_OPTIONS, tuple(STRATEGIES)
 ROWS = ("query", "source", "query_positions", "query_segment_ids")
 COLUMNS = ("key", "value", "key_positions", "key_segment_ids")
 

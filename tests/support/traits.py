@@ -14,8 +14,7 @@ from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.dispatch._lowering import platform_here
 from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
 from energy_attn.kernels.pallas.gpu._plan import KINDS, GPUTiles
-from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
-from energy_attn.kernels.pallas.tpu._layout import LayoutSizes
+from energy_attn.kernels.pallas.tpu._kernel import LayoutSizes, PallasTPU
 from energy_attn.kernels.xla._blockwise import Blockwise
 from energy_attn.kernels.xla._decode import DecodeCPU
 from energy_attn.kernels.xla._grid import BlockSizes

@@ -12,13 +12,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.distributed import KVCache, SequenceParallel, cost, unshard_sequence
+from energy_attn.distributed import KVCache, SequenceParallel, unshard_sequence
 from energy_attn.distributed.merge._abstract import moved
 from tests.support import caches
 from tests.support.compare import close
 from tests.support.meshes import (
     COLUMNS,
     INSIDE,
+    MERGES,
     POSITIONED,
     SHAPES,
     inside,
@@ -115,7 +116,7 @@ GRID = ("node", "device")
 CASES = {
     **{
         f"tree {merge}": ("2x4", LINE, everywhere(LINE, SequenceParallel(GRID, "tree", merge)))
-        for merge in cost.MERGES
+        for merge in MERGES
     },
     **{
         f"{method} {layout}": (

@@ -164,7 +164,7 @@ def test_a_ring_inside_stages():
 
 
 def test_limits_of_jax():
-    """What docs/guide.md says that JAX cannot differentiate: if this fails, newer JAX can, and the page may say so."""
+    """What docs/devices.md says that JAX cannot differentiate; if this fails, newer JAX can: update the page."""
     with jax.set_mesh(make_mesh((2, 4), ("stage", "device"))):
         with pytest.raises(ValueError, match="(?i)manual"):
             gradient_of_stages("tree").lower(jnp.ones((2, 8, 1, 2)))

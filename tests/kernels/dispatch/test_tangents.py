@@ -18,11 +18,8 @@ from energy_attn.kernels.call._operands import cotangents as directions_of
 from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
 from energy_attn.kernels.pallas.gpu._plan import make_plan
 from energy_attn.kernels.pallas.tpu._grid import TPUGrid
-from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
-from energy_attn.kernels.pallas.tpu._layout import make_layout
-from energy_attn.kernels.vendor._cudnn import CuDNN
-from energy_attn.kernels.vendor._fa4 import FA4
-from energy_attn.kernels.vendor._flash_attn import FlashAttn
+from energy_attn.kernels.pallas.tpu._kernel import PallasTPU, make_layout
+from energy_attn.kernels.vendor._gpu import FA4, CuDNN, FlashAttn
 from energy_attn.kernels.vendor._splash import Splash
 from energy_attn.kernels.xla._decode import Decode
 from tests.support.arrays import array

@@ -18,8 +18,8 @@ from energy_attn.kernels.call._kernel import AssumedGPU, as_read, check_call_of,
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.call._state import AttentionState
 from energy_attn.kernels.masks._structure import window_structure
-from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
-from energy_attn.kernels.pallas.mosaic._plan import (
+from energy_attn.kernels.pallas.mosaic._kernel import (
+    MosaicGPU,
     key_plan,
     make_plan,
     query_plan,

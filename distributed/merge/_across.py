@@ -1,4 +1,4 @@
-"""Folding states over mesh axes, inside `jax.shard_map`."""
+"""Folds the states of all devices, inside `jax.shard_map`."""
 
 import dataclasses
 from typing import Any
@@ -10,30 +10,21 @@ from jaxtyping import Array, Float
 
 from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels.internal import (
-    AbstractFunction,
     State,
-    check_floating,
+    autodiff,
     check_state,
+    checks,
     covariance_term,
-    function_call,
+    derivatives,
     holds_keys,
-    named,
-    received,
     share,
-    with_zeros,
 )
 
 from ..cost._interconnects import usual_topology
 from ..cost._network import Topology
 from ..cost._shape import Shape
-from ..merge._abstract import AbstractMessageMerge, Axes, narrowed, packed, transfer, unpacked
-from ..merge._strategies import (
-    COVARIANCE_MERGES,
-    STRATEGIES,
-    MergeOption,
-    check_merge,
-    fastest_merge,
-)
+from ._abstract import AbstractMessageMerge, Axes, narrowed, packed, transfer, unpacked
+from ._strategies import COVARIANCE_MERGES, STRATEGIES, MergeOption, check_merge, fastest_merge
 
 AxisName = str | Axes
 
@@ -106,7 +97,7 @@ def merge_across(
     if isinstance(state, CovarianceState) and merge not in (*COVARIANCE_MERGES, "auto"):
         names = ", ".join(map(repr, COVARIANCE_MERGES))
         raise ValueError(f"merge: wanted {names} or 'auto' for covariances, got {merge!r}")
-    return fold_across(choose_merge(merge, state, axes, topology), axes, state)
+    return fold_across(resolve_merge(merge, state, axes, topology), axes, state)
 
 
 def logsumexp_across(
@@ -150,15 +141,15 @@ def logsumexp_across(
         ...     bool(jnp.allclose(f(jnp.zeros(n)), jnp.log(n)))
         True
     """
-    lse = check_floating("lse", lse)
+    lse = checks.check_floating("lse", lse)
     if lse.dtype not in (jnp.float32, jnp.float64):
-        raise TypeError(f"lse: wanted a float32 or float64 array, got {received(lse)}")
+        raise TypeError(f"lse: wanted a float32 or float64 array, got {checks.received(lse)}")
     axes = check_axes(axis_name)
     check_merge(merge, len(axes))
     check_topology(topology, len(axes))
     lse = jnp.asarray(lse)
     state = AttentionState(jnp.zeros((*lse.shape, 0), lse.dtype), lse)  # an output of no width
-    return fold_across(choose_merge(merge, state, axes, topology), axes, state).lse
+    return fold_across(resolve_merge(merge, state, axes, topology), axes, state).lse
 
 
 def check_axes(axis_name: object) -> Axes:
@@ -170,7 +161,7 @@ def check_axes(axis_name: object) -> Axes:
     if not isinstance(axes, tuple) or not axes or not all(isinstance(x, str) for x in axes):
         raise TypeError(
             f"axis_name: wanted the name of a mesh axis, or a tuple of names, "
-            f"got {received(axis_name)}"
+            f"got {checks.received(axis_name)}"
         )
     if len(set(axes)) != len(axes):
         raise ValueError(f"axis_name: wanted different mesh axes, got {axes}")
@@ -190,7 +181,9 @@ def check_topology(topology: object, axes: int) -> None:
     if topology is None:
         return
     if not isinstance(topology, Topology):
-        raise TypeError(f"topology: wanted a cost.Topology or None, got {received(topology)}")
+        raise TypeError(
+            f"topology: wanted a cost.Topology or None, got {checks.received(topology)}"
+        )
     if len(topology.links) != axes:
         raise ValueError(
             f"topology: wanted a link for each of the {axes} mesh axes, got {len(topology.links)}"
@@ -198,11 +191,11 @@ def check_topology(topology: object, axes: int) -> None:
 
 
 def fold_across(merge: str, axes: Axes, state: State) -> State:
-    return function_call(_FoldOfStates(merge, axes), state)
+    return autodiff.function_call(_FoldOfStates(merge, axes), state)
 
 
 @dataclasses.dataclass(frozen=True)
-class _FoldOfStates(AbstractFunction):
+class _FoldOfStates(autodiff.AbstractFunction):
     merge: str
     axes: Axes
 
@@ -214,10 +207,12 @@ class _FoldOfStates(AbstractFunction):
         return strategy.fold(args, self.axes)
 
     def jvp(self, primals: State, tangents: Any) -> tuple[State, State]:
-        merged: Any = function_call(self, primals)
+        merged: Any = autodiff.function_call(self, primals)
         if isinstance(merged, AttentionState):
-            merged = named(merged)
-        return merged, _fold_tangent(self.axes, primals, merged, with_zeros(tangents, primals))
+            merged = derivatives.with_checkpoint_names(merged)
+        return merged, _fold_tangent(
+            self.axes, primals, merged, autodiff.with_zeros(tangents, primals)
+        )
 
 
 # With w = e^{F_i - F} and d = out_i - out, all sums over the devices,
@@ -249,7 +244,7 @@ def _fold_tangent(axes: Axes, state: State, merged: State, change: State) -> Sta
     return narrowed(unpacked(moved, state), state)
 
 
-def choose_merge(merge: str, state: State, axes: Axes, topology: Topology | None) -> str:
+def resolve_merge(merge: str, state: State, axes: Axes, topology: Topology | None) -> str:
     """The strategy that a checked `merge=` means for this state over these axes."""
     if isinstance(state, CovarianceState):
         return merge if merge in COVARIANCE_MERGES else "butterfly"
