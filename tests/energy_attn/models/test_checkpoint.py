@@ -500,7 +500,7 @@ BAD_FOLDERS = {
     f"{NORM}: wanted one tensor of this name, got two .*all.safeten.*b.safe": beside_the_index(
         NORM, ONES[:, 0]
     ),
-    f"directory: wanted tensors of 2 layers, got {NORM}, in .*: {INDEX} is not read": partial(1),
+    f"directory: wanted tensors of 2 layers, got {NORM}, in .*: {INDEX} is ignored": partial(1),
     f"num_hidden_layers: wanted at most the 1 layers .*: {INDEX} is ignored, as": partial(13),
     f"directory: wanted all .*, got none for .*: {INDEX} is ignored, as there is a {WHOLE}": partial(
         25
