@@ -29,7 +29,7 @@ from tests.support.llama import GPT_OSS, build
 from tests.support.selection import few, few_rows
 
 SMALL = LlamaConfig(
-    40, 48, 72, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    40, 48, 72, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
 )
 LENGTH, ROWS = 160, 6  # two tiles of tokens; rows that four devices do not share evenly
 OPTIMISER = optax.adam(1e-2)
