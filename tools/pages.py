@@ -100,7 +100,11 @@ def with_includes(text: str) -> str:
             for x in ("start", "end")
         )
         lines = textwrap.dedent("\n".join(source[start + 1 : end])).strip("\n")
-        fenced = f"```py\n{lines}\n```" if include["path"].endswith(".py") else lines
+        # `{.py}`: code that is neither run nor formatted here, but where it is from
+        is_code = include["path"].endswith(".py")
+        fenced = (
+            f"``` {{.py}}\n{lines}\n```" if is_code else lines.replace("```python", "``` {.py}")
+        )
         return f"{include[1]}\n{fenced}\n\n"
 
     return INCLUDE.sub(lines_of, text)
