@@ -182,14 +182,14 @@ def run(page: Path) -> list[Result]:
 
 
 def number_close(old: str, new: str) -> bool:
-    """Whether two printed numbers agree to one unit of their last digit; `3e-07` says an order of magnitude only."""
+    """Whether a new number agrees to one unit of the last digit printed; an error, such as `3e-07`, may be smaller."""
     old, new = (x.replace("−", "-") for x in (old, new))
     x, y = float(old), float(new)
+    if "e-" in old + new and max(abs(x), abs(y)) < 1e-3:
+        return abs(y) <= 20 * max(abs(x), 1e-7)
     mantissa, _, exponent = old.partition("e")
     decimals = len(mantissa.partition(".")[2])
-    if exponent and not decimals and x and y:
-        return 0.05 <= x / y <= 20
-    return abs(x - y) <= 1.01 * 10 ** (int(exponent or 0) - decimals) * bool(decimals)
+    return abs(x - y) <= 1.01 * 10.0 ** (int(exponent or 0) - decimals) * bool(decimals)
 
 
 def text_close(old: str, new: str) -> bool:

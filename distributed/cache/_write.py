@@ -14,12 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import (
-    AbstractLinearMap,
-    linear_call,
-    unless_exported,
-    vary_together,
-)
+from energy_attn.kernels.internal import autodiff, mesh_axes, unless_exported
 
 from ..methods._parallel import SequenceParallel, reshard_explicit
 from ._layout import CacheArrays, CacheSharding, Slots, spec_of
@@ -200,19 +195,19 @@ def _choose(buffer: Array, new: Array, slot: Array) -> Array:
 
 
 def _write_in_branch(buffer: Array, new: Array, slot: Array) -> Array:
-    return linear_call(_BranchedWrite(buffer.shape[1]), slot, (buffer, new))
+    return autodiff.linear_call(_BranchedWrite(buffer.shape[1]), slot, (buffer, new))
 
 
 # A write is linear in the buffer and in the new entries; its derivatives bypass the branch and the bits.
 @dataclasses.dataclass(frozen=True)
-class _BranchedWrite(AbstractLinearMap):
+class _BranchedWrite(autodiff.AbstractLinearMap):
     """The buffer with new entries, from slots and the two arrays."""
 
     slots: int
 
     def apply(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> Array:
         """Writes in a branch, so that XLA:CPU does not fuse the write with a read, which would copy the buffer."""
-        buffer, new, fixed = vary_together((*self._both(fixed, moving), fixed))
+        buffer, new, fixed = mesh_axes.vary_together((*self._both(fixed, moving), fixed))
         write = _choose if buffer.dtype == jnp.bfloat16 else _scatter
         return lax.cond(
             (fixed < self.slots).any(),
@@ -232,7 +227,7 @@ class _BranchedWrite(AbstractLinearMap):
             return cotangent.at[slot].get(mode="fill", fill_value=0, unique_indices=True)
 
         return (
-            None if buffer is None else linear_call(self, fixed, (cotangent, None)),
+            None if buffer is None else autodiff.linear_call(self, fixed, (cotangent, None)),
             None if new is None else jax.vmap(row)(cotangent, fixed),
         )
 

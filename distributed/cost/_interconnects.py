@@ -14,13 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_integer,
-    check_names,
-    private_names,
-    received,
-)
+from energy_attn.kernels.internal import checks, private_names
 
 from ..runtime._mesh import network_part
 from ._network import Link, Topology
@@ -183,7 +177,9 @@ def topology(
     """
     if isinstance(machine, str):
         if axes is not None:
-            raise ValueError(f"axes: wanted None for the name of a machine, got {received(axes)}")
+            raise ValueError(
+                f"axes: wanted None for the name of a machine, got {checks.received(axes)}"
+            )
         interconnect = _of_machine(machine, sizes, nodes)
     elif len(sizes) or nodes is not None:
         raise ValueError("sizes: wanted no sizes and no nodes for a mesh, which has its own")
@@ -208,23 +204,25 @@ def topology(
 
 
 def _of_machine(name: str, sizes: Sequence[int], nodes: int | None) -> Topology:
-    check_choice("machine", name, tuple(INTERCONNECTS))
+    checks.check_choice("machine", name, tuple(INTERCONNECTS))
     if not isinstance(sizes, Sequence) or isinstance(sizes, str):
-        raise TypeError(f"sizes: wanted one for each mesh axis, got {received(sizes)}")
+        raise TypeError(f"sizes: wanted one for each mesh axis, got {checks.received(sizes)}")
     machine = INTERCONNECTS[name]
-    within = math.prod(check_integer("sizes", size, least=1) for size in sizes)
+    within = math.prod(checks.check_integer("sizes", size, least=1) for size in sizes)
     links = [machine.link(size, within, slow=False) for size in sizes]
     if nodes is not None:
-        links.insert(0, machine.link(check_integer("nodes", nodes, least=1), within, slow=True))
+        links.insert(
+            0, machine.link(checks.check_integer("nodes", nodes, least=1), within, slow=True)
+        )
     return machine.over(name, links)
 
 
 def _of_mesh(mesh: object, axes: str | Sequence[str] | None) -> Topology:
     if not isinstance(mesh, Mesh) or mesh.empty:
         raise TypeError(
-            f"machine: wanted a name or a jax.sharding.Mesh of devices, got {received(mesh)}"
+            f"machine: wanted a name or a jax.sharding.Mesh of devices, got {checks.received(mesh)}"
         )
-    names = mesh.axis_names if axes is None else check_names("axes", axes, "mesh axes")
+    names = mesh.axis_names if axes is None else checks.check_names("axes", axes, "mesh axes")
     unknown = [name for name in names if name not in mesh.axis_names]
     if unknown:
         raise ValueError(f"axes: wanted axes of the mesh, {mesh.axis_names}, got {unknown[0]!r}")

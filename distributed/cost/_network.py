@@ -5,14 +5,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_finite_number,
-    check_flag,
-    check_integer,
-    check_text,
-    received,
-)
+from energy_attn.kernels.internal import checks
 
 from ..hlo._parse import Kind
 
@@ -53,12 +46,12 @@ class Link:
     sharing: int = 1
 
     def __post_init__(self) -> None:
-        check_integer("devices", self.devices, least=1)
-        check_text("name", self.name)
-        check_flag("torus", self.torus)
-        check_integer("sharing", self.sharing, least=1)
+        checks.check_integer("devices", self.devices, least=1)
+        checks.check_text("name", self.name)
+        checks.check_flag("torus", self.torus)
+        checks.check_integer("sharing", self.sharing, least=1)
         check_seconds("latency", self.latency)
-        if check_finite_number("bandwidth", self.bandwidth) <= 0:
+        if checks.check_finite_number("bandwidth", self.bandwidth) <= 0:
             raise ValueError(f"bandwidth: wanted bytes per second, above 0, got {self.bandwidth}")
 
 
@@ -107,12 +100,12 @@ class Topology:
 
     def __post_init__(self) -> None:
         if not isinstance(self.links, tuple) or not all(isinstance(x, Link) for x in self.links):
-            raise TypeError(f"links: wanted a tuple of Link, got {received(self.links)}")
-        check_text("name", self.name)
+            raise TypeError(f"links: wanted a tuple of Link, got {checks.received(self.links)}")
+        checks.check_text("name", self.name)
         if not self.links:
             raise ValueError("links: wanted one for each mesh axis, got none")
-        check_choice("all_reduce", self.all_reduce, ("ring", "tree", "levels"))
-        check_choice("platform", self.platform, ("cpu", "gpu", "tpu"))
+        checks.check_choice("all_reduce", self.all_reduce, ("ring", "tree", "levels"))
+        checks.check_choice("platform", self.platform, ("cpu", "gpu", "tpu"))
         check_seconds("launch", self.launch)
         check_seconds("overhead", self.overhead)
 
@@ -128,7 +121,7 @@ class Topology:
 
 
 def check_seconds(name: str, x: float) -> None:
-    if check_finite_number(name, x) < 0:
+    if checks.check_finite_number(name, x) < 0:
         raise ValueError(f"{name}: wanted seconds, 0 or more, got {x}")
 
 

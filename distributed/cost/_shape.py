@@ -3,14 +3,7 @@
 import dataclasses
 import math
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_flag,
-    check_floating_dtype,
-    check_integer,
-    is_static,
-    received,
-)
+from energy_attn.kernels.internal import checks, is_static
 
 from ._network import Topology, Transfer, Transfers
 
@@ -67,24 +60,26 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name in ("batch", "queries", "keys", "width"):
-            check_integer(name, getattr(self, name), least=0, is_wide=True)
+            checks.check_integer(name, getattr(self, name), least=0, is_wide=True)
         for name in ("heads", "kv_heads"):
-            check_integer(name, getattr(self, name), least=1, is_wide=True)
+            checks.check_integer(name, getattr(self, name), least=1, is_wide=True)
         if self.value_width is not None:
-            check_integer("value_width", self.value_width, least=0, is_wide=True)
+            checks.check_integer("value_width", self.value_width, least=0, is_wide=True)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"kv_heads: wanted a divisor of the {self.heads} heads, got {self.kv_heads}"
             )
-        check_floating_dtype("dtype", self.dtype)
-        check_flag("causal", self.causal)
-        check_flag("queries_sharded", self.queries_sharded)
-        check_choice("layout", self.layout, ("contiguous", "striped", "zigzag"))
+        checks.check_floating_dtype("dtype", self.dtype)
+        checks.check_flag("causal", self.causal)
+        checks.check_flag("queries_sharded", self.queries_sharded)
+        checks.check_choice("layout", self.layout, ("contiguous", "striped", "zigzag"))
         if self.window is not None:
             if not isinstance(self.window, tuple) or len(self.window) != 2:
-                raise TypeError(f"window: wanted two integers or None, got {received(self.window)}")
+                raise TypeError(
+                    f"window: wanted two integers or None, got {checks.received(self.window)}"
+                )
             for side in self.window:
-                check_integer("window", side, least=0, is_wide=True)
+                checks.check_integer("window", side, least=0, is_wide=True)
 
     @property
     def rows(self) -> int:
@@ -99,7 +94,7 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Bytes of one number of the arrays."""
-        return check_floating_dtype("dtype", self.dtype).itemsize
+        return checks.check_floating_dtype("dtype", self.dtype).itemsize
 
     @property
     def lse_bytes(self) -> int:
@@ -115,9 +110,9 @@ class Shape:
 def check_sizes(shape: object, topology: object) -> None:
     """Raises `TypeError` unless `shape` is a `Shape` and `topology` a `Topology`."""
     if not isinstance(shape, Shape):
-        raise TypeError(f"shape: wanted a Shape, got {received(shape)}")
+        raise TypeError(f"shape: wanted a Shape, got {checks.received(shape)}")
     if not isinstance(topology, Topology):
-        raise TypeError(f"topology: wanted a Topology, got {received(topology)}")
+        raise TypeError(f"topology: wanted a Topology, got {checks.received(topology)}")
 
 
 def kv_shard(shape: Shape, topology: Topology) -> tuple[int, int]:

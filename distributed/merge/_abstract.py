@@ -13,13 +13,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, CovarianceState, merge_all
-from energy_attn.kernels.internal import (
-    AbstractFunction,
-    State,
-    apply_in_float32,
-    function_call,
-    vary_together,
-)
+from energy_attn.kernels.internal import State, autodiff, mesh_axes
 
 from ..cost._network import Topology, Transfer, Transfers
 from ..cost._shape import Shape
@@ -85,7 +79,7 @@ def transfer(collective: Callable[[Any], Any], state: AttentionState) -> Attenti
     def pair(out: Array, lse: Array) -> AttentionState:
         return AttentionState(*collective((out, lse)))
 
-    return lax.platform_dependent(*vary_together(state), cpu=as_one, default=pair)
+    return lax.platform_dependent(*mesh_axes.vary_together(state), cpu=as_one, default=pair)
 
 
 def moved(collective: Callable[[Array], Array], x: Array) -> Array:
@@ -95,11 +89,11 @@ def moved(collective: Callable[[Array], Array], x: Array) -> Array:
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
         return collective(x)
-    return function_call(_AsBits(collective), x)
+    return autodiff.function_call(_AsBits(collective), x)
 
 
 @dataclasses.dataclass(frozen=True)
-class _AsBits(AbstractFunction):
+class _AsBits(autodiff.AbstractFunction):
     collective: Callable[[Array], Array]
 
     def apply(self, args: Array) -> Array:
@@ -108,7 +102,9 @@ class _AsBits(AbstractFunction):
 
     def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
         # Integers have no tangents; in float32, as the transpose of a gather is a sum.
-        return function_call(self, primals), apply_in_float32(self.collective, tangents)
+        return autodiff.function_call(self, primals), mesh_axes.apply_in_float32(
+            self.collective, tangents
+        )
 
 
 def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:
@@ -163,7 +159,7 @@ def gathered(state: AttentionState, axes: Axes) -> AttentionState:
     automatic = any(kind == AxisType.Auto and mesh.shape[axis] > 1 for axis, kind in kinds)
     if state.out.size == 0 or automatic:
         return plain(*state)
-    return lax.platform_dependent(*vary_together(state), tpu=stacked, default=plain)
+    return lax.platform_dependent(*mesh_axes.vary_together(state), tpu=stacked, default=plain)
 
 
 def as_invariant(tree: Arrays, axes: Axes) -> Arrays:

@@ -10,17 +10,14 @@ from jaxtyping import Array, Float
 
 from energy_attn.kernels import AttentionState, CovarianceState
 from energy_attn.kernels.internal import (
-    AbstractFunction,
     State,
-    check_floating,
+    autodiff,
     check_state,
+    checks,
     covariance_term,
-    function_call,
+    derivatives,
     holds_keys,
-    named,
-    received,
     share,
-    with_zeros,
 )
 
 from ..cost._interconnects import usual_topology
@@ -144,9 +141,9 @@ def logsumexp_across(
         ...     bool(jnp.allclose(f(jnp.zeros(n)), jnp.log(n)))
         True
     """
-    lse = check_floating("lse", lse)
+    lse = checks.check_floating("lse", lse)
     if lse.dtype not in (jnp.float32, jnp.float64):
-        raise TypeError(f"lse: wanted a float32 or float64 array, got {received(lse)}")
+        raise TypeError(f"lse: wanted a float32 or float64 array, got {checks.received(lse)}")
     axes = check_axes(axis_name)
     check_merge(merge, len(axes))
     check_topology(topology, len(axes))
@@ -164,7 +161,7 @@ def check_axes(axis_name: object) -> Axes:
     if not isinstance(axes, tuple) or not axes or not all(isinstance(x, str) for x in axes):
         raise TypeError(
             f"axis_name: wanted the name of a mesh axis, or a tuple of names, "
-            f"got {received(axis_name)}"
+            f"got {checks.received(axis_name)}"
         )
     if len(set(axes)) != len(axes):
         raise ValueError(f"axis_name: wanted different mesh axes, got {axes}")
@@ -184,7 +181,9 @@ def check_topology(topology: object, axes: int) -> None:
     if topology is None:
         return
     if not isinstance(topology, Topology):
-        raise TypeError(f"topology: wanted a cost.Topology or None, got {received(topology)}")
+        raise TypeError(
+            f"topology: wanted a cost.Topology or None, got {checks.received(topology)}"
+        )
     if len(topology.links) != axes:
         raise ValueError(
             f"topology: wanted a link for each of the {axes} mesh axes, got {len(topology.links)}"
@@ -192,11 +191,11 @@ def check_topology(topology: object, axes: int) -> None:
 
 
 def fold_across(merge: str, axes: Axes, state: State) -> State:
-    return function_call(_FoldOfStates(merge, axes), state)
+    return autodiff.function_call(_FoldOfStates(merge, axes), state)
 
 
 @dataclasses.dataclass(frozen=True)
-class _FoldOfStates(AbstractFunction):
+class _FoldOfStates(autodiff.AbstractFunction):
     merge: str
     axes: Axes
 
@@ -208,10 +207,12 @@ class _FoldOfStates(AbstractFunction):
         return strategy.fold(args, self.axes)
 
     def jvp(self, primals: State, tangents: Any) -> tuple[State, State]:
-        merged: Any = function_call(self, primals)
+        merged: Any = autodiff.function_call(self, primals)
         if isinstance(merged, AttentionState):
-            merged = named(merged)
-        return merged, _fold_tangent(self.axes, primals, merged, with_zeros(tangents, primals))
+            merged = derivatives.with_checkpoint_names(merged)
+        return merged, _fold_tangent(
+            self.axes, primals, merged, autodiff.with_zeros(tangents, primals)
+        )
 
 
 # With w = e^{F_i - F} and d = out_i - out, all sums over the devices,

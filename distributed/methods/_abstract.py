@@ -12,15 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import (
-    CallPolicy,
-    InFlight,
-    Operands,
-    Settings,
-    out_dtype,
-    with_sink,
-)
+from energy_attn.kernels import AttentionState, Operands, Settings
+from energy_attn.kernels.internal import CallPolicy, additions, blockwise, out_dtype
 
 from ..cost._network import Derivatives, Topology, Transfers
 from ..cost._shape import Shape, key_copies, local_rows
@@ -201,7 +194,7 @@ def attend_with_sink(
         return run(settings, operands)
     state = run(settings.needing(unrounded=True), operands._replace(sink=None))
     rows = operands.positioned(read=False).tokens.query_positions
-    return rounded(with_sink(state, operands.sink, rows), operands, settings)
+    return rounded(additions.with_sink(state, operands.sink, rows), operands, settings)
 
 
 class Keys(NamedTuple):
@@ -222,7 +215,7 @@ class Gradients(NamedTuple):
 
 # Of the keys of a step, the gradients so far, the step's number, what arrives meanwhile, and some of a shard's keys or
 # ALL: what arrived, and the gradients of these keys, zero for others than these some, and of what stays so far.
-StepFn = Callable[..., tuple[InFlight, Gradients]]
+StepFn = Callable[..., tuple[blockwise.InFlight, Gradients]]
 
 
 class AbstractKeySchedule(abc.ABC):

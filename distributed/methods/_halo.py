@@ -12,9 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import (
-    InFlight,
-)
+from energy_attn.kernels.internal import blockwise
 
 from ..cost._network import Derivatives, Topology, Transfer, Transfers
 from ..cost._shape import Shape, tangent_bytes
@@ -244,7 +242,7 @@ class RingSchedule(AbstractKeySchedule):
         for step, span in enumerate(spans, self.count):
             more = step + 1 - self.count < len(spans)
             coming = self._fetch(own, spans[step + 1 - self.count]) if more else None
-            arrived, found = run_step(here, found, step, InFlight(coming, home))
+            arrived, found = run_step(here, found, step, blockwise.InFlight(coming, home))
             keys = self._with(keys, arrived.sums, spans[step - 1 - self.count], step > self.count)
             home = hop(_as_like(found.keys, own), self.axes, -span.distance)
             here = arrived.others
@@ -258,7 +256,7 @@ class RingSchedule(AbstractKeySchedule):
             keys: Any, so_far: Gradients | None, step: int | Array, onward: bool, some: slice = ALL
         ) -> tuple[Any, Gradients]:
             sums = None if so_far is None else so_far.keys
-            going = InFlight(keys if onward else None, sums)
+            going = blockwise.InFlight(keys if onward else None, sums)
             arrived, found = run_step(keys, so_far, step, hop(going, self.axes), some)
             if so_far is not None:
                 found = found._replace(keys=add_trees(arrived.sums, found.keys))
@@ -266,7 +264,7 @@ class RingSchedule(AbstractKeySchedule):
 
         half, last = self.size // 2, self.count - 1
         if last == 0:
-            return run_step(own, None, 0, InFlight())[1]
+            return run_step(own, None, 0, blockwise.InFlight())[1]
         # Of the own keys the first half comes first, beside whose products they leave, and the second half last, beside
         # whose products gradients come home.
         carry = pass_on(own, None, 0, onward=True, some=slice(0, half))
@@ -276,7 +274,9 @@ class RingSchedule(AbstractKeySchedule):
         home = hop(so_far.keys, self.axes, -last)
         # else XLA cuts the second half before the loop, and keeps it
         here, so_far = lax.optimization_barrier((own, so_far))
-        arrived, found = run_step(here, so_far, 0, InFlight(None, home), slice(half, self.size))
+        arrived, found = run_step(
+            here, so_far, 0, blockwise.InFlight(None, home), slice(half, self.size)
+        )
         return found._replace(keys=add_trees(arrived.sums, found.keys))
 
     def _span(self, step: int | Array) -> Span | None:

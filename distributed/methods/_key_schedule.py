@@ -10,32 +10,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, Operands, Settings
 from energy_attn.kernels.internal import (
-    AbstractDerivative,
-    AbstractFunction,
     Candidate,
-    InFlight,
-    Operands,
-    Saved,
-    Settings,
-    TangentSums,
     attend_and_merge,
-    backward_by_head,
-    cast_like,
+    autodiff,
+    blockwise,
     cotangents,
+    derivatives,
     differentiated_by_jax,
     empty_like,
-    function_call,
-    keep_moved,
-    named,
-    needing_moved,
+    mesh_axes,
     overlap_transfer,
-    row_cotangents,
-    tangent_along,
-    tangent_of,
-    tangent_sums,
-    vary_together,
 )
 
 from ._abstract import (
@@ -60,12 +46,12 @@ Found = TypeVar("Found")
 def attend_by_schedule(call: LocalCall, schedule: AbstractKeySchedule) -> AttentionState:
     """The state of this device's queries. Raises as `attend` does."""
     function = _ScheduledAttention(call.policy.kernels, call.settings, schedule)
-    operands = vary_together(call.operands, schedule.axes)
+    operands = mesh_axes.vary_together(call.operands, schedule.axes)
     tokens = operands.tokens.map_keys(lambda x: gather_tokens(x, schedule.size, schedule.axes))
     operands = operands._replace(tokens=tokens)
     if differentiated_by_jax(call.policy.kernels):
         return function.apply(operands)
-    return function_call(function, operands)
+    return autodiff.function_call(function, operands)
 
 
 def _computed_again(run_step: Callable[..., Found]) -> Callable[..., Found]:
@@ -121,7 +107,7 @@ def _unslice_keys(
 ) -> Array:
     """The transpose of `_slice_keys`: `found` among zeros of all keys, whose number, or 1, is `size`."""
     shape = (*found.shape[:axis], size, *found.shape[axis + 1 :])
-    zeros, found = vary_together((lax.full_like(found, 0.0, shape=shape), found))
+    zeros, found = mesh_axes.vary_together((lax.full_like(found, 0.0, shape=shape), found))
     (whole,) = jax.linear_transpose(lambda x: _slice_keys(schedule, step, some, x, axis), zeros)(
         found
     )
@@ -152,7 +138,7 @@ def _fold(
 
 
 @dataclasses.dataclass(frozen=True)
-class _ScheduledAttention(AbstractFunction, AbstractDerivative):
+class _ScheduledAttention(autodiff.AbstractFunction, derivatives.AbstractDerivative):
     """The state of this device's queries, with a derivative that goes, in either mode, through all schedule again.
 
     Where the derivative is differentiated a step is computed again, so that keys are kept and no scores.
@@ -175,46 +161,53 @@ class _ScheduledAttention(AbstractFunction, AbstractDerivative):
         return rounded(found, args, self.settings)
 
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[AttentionState, AttentionState]:
-        state = named(function_call(self, primals))
-        return state, tangent_along(self, Saved(primals, state), tangents)
+        state = derivatives.with_checkpoint_names(autodiff.function_call(self, primals))
+        return state, derivatives.tangent_along(self, derivatives.Saved(primals, state), tangents)
 
-    def tangent(self, saved: Saved, directions: Operands) -> AttentionState:
+    def tangent(self, saved: derivatives.Saved, directions: Operands) -> AttentionState:
         schedule, operands, state = self.schedule, saved.operands, saved.state
 
         def run_step(
-            step: int | Array, sums: TangentSums, here: tuple[Keys, Keys], in_flight: Arrays | None
-        ) -> tuple[TangentSums, Arrays | None]:
+            step: int | Array,
+            sums: blockwise.TangentSums,
+            here: tuple[Keys, Keys],
+            in_flight: Arrays | None,
+        ) -> tuple[blockwise.TangentSums, Arrays | None]:
             keys, changes = here
             bias = _slice_keys(schedule, step, ALL, directions.bias, 3)
             along = cotangents(directions.query, *changes, bias, directions.score_arrays)
             given = _with_keys(operands, keys, schedule, step)
-            found = tangent_sums(given, self.settings, state.lse, along)
+            found = blockwise.tangent_sums(given, self.settings, state.lse, along)
             found, in_flight = overlap_transfer(found, in_flight)
             return add_trees(sums, found), in_flight
 
         out, lse = (lax.full_like(x, 0.0, dtype=state.lse.dtype) for x in state)
-        zero = TangentSums(out, lse, lse)
+        zero = blockwise.TangentSums(out, lse, lse)
         own = _own(operands), Keys(directions.key, directions.value)
-        return tangent_of(state, _fold(_computed_again(run_step), zero, own, schedule).means())
+        return blockwise.tangent_of(
+            state, _fold(_computed_again(run_step), zero, own, schedule).means()
+        )
 
-    def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
-        settings, schedule = needing_moved(self.settings, moved), self.schedule
-        operands, rows = saved.operands, row_cotangents(saved.state, cotangent)
+    def backward(
+        self, saved: derivatives.Saved, cotangent: AttentionState, moved: Operands
+    ) -> Operands:
+        settings, schedule = derivatives.needing(self.settings, moved), self.schedule
+        operands, rows = saved.operands, blockwise.row_cotangents(saved.state, cotangent)
 
         def once(
             some: slice,
             step: int | Array,
             keys: Any,
             staying: Gradients | None,
-            in_flight: InFlight,
-        ) -> tuple[InFlight, Gradients]:
+            in_flight: blockwise.InFlight,
+        ) -> tuple[blockwise.InFlight, Gradients]:
             def among_turn(x: Array | None) -> Array | None:
                 return x if x is None or some == ALL else pad_zeros(x, 1, some.start, schedule.size)
 
             here = _with_keys(operands, keys, schedule, step, some)
             d_query = None if staying is None else staying.query
-            found, in_flight = backward_by_head(d_query, here, settings, rows, in_flight)
-            found = keep_moved(found, moved)
+            found, in_flight = blockwise.backward_by_head(d_query, here, settings, rows, in_flight)
+            found = derivatives.keep_needed(found, moved)
             bias = found.bias
             if bias is not None and operands.bias is not None:
                 bias = _unslice_keys(schedule, step, some, bias, operands.bias.shape[3], 3)
@@ -228,16 +221,16 @@ class _ScheduledAttention(AbstractFunction, AbstractDerivative):
             keys: Any,
             so_far: Gradients | None,
             step: int | Array,
-            in_flight: InFlight,
+            in_flight: blockwise.InFlight,
             some: slice = ALL,
-        ) -> tuple[InFlight, Gradients]:
+        ) -> tuple[blockwise.InFlight, Gradients]:
             staying = None if so_far is None else so_far._replace(keys=Keys(None, None))
             again = _computed_again(functools.partial(once, some))
             return again(step, keys, staying, in_flight)
 
         found = schedule.backward(run_step, _own(operands))
         given = cotangents(found.query, *found.keys, found.bias, found.score_arrays)
-        return cast_like(given, operands)
+        return blockwise.cast_like(given, operands)
 
-    def plain(self) -> AbstractDerivative:
+    def plain(self) -> derivatives.AbstractDerivative:
         return self

@@ -10,14 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
-from energy_attn.kernels.internal import (
-    CheckedArrays,
-    PlaceFn,
-    Tokens,
-    check_array,
-    check_axis,
-    shortened,
-)
+from energy_attn.kernels.internal import Tokens, arguments, checks, shortened
 
 from ._parallel import SequenceParallel, ShardingPlan, is_explicit, sequence_order, split_along
 
@@ -110,8 +103,8 @@ def _in_order(
     if isinstance(parallel, str):
         layout: Any = parallel
         parallel = SequenceParallel(layout=layout)
-    x = check_array("x", x)
-    axis = check_axis("axis", axis, x.ndim, "x")
+    x = checks.check_array("x", x)
+    axis = checks.check_axis("axis", axis, x.ndim, "x")
     return x, axis, parallel, sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
 
 
@@ -134,8 +127,8 @@ def local_positions(layout: str, size: int, axes: tuple[str, ...]) -> Array:
 
 
 def place_by(
-    parallel: SequenceParallel, plan: ShardingPlan | None, arrays: CheckedArrays
-) -> PlaceFn:
+    parallel: SequenceParallel, plan: ShardingPlan | None, arrays: arguments.CheckedArrays
+) -> arguments.PlaceFn:
     """A function that adds to tokens the positions that the layout implies, if they are read or tokens are absent.
 
     Queries are in its order if there are as many as keys, else in their own. Given positions stay. It raises as

@@ -7,17 +7,13 @@ import jax
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, Operands, Settings
 from energy_attn.kernels.internal import (
     MergedOptions,
-    Operands,
-    Settings,
     Tokens,
+    arguments,
     call_policy,
-    check_call,
-    check_flag,
-    check_floating,
-    check_scores,
+    checks,
     split_mask,
 )
 from energy_attn.kernels.masks import AbstractMask
@@ -103,18 +99,18 @@ def sharded_attention(
     way = check_method(method)
     way.check_axes(axes)
     for name, x in (("query", query), ("key", key)):
-        check_floating(name, x)
+        checks.check_floating(name, x)
     sharded = queries_sharded
     if sharded is None:
         sharded = not way.replicated_queries or queries_are_parts(axes, query, key)
-    elif not check_flag("queries_sharded", sharded) and not way.replicated_queries:
+    elif not checks.check_flag("queries_sharded", sharded) and not way.replicated_queries:
         raise ValueError(f"queries_sharded: wanted True or None for {way.name!r}, got False")
     policy = call_policy(options.get("implementation"), options.get("reproducible", False))
     predicate, mask = split_mask(mask)
     place = functools.partial(_check_placed, sharded)
-    call = check_call(query, key, value, source, None, predicate, place=place, **options)
+    call = arguments.check_call(query, key, value, source, None, predicate, place=place, **options)
     operands = call.operands.positioned(read=False)
-    bias, mask = check_scores(bias, mask, _scores(way, axes, sharded, operands))
+    bias, mask = arguments.check_scores(bias, mask, _scores(way, axes, sharded, operands))
     operands = operands._replace(bias=bias, mask=mask)
 
     def run(settings: Settings, operands: Operands) -> AttentionState:

@@ -11,13 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_flag,
-    check_names,
-    received,
-    varying_axes,
-)
+from energy_attn.kernels.internal import checks, mesh_axes
 
 from ..cost._interconnects import usual_topology
 from ..cost._network import Topology
@@ -118,12 +112,12 @@ class SequenceParallel:
         heads: str | Sequence[str] = (),
         batch: str | Sequence[str] = (),
     ) -> None:
-        names = check_names("axes", axes, "mesh axes")
-        check_choice("layout", layout, ("contiguous", "striped", "zigzag"))
+        names = checks.check_names("axes", axes, "mesh axes")
+        checks.check_choice("layout", layout, ("contiguous", "striped", "zigzag"))
         check_merge(merge, len(names))
         check_topology(topology, len(names))
         if not isinstance(method, AbstractMethod):
-            check_choice("method", method, (*METHOD_OPTIONS, "auto"))
+            checks.check_choice("method", method, (*METHOD_OPTIONS, "auto"))
         elif isinstance(method, Tree):
             for name, x, usual in (("merge", merge, "auto"), ("topology", topology, None)):
                 if x not in (usual, getattr(method, name)):
@@ -134,12 +128,12 @@ class SequenceParallel:
         if method != "auto":
             check_method(method).check_axes(names)
         if queries_sharded is not None:
-            check_flag("queries_sharded", queries_sharded)
+            checks.check_flag("queries_sharded", queries_sharded)
         others: dict[str, tuple[str, ...]] = {}
         taken = set(names)
         for name, axes_of in {"batch": batch, "heads": heads}.items():
             none = isinstance(axes_of, (tuple, list)) and not axes_of
-            found = () if none else check_names(name, axes_of, "mesh axes")
+            found = () if none else checks.check_names(name, axes_of, "mesh axes")
             if taken.intersection(found):
                 raise ValueError(
                     f"{name}: wanted other mesh axes than {sorted(taken)}, got {found}"
@@ -158,9 +152,9 @@ def check_method(method: object) -> AbstractMethod:
         return method
     if not isinstance(method, str):
         raise TypeError(
-            f"method: wanted a name or one of distributed.methods, as methods.Ring(), got {received(method)}"
+            f"method: wanted a name or one of distributed.methods, as methods.Ring(), got {checks.received(method)}"
         )
-    check_choice("method", method, METHOD_OPTIONS)
+    checks.check_choice("method", method, METHOD_OPTIONS)
     return method_by_name(method)
 
 
@@ -243,8 +237,8 @@ def queries_are_parts(axes: Axes, query: Array, key: Array) -> bool:
 
     Where types do not tell (`check_vma=False`), they are if there are as many as keys.
     """
-    if set(axes) <= varying_axes(key) | varying_axes(query):
-        return not set(axes).isdisjoint(varying_axes(query))
+    if set(axes) <= mesh_axes.varying_axes(key) | mesh_axes.varying_axes(query):
+        return not set(axes).isdisjoint(mesh_axes.varying_axes(query))
     return query.shape[-3] == key.shape[-3]
 
 
@@ -314,7 +308,9 @@ def mesh_axes_of(x: Array, axis: int) -> Axes:
 def check_mesh(parallel: object) -> int:
     """The number of devices that `parallel` shards over on the mesh in force. Raises as `sharding_plan` does."""
     if not isinstance(parallel, SequenceParallel):
-        raise TypeError(f"parallel: wanted a SequenceParallel or None, got {received(parallel)}")
+        raise TypeError(
+            f"parallel: wanted a SequenceParallel or None, got {checks.received(parallel)}"
+        )
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError(

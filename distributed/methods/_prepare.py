@@ -10,16 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from energy_attn.kernels import Operands, Settings
 from energy_attn.kernels.internal import (
     CallPolicy,
-    CheckedArrays,
-    CheckedCall,
-    Operands,
-    Settings,
-    is_concrete,
+    arguments,
+    checks,
     is_static,
     may_meet,
-    received,
     split_mask,
 )
 from energy_attn.kernels.masks import AbstractMask, And, Interval, Segments
@@ -53,7 +50,7 @@ _LONG = 8192
 
 def plan_call(
     parallel: SequenceParallel | None,
-    arrays: CheckedArrays,
+    arrays: arguments.CheckedArrays,
     bias: object,
     mask: object,
     options: Mapping[str, Any],
@@ -78,7 +75,7 @@ def plan_call(
             other = "sharded_attention" if name in ("bias", "mask") else "positions"
             raise ValueError(
                 f"{name}: wanted None where parallel's axes are those of a surrounding "
-                f"jax.shard_map, got {received(given[name])}; {other} will do"
+                f"jax.shard_map, got {checks.received(given[name])}; {other} will do"
             )
     # queries that types do not tell of are a device's part if there are as many as keys
     queries = parallel.queries_sharded
@@ -93,7 +90,7 @@ def fit_plan(
     plan: ShardingPlan,
     parallel: SequenceParallel | None,
     policy: CallPolicy,
-    call: CheckedCall,
+    call: arguments.CheckedCall,
     mask: object,
     options: Mapping[str, Any],
 ) -> tuple[ShardingPlan, CallPolicy]:
@@ -177,7 +174,7 @@ def _meets(
 
 
 def _is_known(mask: AbstractMask) -> bool:
-    return all(map(is_concrete, jax.tree.leaves(mask)))
+    return all(map(checks.is_concrete, jax.tree.leaves(mask)))
 
 
 def _conjuncts(mask: AbstractMask) -> list[AbstractMask]:
@@ -226,14 +223,14 @@ def check_order(
         del given["query_positions"]
     order = np.argsort(sequence_order(key_len, parallel, "key.shape[1]"))
     for name, x in given.items():
-        if x is None or not is_concrete(x):
+        if x is None or not checks.is_concrete(x):
             continue
         in_turn = np.asarray(x)[..., order]
         if ((in_turn >= 0) & (in_turn < np.maximum.accumulate(in_turn, -1))).any():
             other = "key_positions" if name == "query_positions" else "query_positions"
             raise ValueError(
                 f"{name}: wanted {other}, too, for positions that are not in the order of "
-                f"layout={parallel.layout!r} (see shard_sequence), got {received(x)} alone"
+                f"layout={parallel.layout!r} (see shard_sequence), got {checks.received(x)} alone"
             )
 
 

@@ -11,17 +11,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, Operands, Settings
 from energy_attn.kernels.internal import (
-    InFlight,
-    Operands,
-    Settings,
     attend,
     attend_and_merge,
-    check_choice,
+    blockwise,
+    checks,
     empty_like,
     lse_dtype,
-    vary_together,
+    mesh_axes,
 )
 
 from ..cost._network import Derivatives, Topology, Transfer, Transfers
@@ -115,7 +113,7 @@ class Ring(AbstractMethod):
     takes_halo = True
 
     def __post_init__(self) -> None:
-        check_choice("rotate", self.rotate, (*ROTATED, "auto"))
+        checks.check_choice("rotate", self.rotate, (*ROTATED, "auto"))
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
         # bias, mask, positions and segments of what rotates are replicated
@@ -128,7 +126,7 @@ class Ring(AbstractMethod):
         policy, settings, operands, axes, queries_sharded, _ = call
         if self._rotates_keys(operands, queries_sharded):
             return attend_by_schedule(call, ring_schedule(call))
-        names, operands = policy.kernels, vary_together(operands, axes)
+        names, operands = policy.kernels, mesh_axes.vary_together(operands, axes)
         if queries_sharded:
             return _rotate_queries(names, settings, axes, operands)
         state = fold_across("ring", axes, attend(names, settings.needing(unrounded=True), operands))
@@ -333,18 +331,20 @@ class GatherSchedule(AbstractKeySchedule):
         # Gradients are scattered one step later: no transfer needs the result of its own step.
         def body(carry: tuple[Keys, Gradients], step: Array) -> tuple[tuple[Keys, Gradients], Keys]:
             here, so_far = carry
-            coming = InFlight(self._fetch(own, step + 1), self._scatter(so_far.keys))
+            coming = blockwise.InFlight(self._fetch(own, step + 1), self._scatter(so_far.keys))
             arrived, found = run_step(here, so_far, step, coming)
             return (arrived.others, found), arrived.sums
 
         last = self.count - 1
         if last == 0:
-            _, found = run_step(self.first(own), None, 0, InFlight())
+            _, found = run_step(self.first(own), None, 0, blockwise.InFlight())
             return found._replace(keys=self._scatter(found.keys))
-        arrived, found = run_step(self.first(own), None, 0, InFlight(self._fetch(own, 1)))
+        arrived, found = run_step(self.first(own), None, 0, blockwise.InFlight(self._fetch(own, 1)))
         middle = jnp.arange(1, last, dtype=jnp.int32)
         (here, so_far), homes = lax.scan(body, (arrived.others, found), middle)
-        arrived, found = run_step(here, so_far, last, InFlight(None, self._scatter(so_far.keys)))
+        arrived, found = run_step(
+            here, so_far, last, blockwise.InFlight(None, self._scatter(so_far.keys))
+        )
 
         def together(home: Array, *last: Array) -> Array:
             schedule = jnp.concatenate([home, *(x[None] for x in last)])

@@ -11,21 +11,18 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, Operands, Settings
 from energy_attn.kernels.internal import (
-    AbstractFunction,
     CallPolicy,
-    Operands,
     PartIndices,
     Scales,
-    Settings,
     State,
     Tokens,
     attend,
-    check_taylor,
+    autodiff,
+    checks,
     dequantized,
     differentiated_by_jax,
-    function_call,
 )
 
 from ..merge._abstract import Axes, joined
@@ -51,7 +48,7 @@ def attend_sharded(
     The result is sharded as the queries are. Raises as the kernels do.
     """
     if plan is not None or not differentiated_by_jax(policy.kernels):
-        check_taylor(operands)
+        checks.check_taylor(operands)
     if plan is None:
         run = functools.partial(attend, policy.kernels)
     else:
@@ -298,14 +295,14 @@ def _fold_sums(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
 
 def _fold_maxima(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
     del plan
-    return function_call(_MaximumOverDevices(axes), found)
+    return autodiff.function_call(_MaximumOverDevices(axes), found)
 
 
 _FOLDS = {"states": _fold_states, "sums": _fold_sums, "maxima": _fold_maxima}
 
 
 @dataclasses.dataclass(frozen=True)
-class _MaximumOverDevices(AbstractFunction):
+class _MaximumOverDevices(autodiff.AbstractFunction):
     """Elementwise maximum; where several devices attain it, its derivative is the mean of their tangents."""
 
     axes: Axes
@@ -314,7 +311,7 @@ class _MaximumOverDevices(AbstractFunction):
         return lax.pmax(args, self.axes)
 
     def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
-        found: Array = function_call(self, primals)
+        found: Array = autodiff.function_call(self, primals)
         largest = (primals == found).astype(primals.dtype)
         change, count = lax.psum((largest * tangents, largest), self.axes)
         return found, change / count

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Operands, attend
+from energy_attn.kernels import AttentionState, Operands
+from energy_attn.kernels.internal import attend
 
 from ..cost._network import Derivatives, Topology, Transfer, Transfers
 from ..cost._shape import Shape, local_rows, tangent_bytes

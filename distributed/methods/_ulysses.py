@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Operands, apply_in_float32, attend
+from energy_attn.kernels import AttentionState, Operands
+from energy_attn.kernels.internal import attend, mesh_axes
 
 from ..cost._network import Derivatives, Topology, Transfer, Transfers
 from ..cost._shape import Shape, key_copies, kv_shard, local_rows, position_gather, tangent_bytes
@@ -75,7 +75,9 @@ class Ulysses(AbstractMethod):
         def keys_to_heads(x: Array) -> Array:
             # the derivative of copies is a sum
             return to_heads(
-                x if copies == 1 else apply_in_float32(lambda x: jnp.repeat(x, copies, 2), x)
+                x
+                if copies == 1
+                else mesh_axes.apply_in_float32(lambda x: jnp.repeat(x, copies, 2), x)
             )
 
         heads = operands.indices.heads

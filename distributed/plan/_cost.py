@@ -2,7 +2,7 @@
 
 from typing import TypedDict, Unpack
 
-from energy_attn.kernels.internal import check_choice, check_flag, check_options
+from energy_attn.kernels.internal import check_options, checks
 
 from ..cost._network import Derivatives, Topology, Transfer, sent, total_seconds
 from ..cost._shape import Shape, check_sizes
@@ -70,15 +70,15 @@ def transfers(
         all-reduce 8256
     """
     check_sizes(shape, topology)
-    check_choice("method", method, tuple(VARIANTS))
-    check_choice("merge", merge, tuple(VARIANTS[method]))
+    checks.check_choice("method", method, tuple(VARIANTS))
+    checks.check_choice("merge", merge, tuple(VARIANTS[method]))
     found = VARIANTS[method][merge]
     found.check_axes(topology.axes)
     if not found.replicated_queries:
         check_sharded(found, shape, topology)
     check_options(derivatives, DerivativeOptions)
     tangent, gradient = (
-        check_flag(name, derivatives.get(name, False)) for name in ("tangent", "gradient")
+        checks.check_flag(name, derivatives.get(name, False)) for name in ("tangent", "gradient")
     )
     if gradient and tangent:
         raise ValueError("gradient: wanted False beside tangent=True, got True")

@@ -8,14 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_finite_number,
-    check_flag,
-    check_integer,
-    check_text,
-    received,
-)
+from energy_attn.kernels.internal import checks
 
 from ..cost._network import Topology, Transfer, seconds
 from ..cost._shape import Shape, check_sizes
@@ -52,11 +45,11 @@ class Chip:
     efficiency: float = 0.5
 
     def __post_init__(self) -> None:
-        check_text("network", self.network)
-        check_integer("memory", self.memory, least=1, is_wide=True)
-        if check_finite_number("flops", self.flops) <= 0:
+        checks.check_text("network", self.network)
+        checks.check_integer("memory", self.memory, least=1, is_wide=True)
+        if checks.check_finite_number("flops", self.flops) <= 0:
             raise ValueError(f"flops: wanted operations per second, above 0, got {self.flops}")
-        if not 0 < check_finite_number("efficiency", self.efficiency) <= 1:
+        if not 0 < checks.check_finite_number("efficiency", self.efficiency) <= 1:
             raise ValueError(
                 f"efficiency: wanted a part of the peak, above 0 and at most 1, got {self.efficiency}"
             )
@@ -105,7 +98,7 @@ def chip(name: str, *, efficiency: float | None = None) -> Chip:
         >>> plan.chip("v5p").flops, plan.chip("v5p", efficiency=0.4).efficiency
         (459000000000000.0, 0.4)
     """
-    check_choice("name", name, tuple(CHIPS))
+    checks.check_choice("name", name, tuple(CHIPS))
     found = CHIPS[name]
     return found if efficiency is None else dataclasses.replace(found, efficiency=efficiency)
 
@@ -148,11 +141,11 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
         (10, 8, 8, 8)
     """
     check_sizes(shape, topology)
-    check_choice("method", method, tuple(VARIANTS))
+    checks.check_choice("method", method, tuple(VARIANTS))
     way = next(iter(VARIANTS[method].values()))
     way.check_axes(topology.axes)
     check_sharded(way, shape, topology)
-    check_integer("tile", tile, least=1)
+    checks.check_integer("tile", tile, least=1)
     if shape.queries != shape.keys:
         raise ValueError(
             f"shape: wanted as many queries as the {shape.keys} keys, got {shape.queries}"
@@ -295,11 +288,11 @@ def step_time(
         True
     """
     if not isinstance(chip, Chip):
-        raise TypeError(f"chip: wanted a Chip, got {received(chip)}")
+        raise TypeError(f"chip: wanted a Chip, got {checks.received(chip)}")
     counts = pairs(method, shape, topology, tile=tile)
     forward = transfers(method, merge, shape, topology)
     passes = [(forward, 2 * (shape.width + shape.out_width))]
-    if check_flag("gradient", gradient):
+    if checks.check_flag("gradient", gradient):
         both = transfers(method, merge, shape, topology, gradient=True)
         backward = tuple(_without(both, forward))
         passes.append((backward, 2 * (3 * shape.width + 2 * shape.out_width)))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import jax
 
-from energy_attn.kernels.internal import check_integer, private_names, received
+from energy_attn.kernels.internal import checks, private_names
 
 _GO = b"energy_attn go"
 
@@ -105,7 +105,7 @@ def initialize(
         "shutdown_timeout": shutdown_timeout,
     }
     for name, seconds in timeouts.items():
-        check_integer(name, seconds, least=1)
+        checks.check_integer(name, seconds, least=1)
     addresses = {
         "coordinator_address": coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS"),
         "coordinator_bind_address": coordinator_bind_address
@@ -114,7 +114,7 @@ def initialize(
     }
     for name, text in addresses.items():
         if text is not None and not isinstance(text, str):
-            raise TypeError(f"{name}: wanted a string or None, got {received(text)}")
+            raise TypeError(f"{name}: wanted a string or None, got {checks.received(text)}")
     count = _number("num_processes", num_processes)
     process = _number("process_id", process_id)
     given = addresses["coordinator_address"], count, process, _device_ids(local_device_ids)
@@ -133,7 +133,7 @@ def initialize(
             f"{missing}: wanted all of {', '.join(arguments)}, or none on a cluster that JAX "
             f"recognises; got None beside {passed}"
         )
-    check_integer("num_processes", count, least=1)
+    checks.check_integer("num_processes", count, least=1)
     if not 0 <= process < count:
         raise ValueError(f"process_id: wanted 0 to {count - 1}, got {process}")
     _, port = split_address("coordinator_address", address)
@@ -167,7 +167,7 @@ def initialize(
 
 def _number(name: str, number: int | None) -> int | None:
     if number is not None:
-        return check_integer(name, number, least=0)
+        return checks.check_integer(name, number, least=0)
     text = os.environ.get(f"JAX_{name.upper()}")
     if text is None:
         return None
@@ -185,7 +185,7 @@ def _device_ids(ids: int | Sequence[int] | None) -> list[int] | None:
             raise ValueError(f"JAX_LOCAL_DEVICE_IDS: wanted integers and commas, got {text!r}")
         return [int(part) for part in text.split(",")]
     listed = ids if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]
-    return [check_integer("local_device_ids", x, least=0) for x in listed]
+    return [checks.check_integer("local_device_ids", x, least=0) for x in listed]
 
 
 def _started() -> bool:
@@ -240,9 +240,8 @@ def coordinate(participant: Participant, bind: str) -> None:
             listener = opened.enter_context(_listen(*split_address("bind", bind)))
         except OSError as error:
             raise RuntimeError(
-                f"coordinator_address: process 0 cannot listen at {bind}, where the others are to "
-                f"find it ({_message_of(error)}). Check that no other program, such as an earlier run, "
-                "has that port, and that the address is one of this host's"
+                f"coordinator_address: process 0 cannot listen at {bind} ({_message_of(error)}). Check that "
+                "no other program, such as an earlier run, has that port, and that the address is this host's"
             ) from error
         present: dict[socket.socket, int] = {}
         reason = _gather(listener, present, participant, end, opened)
@@ -285,7 +284,7 @@ def join(participant: Participant) -> None:
     raise RuntimeError(
         f"coordinator_address: process {participant.process} of {participant.processes} could not meet process 0 "
         f"at {participant.coordinator} within {participant.timeout} s (last attempt: {last}). Check that "
-        "process 0 calls initialize(), that this is its address and that no firewall closes the port"
+        "process 0 calls initialize(), that this is its address and no firewall closes it"
     )
 
 

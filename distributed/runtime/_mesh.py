@@ -12,13 +12,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels.internal import (
-    check_array,
-    check_flag,
-    check_integer,
-    check_names,
-    received,
-)
+from energy_attn.kernels.internal import checks
 
 _SLICE, _PROCESS = "slice_index", "process_index"  # of a device
 
@@ -69,26 +63,28 @@ def make_mesh(
         >>> make_mesh((jax.device_count(),), ("device",)).axis_names
         ('device',)
     """
-    names = check_names("axis_names", axis_names, "axes")
+    names = checks.check_names("axis_names", axis_names, "axes")
     if devices is not None and not (
         isinstance(devices, Sequence) and all(isinstance(x, jax.Device) for x in devices)
     ):
-        raise TypeError(f"devices: wanted a sequence of devices or None, got {received(devices)}")
+        raise TypeError(
+            f"devices: wanted a sequence of devices or None, got {checks.received(devices)}"
+        )
     all_devices = jax.devices() if devices is None else list(devices)
     if not all_devices:
         raise ValueError("devices: wanted at least one, got none")
     if shape is None:
         shape = _default_shape(all_devices, names)
     if not isinstance(shape, Sequence) or isinstance(shape, str):
-        raise TypeError(f"shape: wanted a sequence of integers, got {received(shape)}")
-    shape = tuple(check_integer("shape", size, least=1) for size in shape)
+        raise TypeError(f"shape: wanted a sequence of integers, got {checks.received(shape)}")
+    shape = tuple(checks.check_integer("shape", size, least=1) for size in shape)
     if len(shape) != len(names):
         raise ValueError(f"shape: wanted a size for each of the axes {names}, got {shape}")
     if math.prod(shape) != len(all_devices):
         raise ValueError(
             f"shape: wanted sizes whose product is {len(all_devices)} devices, got {shape}"
         )
-    kind = AxisType.Explicit if check_flag("explicit", explicit) else AxisType.Auto
+    kind = AxisType.Explicit if checks.check_flag("explicit", explicit) else AxisType.Auto
     return Mesh(_arranged(shape, all_devices), names, axis_types=(kind,) * len(names))
 
 
@@ -142,10 +138,10 @@ def place(
         >>> place(eqx.tree_deserialise_leaves(file, key), like=key).sharding == key.sharding
         True
     """
-    check_flag("replicated", replicated)
+    checks.check_flag("replicated", replicated)
     if (sharding is None) == (like is None):
         raise ValueError(
-            f"sharding: wanted either sharding or like, got {received(sharding)} and {received(like)}"
+            f"sharding: wanted either sharding or like, got {checks.received(sharding)} and {checks.received(like)}"
         )
     if like is not None:
         _check_structure(local, like)
@@ -263,7 +259,7 @@ def _named_sharding(sharding: object) -> NamedSharding:
             ) from error
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
-            f"sharding: wanted a NamedSharding or a PartitionSpec, got {received(sharding)}"
+            f"sharding: wanted a NamedSharding or a PartitionSpec, got {checks.received(sharding)}"
         )
     return sharding
 
@@ -273,11 +269,11 @@ def _placed(local: Array | np.ndarray, sharding: NamedSharding, replicated: bool
     if isinstance(local, jax.Array) and not local.is_fully_addressable:
         raise ValueError(
             "local: wanted this process's part, got an array that is sharded over processes, "
-            f"{received(local)}; jax.device_put gives it another sharding"
+            f"{checks.received(local)}; jax.device_put gives it another sharding"
         )
     if len(sharding.spec) > local.ndim:
         raise ValueError(
-            f"sharding: wanted at most {local.ndim} dimensions for {received(local)}, "
+            f"sharding: wanted at most {local.ndim} dimensions for {checks.received(local)}, "
             f"got {sharding.spec}"
         )
     part = np.asarray(local, jax.dtypes.canonicalize_dtype(local.dtype))
@@ -289,7 +285,7 @@ def _placed(local: Array | np.ndarray, sharding: NamedSharding, replicated: bool
         expected = "the whole array" if replicated else "this process's part of an array"
         raise ValueError(
             f"local: wanted {expected} that {sharding.spec} divides over the mesh "
-            f"{dict(sharding.mesh.shape)}, got {received(local)}: {error}"
+            f"{dict(sharding.mesh.shape)}, got {checks.received(local)}: {error}"
         ) from error
 
 
@@ -300,10 +296,10 @@ def _placed_like(path: Any, leaf: Any, other: Any) -> Any:
     _check_concrete(name, leaf)
     if leaf.shape != other.shape or leaf.dtype != other.dtype:
         expected = f"{other.dtype}[{','.join(map(str, other.shape))}]"
-        raise ValueError(f"{name}: wanted {expected} as in like, got {received(leaf)}")
+        raise ValueError(f"{name}: wanted {expected} as in like, got {checks.received(leaf)}")
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
-            f"{name}: wanted a whole array, got one that is sharded over processes, {received(leaf)}"
+            f"{name}: wanted a whole array, got one that is sharded over processes, {checks.received(leaf)}"
         )
     if other.sharding is None or (isinstance(other, jax.Array) and not other.committed):
         return leaf
@@ -335,6 +331,8 @@ def _fetched(x: Array | np.ndarray) -> np.ndarray:
 
 
 def _check_concrete(name: str, x: Any) -> None:
-    check_array(name, x)
+    checks.check_array(name, x)
     if isinstance(x, jax.core.Tracer):
-        raise TypeError(f"{name}: wanted an array outside jax.jit and the like, got {received(x)}")
+        raise TypeError(
+            f"{name}: wanted an array outside jax.jit and the like, got {checks.received(x)}"
+        )

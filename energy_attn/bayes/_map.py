@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import AbstractFunction, Operands, function_call
+from energy_attn.kernels import Operands
+from energy_attn.kernels.internal import autodiff
 
 from ..functional._free_energy import Calls, Parts, directional
 from ..functional._solution import Result, Solution, raise_on_failure, without_derivative
@@ -112,21 +113,21 @@ def with_exact_derivative(
     found: Solution, calls: Calls, parts: Parts, throw: bool, what: str
 ) -> Solution:
     """A solver's solution with the derivatives of the exact one; raises if the solver failed."""
-    value, point = function_call(_Optimum(calls), (parts, found.value, found.point))
+    value, point = autodiff.function_call(_Optimum(calls), (parts, found.value, found.point))
     stats = without_derivative(found.stats, parts, what)
     found = Solution(value, found.source, point, found.result, stats)
     return raise_on_failure(found, throw, what, calls)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Optimum(AbstractFunction):
+class _Optimum(autodiff.AbstractFunction):
     calls: Calls
 
     def apply(self, args: tuple[Parts, Array, Array]) -> tuple[Array, Array]:
         return args[1:]
 
     def jvp(self, primals: tuple[Parts, Array, Array], tangents: Any) -> tuple[Any, Any]:
-        found = function_call(self, primals)
+        found = autodiff.function_call(self, primals)
         state = directional(functools.partial(state_at, self.calls, None), primals[0], tangents[0])
         return found, (None, None) if state is None else (-state[1].lse, state[1].out)
 

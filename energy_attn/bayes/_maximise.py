@@ -11,16 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import (
-    AbstractFunction,
-    check_finite_number,
-    check_flag,
-    check_floating,
-    check_shape,
-    function_call,
-    holds_keys,
-    with_zeros,
-)
+from energy_attn.kernels.internal import autodiff, checks, holds_keys
 
 from ..functional._free_energy import Calls, Parts, directional, unmoved
 from ..functional._solution import Result, Solution, without_derivative
@@ -71,10 +62,10 @@ def check_regulariser(
     """
     name, number = "regulariser", x
     if isinstance(x, jax.Array):
-        check_shape(name, check_floating(name, x), ())
+        checks.check_shape(name, checks.check_floating(name, x), ())
         number = None if isinstance(x, jax.core.Tracer) else float(x)
     if number is not None:
-        number = check_finite_number(name, number)
+        number = checks.check_finite_number(name, number)
         if number < 0 or (positive and number == 0):
             raise ValueError(
                 f"{name}: wanted a number {'above' if positive else 'of at least'} 0, got {number}"
@@ -91,14 +82,14 @@ def conjugate(
     throw: bool,
 ) -> Solution:
     """See `AbstractConjugate.conjugate`; whether a row has failed is not raised yet."""
-    check_flag("throw", throw)
+    checks.check_flag("throw", throw)
     point = check_row_vectors("point", point, calls, parts)
     regulariser, bounded = check_regulariser(regulariser, point.dtype)
     solver = check_solver(solver, calls, Newton, Optax)
     static = SolverOptions(calls, solver, bounded)
     inputs = SolverInputs(parts, point, regulariser)
-    found: Maximum = function_call(_Maximisation(static), inputs)
-    value = function_call(_AttainedValue(static), (inputs, found))
+    found: Maximum = autodiff.function_call(_Maximisation(static), inputs)
+    value = autodiff.function_call(_AttainedValue(static), (inputs, found))
     stats = {"steps": found.steps, "residual": found.residual, "path": found.path}
     stats = without_derivative(stats, inputs, "conjugate")
     return Solution(value, found.source, None, found.result, stats)
@@ -196,18 +187,18 @@ def _find_maximum(static: SolverOptions, inputs: SolverInputs) -> Maximum:
 # solved by the pseudo-inverse: in a hull of lower dimension the source is undetermined across the
 # hull. The rule can itself be differentiated, since it is a function of the source that is found.
 @dataclasses.dataclass(frozen=True)
-class _Maximisation(AbstractFunction):
+class _Maximisation(autodiff.AbstractFunction):
     static: SolverOptions
 
     def apply(self, args: SolverInputs) -> Maximum:
         return _find_maximum(self.static, args)
 
     def jvp(self, primals: SolverInputs, tangents: SolverInputs) -> tuple[Maximum, Maximum]:
-        found: Maximum = function_call(self, primals)
+        found: Maximum = autodiff.function_call(self, primals)
         some = has_source(found.result)[..., None]
         source = jnp.where(some, found.source, 0.0)
         parts, point, regulariser = tangents
-        moved = with_zeros(point, primals.point)
+        moved = autodiff.with_zeros(point, primals.point)
         if regulariser is not None:
             moved = moved - regulariser * source
         at_source = functools.partial(state_at, self.static.calls, source)
@@ -224,7 +215,7 @@ class _Maximisation(AbstractFunction):
 # envelope theorem): ζ in z, -|ζ|²/2 in λ and -dF(ζ) in the rest. This holds at every source, so
 # the rule can be differentiated again, through the source.
 @dataclasses.dataclass(frozen=True)
-class _AttainedValue(AbstractFunction):
+class _AttainedValue(autodiff.AbstractFunction):
     static: SolverOptions
 
     def apply(self, args: tuple[SolverInputs, Maximum]) -> Array:
@@ -238,7 +229,7 @@ class _AttainedValue(AbstractFunction):
         (inputs, found), ((parts, point, regulariser), _) = primals, tangents
         some = has_source(found.result)
         source = jnp.where(some[..., None], found.source, 0.0)
-        moved = with_zeros(point, inputs.point)
+        moved = autodiff.with_zeros(point, inputs.point)
         if regulariser is not None:
             moved = moved - 0.5 * regulariser * source
         along = (moved * source).sum(-1)
@@ -246,7 +237,7 @@ class _AttainedValue(AbstractFunction):
         state = directional(at_source, inputs.parts, parts)
         if state is not None:
             along = along - state[1].lse
-        return function_call(self, primals), jnp.where(some, along, 0.0)
+        return autodiff.function_call(self, primals), jnp.where(some, along, 0.0)
 
 
 def has_source(result: Array) -> Array:

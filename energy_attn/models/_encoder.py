@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from energy_attn import attention
 from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import check_counts
-from energy_attn.kernels.internal import check_floating_dtype, check_key, lse_dtype, received
+from energy_attn.kernels.internal import checks, lse_dtype
 
 from ..functional._tag import placed
 from .checkpoint._config import check_activation, check_fields, check_only
@@ -274,10 +274,10 @@ class Encoder(AbstractModel):
 
     def __init__(self, config: EncoderConfig, dtype: DTypeLike = jnp.float32, *, key: PRNGKeyArray):
         if not isinstance(config, EncoderConfig):
-            raise TypeError(f"config: wanted an EncoderConfig, got {received(config)}")
-        check_floating_dtype("dtype", dtype)
+            raise TypeError(f"config: wanted an EncoderConfig, got {checks.received(config)}")
+        checks.check_floating_dtype("dtype", dtype)
         self.config = config
-        first, *keys = jax.random.split(check_key("key", key), 1 + config.num_hidden_layers)
+        first, *keys = jax.random.split(checks.check_key("key", key), 1 + config.num_hidden_layers)
         self.embeddings = Embeddings(config, dtype, key=first)
         self.layers = tuple(EncoderLayer(config, dtype, key=key) for key in keys)
 

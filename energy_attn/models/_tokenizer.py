@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from energy_attn.distributed.internal import files as saved_files
-from energy_attn.kernels.internal import check_flag, received
+from energy_attn.kernels.internal import checks
 
 from ._vocabulary import AbstractVocabulary, TextStream, Tokens, ids, special_tokens, vocabulary
 from .checkpoint._config import located, read_json
@@ -54,27 +54,29 @@ def named_templates(given: object, name: str) -> dict[str, str]:
         entries = [(x.get("name"), x.get("template")) for x in given]
         if all(isinstance(text, str) for entry in entries for text in entry):
             return {str(key): str(text) for key, text in entries}
-    raise ValueError(f"{name}: wanted a template, or a list of named ones, got {received(given)}")
+    raise ValueError(
+        f"{name}: wanted a template, or a list of named ones, got {checks.received(given)}"
+    )
 
 
 def check_messages(name: str, messages: object) -> list[dict[str, Any]]:
     """Messages as plain data, without keys whose value is None."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
-        raise TypeError(f"{name}: wanted a list of messages, got {received(messages)}")
+        raise TypeError(f"{name}: wanted a list of messages, got {checks.received(messages)}")
     if not messages:
-        raise ValueError(f"{name}: wanted at least one message, got {received(messages)}")
+        raise ValueError(f"{name}: wanted at least one message, got {checks.received(messages)}")
     chat = []
     for index, message in enumerate(messages):
         place = f"{name}[{index}]"
         if not isinstance(message, Mapping):
             raise TypeError(
-                f"{place}: wanted a mapping with role and content, got {received(message)}"
+                f"{place}: wanted a mapping with role and content, got {checks.received(message)}"
             )
         found = {key: x for key, x in plain(place, message).items() if x is not None}
         if not isinstance(found.get("role"), str):
-            raise ValueError(f"{place}: wanted a role, a string, got {received(message)}")
+            raise ValueError(f"{place}: wanted a role, a string, got {checks.received(message)}")
         if not isinstance(found.get("content"), (str, list)) and "tool_calls" not in found:
-            raise ValueError(f"{place}: wanted a content, a string, got {received(message)}")
+            raise ValueError(f"{place}: wanted a content, a string, got {checks.received(message)}")
         chat.append(found)
     return chat
 
@@ -87,7 +89,9 @@ def plain(name: str, x: Any) -> Any:
         return [plain(f"{name}[{i}]", value) for i, value in enumerate(x)]
     if x is None or type(x) in (str, bool, int, float):
         return x
-    raise TypeError(f"{name}: wanted strings, numbers, lists and mappings, got {received(x)}")
+    raise TypeError(
+        f"{name}: wanted strings, numbers, lists and mappings, got {checks.received(x)}"
+    )
 
 
 def render(template: str, source: str, messages: list[dict[str, Any]], variables: Any) -> str:
@@ -102,7 +106,7 @@ def render(template: str, source: str, messages: list[dict[str, Any]], variables
     except Exception as error:  # a template is a program, which may raise anything
         raise ValueError(
             f"messages: wanted a chat that the chat template of {source} takes, got "
-            f"{received(messages)}: {error}"
+            f"{checks.received(messages)}: {error}"
         ) from error
 
 
@@ -244,7 +248,7 @@ class Tokenizer:
         folder = located(directory)
         if chat_template is not None and not isinstance(chat_template, str):
             raise TypeError(
-                f"chat_template: wanted None or a template, got {received(chat_template)}"
+                f"chat_template: wanted None or a template, got {checks.received(chat_template)}"
             )
         config = _entries(folder / "tokenizer_config.json")
         special = special_tokens(folder, config)
@@ -267,14 +271,16 @@ class Tokenizer:
             ValueError: text that the file of the tokenizer has no tokens for.
         """
         if not isinstance(text, str):
-            raise TypeError(f"text: wanted a string, got {received(text)}")
+            raise TypeError(f"text: wanted a string, got {checks.received(text)}")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # half of a surrogate pair
             raise ValueError(
-                f"text: wanted text that UTF-8 can encode, got {received(text)}"
+                f"text: wanted text that UTF-8 can encode, got {checks.received(text)}"
             ) from error
-        return self._vocabulary.encode(text, check_flag("add_special_tokens", add_special_tokens))
+        return self._vocabulary.encode(
+            text, checks.check_flag("add_special_tokens", add_special_tokens)
+        )
 
     def decode(self, tokens: Tokens, *, skip_special_tokens: bool = True) -> str:
         """The text of tokens; U+FFFD in place of bytes that are no UTF-8.
@@ -287,7 +293,7 @@ class Tokenizer:
             TypeError: an argument of another type.
             ValueError: an array with another number of axes, or numbers past 32 bits.
         """
-        skip = check_flag("skip_special_tokens", skip_special_tokens)
+        skip = checks.check_flag("skip_special_tokens", skip_special_tokens)
         return self._vocabulary.decode(ids("tokens", tokens), skip)
 
     def token_id(self, token: str) -> int | None:
@@ -318,7 +324,7 @@ class Tokenizer:
                 more than 2²⁶ characters.
         """
         chat = check_messages("messages", messages)
-        check_flag("add_generation_prompt", add_generation_prompt)
+        checks.check_flag("add_generation_prompt", add_generation_prompt)
         given = {name: plain(name, x) for name, x in variables.items()}
         has_tools = given.get("tools") is not None and "tool_use" in self.chat_templates
         name = "tool_use" if has_tools else "default"

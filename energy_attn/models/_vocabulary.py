@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from energy_attn.distributed.internal import files as saved_files
-from energy_attn.kernels.internal import check_flag, check_int32, check_shape, received
+from energy_attn.kernels.internal import checks
 
 from .checkpoint._config import naming, read_json
 
@@ -55,7 +55,7 @@ def special_tokens(folder: Path, config: Mapping[str, Any]) -> Special:
 
 def _listed(name: str, tokens: object) -> list[str]:
     if not isinstance(tokens, (list, tuple, Mapping)):
-        raise ValueError(f"{name}: wanted a list of tokens, got {received(tokens)}")
+        raise ValueError(f"{name}: wanted a list of tokens, got {checks.received(tokens)}")
     values = tokens.values() if isinstance(tokens, Mapping) else tokens
     return [_content(name, x) for x in values]
 
@@ -64,14 +64,14 @@ def _added(tokens: object) -> tuple[dict[str, Any], ...]:
     """Entries of `added_tokens_decoder` in the order of their numbers, as the library tokenizers takes them."""
     name = "added_tokens_decoder"
     if not isinstance(tokens, Mapping) or not all(isinstance(x, Mapping) for x in tokens.values()):
-        raise ValueError(f"{name}: wanted objects by number, got {received(tokens)}")
+        raise ValueError(f"{name}: wanted objects by number, got {checks.received(tokens)}")
     for number in tokens:
         if re.fullmatch("[0-9]{1,10}", number) is None:
             raise ValueError(f"{name}: wanted a token's number, got {number[:40]!r}")
     return tuple(
         {"content": _content(f"{name}[{number!r}]", tokens[number])}
         | {
-            flag: check_flag(f"{name}[{number!r}].{flag}", tokens[number][flag])
+            flag: checks.check_flag(f"{name}[{number!r}].{flag}", tokens[number][flag])
             for flag in _FLAGS
             if flag in tokens[number]
         }
@@ -83,7 +83,7 @@ def _content(name: str, token: object) -> str:
     text = token.get("content") if isinstance(token, Mapping) else token
     # half of a surrogate pair is no text
     if not isinstance(text, str) or not text or re.search("[\ud800-\udfff]", text):
-        raise ValueError(f"{name}: wanted a token, got {received(token)}")
+        raise ValueError(f"{name}: wanted a token, got {checks.received(token)}")
     return text
 
 
@@ -94,8 +94,8 @@ def ids(name: str, tokens: Tokens) -> list[int]:
     """Tokens as a list, without negative numbers; errors call the argument `name`."""
     array = np.asarray(tokens) if len(tokens) else np.zeros(0, np.int32)
     if array.dtype == object and all(isinstance(x, int) for x in array.flat):  # past 64 bits
-        raise ValueError(f"{name}: wanted numbers of 32 bits, got {received(tokens)}")
-    check_shape(name, check_int32(name, array), ("tokens",))
+        raise ValueError(f"{name}: wanted numbers of 32 bits, got {checks.received(tokens)}")
+    checks.check_shape(name, checks.check_int32(name, array), ("tokens",))
     return array[array >= 0].tolist()
 
 
@@ -335,9 +335,11 @@ class TextStream:
 def stop_strings(stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else () if stop is None else stop
     if not isinstance(stops, Sequence) or not all(isinstance(x, str) for x in stops):
-        raise TypeError(f"stop: wanted a string or a sequence of strings, got {received(stop)}")
+        raise TypeError(
+            f"stop: wanted a string or a sequence of strings, got {checks.received(stop)}"
+        )
     if not all(stops):
-        raise ValueError(f"stop: wanted strings that are not empty, got {received(stop)}")
+        raise ValueError(f"stop: wanted strings that are not empty, got {checks.received(stop)}")
     return tuple(stops)
 
 

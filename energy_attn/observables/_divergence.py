@@ -11,17 +11,8 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.distributed.internal import Reduction
-from energy_attn.kernels import AttentionState, merge
-from energy_attn.kernels.internal import (
-    Operands,
-    cross_sums,
-    dot_rows,
-    holds_keys,
-    lse_dtype,
-    mean_of_sums,
-    share,
-    sums_over_seen,
-)
+from energy_attn.kernels import AttentionState, Operands, merge
+from energy_attn.kernels.internal import dot_rows, holds_keys, lse_dtype, reductions, share
 
 from ..functional._free_energy import Calls, Parts, StaticCall, row_shape, state_at
 from ._at_source import HashablePartial, sinks_as_keys
@@ -112,12 +103,12 @@ def seen_share(mine: Part, theirs: Part, lse: Array) -> Array:
     By one walk over the keys: the difference of two energies would lose what rounding takes from them.
     """
     lse = lax.stop_gradient(jnp.minimum(lse, jnp.finfo(lse.dtype).max))
-    sums = _sums_of_both(sums_over_seen, mine, theirs, lse)
+    sums = _sums_of_both(reductions.sums_over_seen, mine, theirs, lse)
     calls, sinks = sinks_as_keys((mine[0],), (mine[1],))
     if sinks[1:]:
         sink = share(state_at(calls[1:], None, sinks[1:]).lse, lse)
         sums += jnp.stack([jnp.zeros_like(sink), sink], -1)
-    return mean_of_sums(sums)[..., 0]
+    return reductions.mean_of_sums(sums)[..., 0]
 
 
 def _sums_of_both(find: Callable[..., Array], mine: Part, theirs: Part, lse: Array) -> Array:
@@ -138,8 +129,8 @@ def _of_part(mine: Part, theirs: Part) -> tuple[AttentionState, Array | None]:
     if all(is_linear(*x) for x in (mine, theirs)) and _same_mask(mine, theirs):
         return _linear(mine, theirs), None
     lse = state_at((mine[0],), None, (mine[1],)).lse
-    found = _sums_of_both(cross_sums, mine, theirs, lse)
-    return AttentionState(mean_of_sums(found[..., 1:]), lse), found[..., 0] > 0
+    found = _sums_of_both(reductions.cross_sums, mine, theirs, lse)
+    return AttentionState(reductions.mean_of_sums(found[..., 1:]), lse), found[..., 0] > 0
 
 
 def _with_heads(number: int, call: StaticCall, operands: Operands) -> Part:

@@ -9,14 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer
 
-from energy_attn.kernels.internal import (
-    as_int32,
-    check_integer,
-    check_integral,
-    check_shape,
-    lse_dtype,
-    received,
-)
+from energy_attn.kernels.internal import checks, lse_dtype
 
 from ._tree import (
     PrefixTree,
@@ -25,7 +18,6 @@ from ._tree import (
     check_range,
     check_slots,
     gather_slots,
-    is_concrete,
     tree_from_ancestors,
 )
 
@@ -64,17 +56,17 @@ def tree_from_parents(
         >>> tree.depth.tolist(), tree.unpacker[0, 3].tolist()
         ([[0, 1, 1, 2]], [0, 2, 3])
     """
-    check_slots("tokens", check_integral("tokens", tokens))
-    check_shape("parent", check_integral("parent", parent), tokens.shape)
+    check_slots("tokens", checks.check_integral("tokens", tokens))
+    checks.check_shape("parent", checks.check_integral("parent", parent), tokens.shape)
     check_parents("parent", parent)
-    depth, slots = check_integer("depth", depth, least=1), tokens.shape[1]
+    depth, slots = checks.check_integer("depth", depth, least=1), tokens.shape[1]
     if depth > slots:
         raise ValueError(f"depth: wanted at most the {slots} slots of tokens, got {depth}")
     sizes = np.full(len(tokens), slots, np.int32) if size is None else size
-    check_shape("size", check_integral("size", sizes), tokens.shape[:1])
+    checks.check_shape("size", checks.check_integral("size", sizes), tokens.shape[:1])
     check_range("size", sizes, 0, slots)
     _check_paths(parent, sizes, depth)
-    above, used = (jnp.asarray(as_int32(x)) for x in (parent, sizes))
+    above, used = (jnp.asarray(checks.as_int32(x)) for x in (parent, sizes))
     return tree_from_checked_parents(depth, jnp.asarray(tokens), above, used)
 
 
@@ -113,11 +105,13 @@ def token_tree(
         >>> tree.tokens.tolist(), tree.parent.tolist()
         ([[5, 7, 8, 4]], [[-1, 0, 0, 1]])
     """
-    check_shape("root", check_integral("root", root), ("B",))
-    check_shape("candidates", check_integral("candidates", candidates), (len(root), "D", "R"))
+    checks.check_shape("root", checks.check_integral("root", root), ("B",))
+    checks.check_shape(
+        "candidates", checks.check_integral("candidates", candidates), (len(root), "D", "R")
+    )
     if candidates.dtype != root.dtype:
         raise TypeError(
-            f"candidates: wanted the dtype of root, {root.dtype}, got {received(candidates)}"
+            f"candidates: wanted the dtype of root, {root.dtype}, got {checks.received(candidates)}"
         )
     paths = _check_choices(choices, *candidates.shape[1:])
     slot = {path: n for n, path in enumerate(paths, start=1)}
@@ -154,7 +148,7 @@ def tree_from_checked_parents(depth: int, tokens: Array, parent: Array, size: Ar
 
 
 def _check_paths(parent: Array, size: Array | np.ndarray, depth: int) -> None:
-    if not (is_concrete(parent) and is_concrete(size)):
+    if not (checks.is_concrete(parent) and checks.is_concrete(size)):
         return
     rows = zip(np.asarray(parent).tolist(), np.asarray(size).tolist(), strict=True)
     for row, (above, used) in enumerate(rows):
@@ -171,12 +165,14 @@ def _check_paths(parent: Array, size: Array | np.ndarray, depth: int) -> None:
 def _check_choices(choices: object, levels: int, ranks: int) -> list[tuple[int, ...]]:
     # in order of length, then of ranks
     if not isinstance(choices, Sequence) or isinstance(choices, str):
-        raise TypeError(f"choices: wanted a sequence of tuples of ranks, got {received(choices)}")
+        raise TypeError(
+            f"choices: wanted a sequence of tuples of ranks, got {checks.received(choices)}"
+        )
     paths = []
     for choice in choices:
         if not isinstance(choice, Sequence) or isinstance(choice, str):
-            raise TypeError(f"choices: wanted tuples of ranks, got {received(choice)}")
-        path = tuple(check_integer("choices", rank) for rank in choice)
+            raise TypeError(f"choices: wanted tuples of ranks, got {checks.received(choice)}")
+        path = tuple(checks.check_integer("choices", rank) for rank in choice)
         if not 1 <= len(path) <= levels or not all(0 <= rank < ranks for rank in path):
             raise ValueError(
                 f"choices: wanted 1 to {levels} ranks below {ranks}, "
@@ -234,8 +230,8 @@ def grow(tree: PrefixTree, logits: Float[Array, "B L V"], count: int) -> PrefixT
         ([[5, 1, 2, 2]], [[-1, 0, 1, 0]])
     """
     check_logits(tree, logits)
-    check_shape("tree.unpacker", tree.unpacker, (*tree.tokens.shape, "C"))
-    count = check_integer("count", count, least=1)
+    checks.check_shape("tree.unpacker", tree.unpacker, (*tree.tokens.shape, "C"))
+    count = checks.check_integer("count", count, least=1)
     return _grown(count, tree, jnp.asarray(logits))
 
 
@@ -269,7 +265,7 @@ def _scores(tree: PrefixTree, logits: Array) -> Array:
     rows = jnp.arange(len(log_p), dtype=jnp.int32)[:, None]
     used = jnp.arange(slots, dtype=jnp.int32)[None] < tree.size[:, None]
     is_child = used & (tree.parent >= 0)
-    index = jnp.where(is_child, tree.parent, slots), as_int32(tree.tokens)
+    index = jnp.where(is_child, tree.parent, slots), checks.as_int32(tree.tokens)
     edge = log_p.at[rows, *index].get(mode="fill", fill_value=0)
     path = gather_slots(edge, tree.unpacker).sum(-1)
     scores = jnp.where(jnp.isneginf(log_p), -jnp.inf, path[:, :, None] + log_p)

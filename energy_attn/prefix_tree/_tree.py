@@ -8,17 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Integer, Shaped
 
-from energy_attn.kernels.internal import (
-    as_int32,
-    check_array,
-    check_boolean,
-    check_floating,
-    check_integer,
-    check_integral,
-    check_shape,
-    is_concrete,
-    received,
-)
+from energy_attn.kernels.internal import checks
 
 
 class PrefixTree(NamedTuple):
@@ -130,8 +120,8 @@ def pack(
     """
     beam, lengths = check_beam(beam, lengths)
     entries = beam.shape[1] * beam.shape[2]
-    slots = entries if capacity is None else check_integer("capacity", capacity, least=1)
-    pad = check_integer("pad_token", pad_token, is_wide=True)
+    slots = entries if capacity is None else checks.check_integer("capacity", capacity, least=1)
+    pad = checks.check_integer("pad_token", pad_token, is_wide=True)
     limits = jnp.iinfo(beam.dtype)
     if not limits.min <= pad <= limits.max:
         raise ValueError(f"pad_token: wanted a value of {beam.dtype}, beam's dtype, got {pad}")
@@ -170,19 +160,19 @@ def _packed(slots: int, beam: Array, lengths: Array, pad: Array) -> PrefixTree:
 
 def check_beam(beam: Array, lengths: Array | None, name: str = "beam") -> tuple[Array, Array]:
     """Returns a beam and its candidates' lengths `[B, M]` int32, as JAX arrays."""
-    beam = check_integral(name, beam)
-    check_shape(name, beam, ("B", "M", "C"))
+    beam = checks.check_integral(name, beam)
+    checks.check_shape(name, beam, ("B", "M", "C"))
     batch, rows, levels = beam.shape
     if rows == 0 or levels == 0:
-        raise ValueError(f"{name}: wanted candidates with tokens, got {received(beam)}")
+        raise ValueError(f"{name}: wanted candidates with tokens, got {checks.received(beam)}")
     if rows * levels > np.iinfo(np.int32).max:
-        raise ValueError(f"{name}: wanted M * C that int32 can number, got {received(beam)}")
+        raise ValueError(f"{name}: wanted M * C that int32 can number, got {checks.received(beam)}")
     if lengths is None:
         return jnp.asarray(beam), jnp.full((batch, rows), levels, jnp.int32)
-    check_integral("lengths", lengths)
-    check_shape("lengths", lengths, (batch, rows))
+    checks.check_integral("lengths", lengths)
+    checks.check_shape("lengths", lengths, (batch, rows))
     check_range("lengths", lengths, 0, levels)
-    return jnp.asarray(beam), jnp.asarray(as_int32(lengths))
+    return jnp.asarray(beam), jnp.asarray(checks.as_int32(lengths))
 
 
 def unpack(x: Shaped[Array, "B L ..."], tree: PrefixTree) -> Shaped[Array, "B M C ..."]:
@@ -209,8 +199,8 @@ def unpack(x: Shaped[Array, "B L ..."], tree: PrefixTree) -> Shaped[Array, "B M 
         True
     """
     check_tree("tree", tree)
-    x = check_array("x", x)
-    check_shape("x", x, (*tree.tokens.shape, *x.shape[2:]))
+    x = checks.check_array("x", x)
+    checks.check_shape("x", x, (*tree.tokens.shape, *x.shape[2:]))
     return gather_slots(x, tree.unpacker)
 
 
@@ -225,16 +215,18 @@ def gather_slots(x: Array, slots: Array) -> Array:
 
 def check_tree(name: str, tree: object) -> PrefixTree:
     if not isinstance(tree, PrefixTree):
-        raise TypeError(f"{name}: wanted a PrefixTree, got {received(tree)}")
+        raise TypeError(f"{name}: wanted a PrefixTree, got {checks.received(tree)}")
     for field in ("tokens", "depth", "parent", "unpacker", "size"):
-        check_integral(f"{name}.{field}", getattr(tree, field))
+        checks.check_integral(f"{name}.{field}", getattr(tree, field))
     check_slots(f"{name}.tokens", tree.tokens)
     batch, slots = tree.tokens.shape
-    check_shape(f"{name}.mask", check_boolean(f"{name}.mask", tree.mask), (batch, slots, slots))
+    checks.check_shape(
+        f"{name}.mask", checks.check_boolean(f"{name}.mask", tree.mask), (batch, slots, slots)
+    )
     for field in ("depth", "parent"):
-        check_shape(f"{name}.{field}", getattr(tree, field), (batch, slots))
-    check_shape(f"{name}.unpacker", tree.unpacker, (batch, "M", "C"))
-    check_shape(f"{name}.size", tree.size, (batch,))
+        checks.check_shape(f"{name}.{field}", getattr(tree, field), (batch, slots))
+    checks.check_shape(f"{name}.unpacker", tree.unpacker, (batch, "M", "C"))
+    checks.check_shape(f"{name}.size", tree.size, (batch,))
     check_parents(f"{name}.parent", tree.parent)
     check_range(f"{name}.size", tree.size, 0, slots)
     check_range(f"{name}.unpacker", tree.unpacker, -1, slots - 1)
@@ -243,22 +235,24 @@ def check_tree(name: str, tree: object) -> PrefixTree:
 
 def check_logits(tree: PrefixTree, logits: Array, context_logits: Array | None = None) -> None:
     check_tree("tree", tree)
-    check_shape("logits", check_floating("logits", logits), (*tree.tokens.shape, "V"))
+    checks.check_shape("logits", checks.check_floating("logits", logits), (*tree.tokens.shape, "V"))
     if logits.shape[2] == 0:
-        raise ValueError(f"logits: wanted a vocabulary of at least 1 token, got {received(logits)}")
+        raise ValueError(
+            f"logits: wanted a vocabulary of at least 1 token, got {checks.received(logits)}"
+        )
     if context_logits is not None:
-        check_floating("context_logits", context_logits)
-        check_shape("context_logits", context_logits, (len(tree.tokens), logits.shape[2]))
+        checks.check_floating("context_logits", context_logits)
+        checks.check_shape("context_logits", context_logits, (len(tree.tokens), logits.shape[2]))
 
 
 def check_slots(name: str, tokens: Array) -> None:
-    check_shape(name, tokens, ("B", "L"))
+    checks.check_shape(name, tokens, ("B", "L"))
     if tokens.shape[1] == 0:
-        raise ValueError(f"{name}: wanted at least 1 slot, got {received(tokens)}")
+        raise ValueError(f"{name}: wanted at least 1 slot, got {checks.received(tokens)}")
 
 
 def check_parents(name: str, parent: Array) -> None:
-    if not is_concrete(parent):
+    if not checks.is_concrete(parent):
         return
     slots = np.asarray(parent)
     wrong = np.argwhere((slots < -1) | (slots >= np.arange(slots.shape[1])))
@@ -271,7 +265,7 @@ def check_parents(name: str, parent: Array) -> None:
 
 
 def check_range(name: str, x: Array | np.ndarray, least: int, most: int) -> None:
-    if not is_concrete(x):
+    if not checks.is_concrete(x):
         return
     values = np.asarray(x)
     invalid = np.argwhere((values < least) | (values > most))

@@ -24,7 +24,7 @@ from ..masks._abstract import AbstractMask
 from ..scores._structure import check_score
 from ._operands import NO_SCALES, Operands, Scales, Settings, dequantized
 from ._options import MergedOptions, RowOptions, check_options
-from ._source import check_sink, weighing, with_source, with_token_scores
+from ._source import active_token_scores, check_sink, with_source, with_token_scores
 from ._state import lse_dtype
 from ._tokens import (
     NO_RULES,
@@ -138,7 +138,7 @@ def check_scored(
         rule, mask = split_mask(mask)
     if bias is not None or mask is not None:
         bias, mask = check_scores(bias, mask, shape)
-    if weighing.value:
+    if active_token_scores.value:
         bias = with_token_scores(bias, batch, key.shape[1])
     if options.get("score") is not None:
         score, score_arrays = check_score(options.get("score"), shape, lse_dtype(query.dtype))

@@ -15,17 +15,18 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
-from ..program._operations import (
+from ..program._jaxpr import (
     Operation,
     ProgramValue,
     bind_in_kernel,
+    equations,
     inputs_of,
     operations_of,
     reads,
     run,
     value_of,
+    without_mesh,
 )
-from ..program._read import equations, without_mesh
 from ..scores._abstract import ScoreIndices
 from ..scores._structure import ScoreStructure, floating
 

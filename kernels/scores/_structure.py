@@ -14,8 +14,16 @@ from jaxtyping import Array
 
 from .._checks import received
 from ..autodiff._function import jvp_of_some
-from ..program._operations import Operation, ProgramValue, inputs_of, operations_of
-from ..program._read import CALLS_WITH_RULES, closed, programs, without_mesh
+from ..program._jaxpr import (
+    CALLS_WITH_RULES,
+    Operation,
+    ProgramValue,
+    closed,
+    inputs_of,
+    operations_of,
+    programs,
+    without_mesh,
+)
 from ._abstract import AbstractScore, ScoreIndices
 
 _ARRAYS = jax.Array, np.ndarray, np.generic

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from energy_attn.distributed.internal import files, safetensors
-from energy_attn.kernels.internal import FLOATING, check_floating_dtype
+from energy_attn.kernels.internal import checks
 
 from ...functional._progress import Progress, progress_of
 from ..decoder._config import (
@@ -62,7 +62,7 @@ def load(
             "downloaded"
         )
     if dtype is not None:
-        dtype = check_floating_dtype("dtype", dtype)
+        dtype = checks.check_floating_dtype("dtype", dtype)
 
     def read() -> tuple[AbstractModelConfig, Family, dict[str, safetensors.Tensor]]:
         tensors, save = _stored(folder)
@@ -245,7 +245,7 @@ def _matching(
     first = next(name for name in shapes if name not in own)
     for name, shape in shapes.items():
         tensor = stored[name]
-        if tensor.dtype is None or tensor.dtype not in FLOATING:
+        if tensor.dtype is None or tensor.dtype not in checks.FLOATING:
             raise ValueError(
                 f"{name}: wanted float16, bfloat16, float32 or float64 in {tensor.file}, "
                 f"got {tensor.code}"

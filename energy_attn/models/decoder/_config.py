@@ -11,7 +11,7 @@ import equinox as eqx
 import numpy as np
 
 from energy_attn.distributed.internal import safetensors
-from energy_attn.kernels.internal import check_finite_number, check_flag, check_integer
+from energy_attn.kernels.internal import checks
 
 Shape = tuple[int, ...]
 
@@ -137,11 +137,11 @@ def check_numbers(
         if x is None and field.default is None:
             continue
         if bool in kinds:
-            check_flag(name, x)
+            checks.check_flag(name, x)
         elif int in kinds:
-            check_integer(name, x, least.get(name, 1))
+            checks.check_integer(name, x, least.get(name, 1))
         elif float in kinds:
-            (check_positive if name in positive else check_finite_number)(name, x)
+            (check_positive if name in positive else checks.check_finite_number)(name, x)
 
 
 def check_that(config: Any, name: str, holds: bool, wanted: str) -> None:
@@ -151,7 +151,7 @@ def check_that(config: Any, name: str, holds: bool, wanted: str) -> None:
 
 
 def check_positive(name: str, x: object) -> float:
-    number = check_finite_number(name, x)
+    number = checks.check_finite_number(name, x)
     if number <= 0:
         raise ValueError(f"{name}: wanted more than 0, got {x}")
     return number

@@ -20,15 +20,7 @@ from energy_attn.distributed.internal import (
     positions_from,
     split_along,
 )
-from energy_attn.kernels.internal import (
-    CallPolicy,
-    as_int32,
-    call_policy,
-    check_broadcastable,
-    check_int32,
-    check_shape,
-    received,
-)
+from energy_attn.kernels.internal import CallPolicy, call_policy, checks
 
 from ...functional._tag import placed, recorders
 from ...prefix_tree import PrefixTree, tree_decode
@@ -100,8 +92,8 @@ def read_alone(
     batch, time = check_tokens("tokens", tokens).shape
     token_positions = jnp.arange(time, dtype=jnp.int32)[None]
     if positions is not None:
-        token_positions = positions = as_int32(check_tokens("positions", positions))
-        check_broadcastable("positions", token_positions, (batch, time))
+        token_positions = positions = checks.as_int32(check_tokens("positions", positions))
+        checks.check_broadcastable("positions", token_positions, (batch, time))
     options: Any = {"query_positions": positions, "key_positions": positions, "parallel": parallel}
 
     def see(query: Array, key: Array, value: Array, **own: Any) -> tuple[Array, Trace]:
@@ -189,7 +181,7 @@ def _options_of(attend: Callable[..., Any]) -> dict[str, Any]:
         return attend.keywords
     raise ValueError(
         "attend: wanted attention, or a functools.partial of it with options, beside a cache that is "
-        f"a fork, got {received(attend)}"
+        f"a fork, got {checks.received(attend)}"
     )
 
 
@@ -347,13 +339,13 @@ def fitting(
     first = growing(cache.layers[0])
     if parallel is not None and parallel != first.parallel:
         raise ValueError(
-            f"parallel: wanted None or the cache's, {first.parallel}, got {received(parallel)}"
+            f"parallel: wanted None or the cache's, {first.parallel}, got {checks.received(parallel)}"
         )
     needed = time if first.window is None or chunk_size is None else min(time, chunk_size)
     room = first.capacity - (first.window or 0)
     if needed > room:
         raise ValueError(
-            f"cache: wanted room for {needed} tokens at once, of {received(tokens)}, got {room}"
+            f"cache: wanted room for {needed} tokens at once, of {checks.received(tokens)}, got {room}"
         )
     requested = check_counts(lengths, batch, time)
     counts = first._fitting(requested, time)
@@ -362,6 +354,6 @@ def fitting(
 
 def check_tokens(name: str, x: object) -> Any:
     """Returns `x`, integers `[batch, time]`; raises `TypeError` or `ValueError` for anything else."""
-    array = check_int32(name, x)
-    check_shape(name, array, ("batch", "time"))
+    array = checks.check_int32(name, x)
+    checks.check_shape(name, array, ("batch", "time"))
     return array

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import received
+from energy_attn.kernels.internal import checks
 
 from ...functional._progress import Progress, progress_of
 from .._vocabulary import TextStream
@@ -90,7 +90,7 @@ class _Listener:
 
 def check_untraced(name: str, argument: object) -> None:
     if isinstance(jnp.zeros((), jnp.int32) + 1, jax.core.Tracer):
-        raise ValueError(f"{name}: wanted none inside of jax.jit, got {received(argument)}")
+        raise ValueError(f"{name}: wanted none inside of jax.jit, got {checks.received(argument)}")
 
 
 @contextlib.contextmanager

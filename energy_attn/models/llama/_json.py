@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from energy_attn.kernels.internal import check_integer, received
+from energy_attn.kernels.internal import checks
 
 from ..checkpoint._config import check_activation, check_fields, end_tokens, family_of, renaming
 from ._rope import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
@@ -35,7 +35,7 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
         known = variant.quantized
         if known is None or method != known:
             wanted = "weights that are not quantized" + (f", or by {known!r}" if known else "")
-            raise ValueError(f"quantization_config: wanted {wanted}, got {received(method)}")
+            raise ValueError(f"quantization_config: wanted {wanted}, got {checks.received(method)}")
     rope, local = read_rope(entries, variant)
     local_name = () if variant.local_theta is None else ("rope_local_base_freq",)
     read = *_SHARED, *_OTHERS, _PART, "eos_token_id", *variant.names, *local_name
@@ -46,7 +46,7 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
     fields["eos_token_id"] = end_tokens(entries)
     if _PART in rope:
         if rope[_PART] != 1 and _PART not in variant.names:
-            raise ValueError(f"{_PART}: wanted 1, got {received(rope[_PART])}")
+            raise ValueError(f"{_PART}: wanted 1, got {checks.received(rope[_PART])}")
         fields[_PART] = rope[_PART]
     sizes = {**_DEFAULTS, **fields}
     own = variant.attributes({**{x: entries[x] for x in variant.names if x in entries}, **sizes})
@@ -117,7 +117,7 @@ def rope_entries(scaling: Rope) -> dict[str, Any]:
     kind = next((name for name, (x, _) in _KINDS.items() if type(scaling) is x), None)
     if kind is None:
         raise ValueError(
-            f"rope_scaling: wanted one of {', '.join(_KINDS)} in a checkpoint, got {received(scaling)}"
+            f"rope_scaling: wanted one of {', '.join(_KINDS)} in a checkpoint, got {checks.received(scaling)}"
         )
     return {"rope_type": kind} | {
         _THEIRS.get(name, name): list(x) if isinstance(x, tuple) else x
@@ -158,14 +158,14 @@ def _named(name: str, given: object, variant: Variant) -> dict[str, Any]:
     if kinds:
         kind = kinds[0]
         if not isinstance(kind, str):
-            raise TypeError(f"rope_type: wanted a string in {name}, got {received(kind)}")
+            raise TypeError(f"rope_type: wanted a string in {name}, got {checks.received(kind)}")
         rope["rope_type"] = {**_TEXT, **variant.rope_types}.get(kind, kind)
     return rope
 
 
 def _object(name: str, given: object) -> Mapping[str, Any]:
     if given is not None and not isinstance(given, Mapping):
-        raise TypeError(f"{name}: wanted a JSON object, got {received(given)}")
+        raise TypeError(f"{name}: wanted a JSON object, got {checks.received(given)}")
     return given or {}
 
 
@@ -174,7 +174,7 @@ def _add(found: dict[str, Any], more: Mapping[str, Any]) -> None:
         if found.setdefault(name, value) != value:
             raise ValueError(
                 f"{name}: wanted one value in {', '.join(_OBJECTS)} and beside them, got "
-                f"{received(found[name])} and {received(value)}"
+                f"{checks.received(found[name])} and {checks.received(value)}"
             )
 
 
@@ -183,7 +183,7 @@ def read_scaling(rope: Mapping[str, Any], context: int, original: int | None = N
     kind = rope.get("rope_type", "default")
     if kind != "default" and kind not in _KINDS:
         names = ", ".join(map(repr, ("default", *_KINDS)))
-        raise ValueError(f"rope_type: wanted one of {names}, got {received(kind)}")
+        raise ValueError(f"rope_type: wanted one of {names}, got {checks.received(kind)}")
     scaling, needed = _KINDS.get(kind, (None, ()))
     own = () if scaling is None else inspect.signature(scaling).parameters
     names = {name: _THEIRS.get(name, name) for name in own}
@@ -192,7 +192,7 @@ def read_scaling(rope: Mapping[str, Any], context: int, original: int | None = N
         return None
     for name in needed:
         if rope.get(name) is None:
-            raise ValueError(f"rope_scaling: wanted its {name}, got {received(dict(rope))}")
+            raise ValueError(f"rope_scaling: wanted its {name}, got {checks.received(dict(rope))}")
     values = {name: rope[x] for name, x in names.items() if rope.get(x) is not None}
     if _CONTEXT in own:
         values.setdefault(_CONTEXT, context)
@@ -201,7 +201,7 @@ def read_scaling(rope: Mapping[str, Any], context: int, original: int | None = N
         values[_LIMIT] = context
     if kind == "longrope":
         lists = {name: as_tuple(name, values[name]) for name in needed}
-        original = check_integer(_CONTEXT, values[_CONTEXT], 1)
+        original = checks.check_integer(_CONTEXT, values[_CONTEXT], 1)
         values = {"factor": context / original, **values, **lists}
     with renaming(_THEIRS):
         return scaling(**values)

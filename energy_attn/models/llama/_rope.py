@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from energy_attn.kernels.internal import lse_dtype, received
+from energy_attn.kernels.internal import checks, lse_dtype
 
 from ..decoder._config import check_numbers, check_positive, check_that
 
@@ -307,7 +307,7 @@ class LongRope(Rope):
         for name in ("short_factor", "long_factor"):
             values = getattr(self, name)
             if not isinstance(values, tuple):  # hashable, as the scaling is static
-                raise TypeError(f"{name}: wanted a tuple of numbers, got {received(values)}")
+                raise TypeError(f"{name}: wanted a tuple of numbers, got {checks.received(values)}")
             for value in values:
                 check_positive(name, value)
         if len(self.short_factor) != len(self.long_factor):

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from energy_attn.kernels.internal import check_choice, check_flag, check_integer, received
+from energy_attn.kernels.internal import checks
 
 from ..checkpoint._config import check_only, renaming
 from ..decoder._config import StoredWeight, check_numbers, check_that
@@ -69,7 +69,7 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, least={"n_shared_experts": 0, "first_k_dense_replace": 0})
-        check_choice("scoring", self.scoring, ("softmax", "sigmoid"))
+        checks.check_choice("scoring", self.scoring, ("softmax", "sigmoid"))
         count, groups, best = self.num_experts, self.n_group, self.topk_group
         each = count // groups
         check_that(self, "n_group", count % groups == 0, f"a divisor of the {count} experts")
@@ -214,7 +214,7 @@ def read_windows(values: Mapping[str, Any]) -> dict[str, Any]:
     Without `layer_types` it is those from `max_window_layers` on. Raises `ValueError` for a window without a size.
     """
     types, used = read_list(values, "layer_types"), values.get("use_sliding_window")
-    if used is None or not check_flag("use_sliding_window", used):
+    if used is None or not checks.check_flag("use_sliding_window", used):
         if any(kind != FULL for kind in types or ()):
             raise ValueError(
                 f"layer_types: wanted {FULL!r} without use_sliding_window, got {list(types or ())}"
@@ -224,7 +224,7 @@ def read_windows(values: Mapping[str, Any]) -> dict[str, Any]:
     if size is None:
         return {}
     if types is None:
-        first = check_integer("max_window_layers", values.get("max_window_layers", 28), 0)
+        first = checks.check_integer("max_window_layers", values.get("max_window_layers", 28), 0)
         layers = range(values["num_hidden_layers"])
         types = tuple(SLIDING if i >= first else FULL for i in layers)
     return {"sliding_window": size, "layer_types": types}
@@ -258,7 +258,7 @@ def write_types(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_tuple(name: str, x: object) -> tuple[Any, ...]:
     if not isinstance(x, list):
-        raise TypeError(f"{name}: wanted a list, got {received(x)}")
+        raise TypeError(f"{name}: wanted a list, got {checks.received(x)}")
     return tuple(x)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from energy_attn.kernels.internal import check_integer, received
+from energy_attn.kernels.internal import checks
 
 from ..decoder._config import StoredWeight
 from ._variant import (
@@ -130,7 +130,7 @@ def _read_rotated(values: Mapping[str, Any]) -> dict[str, Any]:
     rotated = read_list(values, "no_rope_layers")
     if rotated is None:
         name = "no_rope_layer_interval"
-        interval = check_integer(name, values.get(name, 4), 1)
+        interval = checks.check_integer(name, values.get(name, 4), 1)
         rotated = tuple(int((i + 1) % interval != 0) for i in range(values["num_hidden_layers"]))
     types = values.get("layer_types")
     if types is None:  # the window is that of the layers without a rotary embedding
@@ -160,17 +160,19 @@ _SMOLLM3 = Variant(
 def _read_gemma(values: Mapping[str, Any], pattern: int) -> dict[str, Any]:
     if values.get("use_bidirectional_attention"):
         raise ValueError(
-            f"use_bidirectional_attention: wanted false, got {received(values['use_bidirectional_attention'])}"
+            f"use_bidirectional_attention: wanted false, got {checks.received(values['use_bidirectional_attention'])}"
         )
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
-        pattern = check_integer(name, values.get(name, pattern), 1)
+        pattern = checks.check_integer(name, values.get(name, pattern), 1)
     return read_types(values, pattern)
 
 
 def _read_gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
     cap = values.get("attn_logit_softcapping")
     if cap is not None:  # transformers has the field, and no cap
-        raise ValueError(f"attn_logit_softcapping: wanted null in this family, got {received(cap)}")
+        raise ValueError(
+            f"attn_logit_softcapping: wanted null in this family, got {checks.received(cap)}"
+        )
     return _read_gemma(values, 6)
 
 
@@ -219,7 +221,7 @@ def _read_qwen3_moe(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("decoder_sparse_step", 1) != 1 or values.get("mlp_only_layers"):
         name = "mlp_only_layers" if values.get("mlp_only_layers") else "decoder_sparse_step"
         raise ValueError(
-            f"{name}: wanted a routed MLP in every layer, got {received(values[name])}"
+            f"{name}: wanted a routed MLP in every layer, got {checks.received(values[name])}"
         )
     return read_windows(values)
 

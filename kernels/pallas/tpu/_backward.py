@@ -12,7 +12,7 @@ from jaxtyping import Array
 from ..._varying import result_like
 from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
-from ...xla._blockwise import backward_rows, row_cotangents
+from ...xla._blockwise_derivatives import backward_rows, row_cotangents
 from .._score_program import Numbers
 from .._tiles import dot
 from ._grid import TPUGrid, load_present, visit, zero_past_end
