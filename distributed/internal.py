@@ -32,6 +32,7 @@ if _typing.TYPE_CHECKING:
     from .cache._write import positions_from as positions_from
     from .hlo._collectives import waits as waits
     from .plan._step import CHIPS as CHIPS
+    from .plan._step import Chip as Chip
     from .runtime import _files, _safetensors
 
     files = _files
@@ -48,5 +49,6 @@ else:
             "positions_from": ".cache._write",
             "waits": ".hlo._collectives",
             "CHIPS": ".plan._step",
+            "Chip": ".plan._step",
         },
     )

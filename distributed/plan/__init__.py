@@ -12,7 +12,6 @@ Examples:
     True
 """
 
-from ._step import Chip as Chip
 from ._step import chip as chip
 from ._step import pairs as pairs
 from ._step import step_time as step_time

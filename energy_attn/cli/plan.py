@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from energy_attn.distributed import cost
 from energy_attn.distributed import plan as planner
-from energy_attn.distributed.internal import CHIPS, METHOD_OPTIONS
+from energy_attn.distributed.internal import CHIPS, METHOD_OPTIONS, Chip
 
 from ..models import Llama, LlamaConfig
 from ..models.checkpoint._config import located
@@ -36,7 +36,7 @@ class Job:
     """A model, the tokens that it reads or is trained on, and the devices that share the tokens."""
 
     config: LlamaConfig
-    chip: planner.Chip
+    chip: Chip
     topology: cost.Topology
     tokens: int  # in a row
     batch: int = 1

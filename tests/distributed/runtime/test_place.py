@@ -89,14 +89,17 @@ def abstract(tree):
 
 
 OTHERS = {
-    r"ValueError tree: wanted a leaf \['b'\] as in like, got none": {"a": np.ones(8, np.float32)},
-    r"ValueError tree: wanted a leaf \['b'\].*, got \['c'\]": {"a": np.ones(8, np.float32), "c": 1},
-    r"ValueError tree\['a'\]: .*float32\[8\] .* float32\[4\]": {
+    r"ValueError local: wanted a leaf \['b'\] as in like, got none": {"a": np.ones(8, np.float32)},
+    r"ValueError local: wanted a leaf \['b'\].*, got \['c'\]": {
+        "a": np.ones(8, np.float32),
+        "c": 1,
+    },
+    r"ValueError local\['a'\]: .*float32\[8\] .* float32\[4\]": {
         "a": np.ones(4, np.float32),
         "b": 1,
     },
-    r"ValueError tree\['a'\]: .*float32\[8\] .* int32\[8\]": {"a": np.ones(8, np.int32), "b": 1},
-    r"TypeError tree\['a'\]: wanted a JAX or NumPy array, got float 1.0": {"a": 1.0, "b": 1},
+    r"ValueError local\['a'\]: .*float32\[8\] .* int32\[8\]": {"a": np.ones(8, np.int32), "b": 1},
+    r"TypeError local\['a'\]: wanted a JAX or NumPy array, got float 1.0": {"a": 1.0, "b": 1},
 }
 
 

@@ -48,7 +48,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=few([*MODELS], "bfloat16"))
+@pytest.fixture(scope="module", params=few([*MODELS], "routed"))
 def model(request):
     config, dtype = MODELS[request.param]
     return build(config, jnp.dtype(dtype), scale=config.hidden_size**-0.5)
@@ -138,7 +138,6 @@ def test_no_rows(small, shape):
         assert small.log_probs(tokens, reproducible=True).shape == (0, 7)
 
 
-@pytest.mark.full
 def test_ragged_prompts(small):
     """Padding behind a row's tokens, or the chunks of a prompt: other logits of its last token."""
     tokens, lengths = texts(), jnp.asarray([300, 7, 131, 64, 1])
@@ -208,6 +207,7 @@ def test_tree(small):
             same(found[0, tree.unpacker[0, branch, level]], logits[9 + level])
 
 
+@pytest.mark.full
 def test_over_devices(small):
     """Rows that XLA splits otherwise over devices, and weights that do not vary beside tokens that do."""
     tokens = jnp.asarray(np.concatenate([texts(), texts()[:3]])[:, :40])
