@@ -35,42 +35,14 @@ from ._at_source import (
 
 
 class ScoreMoments(NamedTuple):
-    """Mean and variance of the scores of a row under its attention weights, both `[B, T, N]`.
-
-    Attributes:
-        mean: in nats.
-        variance: in nats squared.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import energy_attn as ea
-        >>> q, k = jnp.ones((1, 1, 1)), jnp.array([0.0, 2.0]).reshape(2, 1, 1)
-        >>> mean, variance = ea.FreeEnergy().at(0 * q, k, k).score_moments()  # all scores are zero
-        >>> mean.item(), variance.item()
-        (0.0, 0.0)
-    """
+    """The result of `Gibbs.score_moments`."""
 
     mean: Float[Array, "*B T N"]
     variance: Float[Array, "*B T N"]
 
 
 class AttentionStatistics(NamedTuple):
-    """The result of [`Gibbs.statistics`][energy_attn.Gibbs.statistics]: statistics of each row, from one pass.
-
-    Attributes:
-        out: attention, the mean of the values, `[B, T, N, Hv]`; zero in a fully masked row.
-        energy: `[B, T, N]` in nats; minus infinity in a fully masked row.
-        entropy: of the weights, `[B, T, N]` in nats; zero in a fully masked row.
-        mean_score: the mean of the scores under the weights, `[B, T, N]` in nats; likewise.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import energy_attn as ea
-        >>> q, k = jnp.zeros((1, 1, 1)), jnp.array([0.0, 2.0]).reshape(2, 1, 1)
-        >>> found = ea.FreeEnergy().at(q, k, k).statistics()  # two keys of equal weight
-        >>> found.out.item(), found.entropy.item()
-        (1.0, 0.693...)
-    """
+    """The result of `Gibbs.statistics`."""
 
     out: Float[Array, "*B T N Hv"]
     energy: Float[Array, "*B T N"]

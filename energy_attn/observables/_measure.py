@@ -254,7 +254,9 @@ class AbstractMeasure(AbstractWeights):
         `score` the mean takes a second walk over the keys, of one product.
 
         Returns:
-            An [`AttentionStatistics`][energy_attn.AttentionStatistics], in float32 (float64).
+            A named tuple `(out, energy, entropy, mean_score)` in float32 (float64): attention `[B, T, N, Hv]`, and
+            the energy, the entropy of the weights and the mean of the scores, `[B, T, N]` in nats. A fully masked
+            row has an energy of minus infinity and zeros.
 
         Raises:
             NotImplementedError: the named implementation declines the wider values.
@@ -303,7 +305,7 @@ class AbstractMeasure(AbstractWeights):
         Two flash passes.
 
         Returns:
-            `(mean, variance)`, `[B, T, N]` each, in nats and their square.
+            A named tuple `(mean, variance)`, `[B, T, N]` in nats and in nats squared.
 
         Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
 

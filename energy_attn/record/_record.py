@@ -67,7 +67,7 @@ def record(
         function: any function or Equinox module, or a method of one. It is compiled as by
             `equinox.filter_jit`.
         *quantities: what to record of each energy: `"energy"`, `"entropy"`, `"heat_capacity"`,
-            `"variance"`, `"effective_keys"`, as in an [`EnergyReport`][energy_attn.EnergyReport], or the name
+            `"variance"`, `"effective_keys"`, as in an [`energy_report`][energy_attn.energy_report], or the name
             of a method of [`Gibbs`][energy_attn.Gibbs] that needs no arguments, as `"score_max"`. If
             there are none, nor functions: the five figures.
         **functions: others, by a name for each: a function of the call's `Gibbs` that returns

@@ -28,10 +28,10 @@ class TreeOutput(NamedTuple):
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> from energy_attn.models import Llama, LlamaConfig
-        >>> from energy_attn.prefix_tree import pack
+        >>> from energy_attn.prefix_tree import PrefixTree
         >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=2, num_attention_heads=2)
         >>> model = Llama(config, key=jax.random.key(0))
-        >>> tree = pack(jnp.array([[[3, 1, 4], [3, 1, 5]]]))
+        >>> tree = PrefixTree.from_beam(jnp.array([[[3, 1, 4], [3, 1, 5]]]))
         >>> read = model.read_tree(tree, model.empty_cache(batch=1, slots=16))
         >>> read.logits.shape, len(read.keys), read.keys[0].shape
         ((1, 6, 16), 2, (1, 6, 2, 4))
