@@ -105,15 +105,15 @@ def shifted_energy(
     rows = _rows(scores, where, axis)
     if shift is None:
         constant = lax.stop_gradient(rows.max(-1, initial=-jnp.inf))
-        given = safe_shift(constant)
+        applied = safe_shift(constant)
     else:
-        given = check_floating("shift", shift).astype(rows.dtype)
-        if given.shape != rows.shape[:-1]:
+        applied = check_floating("shift", shift).astype(rows.dtype)
+        if applied.shape != rows.shape[:-1]:
             raise ValueError(
                 f"shift: wanted the shape of scores less axis, {rows.shape[:-1]}, "
                 f"got {received(shift)}"
             )
-    return ShiftedEnergy(softmax(rows - given[..., None]).lse, given)
+    return ShiftedEnergy(softmax(rows - applied[..., None]).lse, applied)
 
 
 def _rows(scores: Array, where: Array | None, axis: int) -> Array:

@@ -147,8 +147,8 @@ class AbstractMeasure(AbstractWeights):
         }
         wanted = tuple(dict.fromkeys(groups.values()))
         term = _CentredProducts(wanted)
-        found = mean_over_keys(calls, None, parts, term, len(wanted), mean, *directions).out
-        moments = {group: found[..., wanted.index(kind)] for group, kind in groups.items()}
+        result = mean_over_keys(calls, None, parts, term, len(wanted), mean, *directions).out
+        moments = {group: result[..., wanted.index(kind)] for group, kind in groups.items()}
         terms = [
             (-1) ** (len(blocks) - 1)
             * math.factorial(len(blocks) - 1)
@@ -384,9 +384,9 @@ def _partitions(items: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
     if not items:
         return [[]]
     first, *others = items
-    found: list[list[tuple[int, ...]]] = []
+    result: list[list[tuple[int, ...]]] = []
     for size in range(1, len(others) + 1):
         for mates in itertools.combinations(others, size):
             rest = tuple(x for x in others if x not in mates)
-            found += [[(first, *mates), *parts] for parts in _partitions(rest)]
-    return found
+            result += [[(first, *mates), *parts] for parts in _partitions(rest)]
+    return result

@@ -219,9 +219,9 @@ def gather_path(cache: KVCache, path: Array, key: Array, value: Array) -> tuple[
     def taken(key: Array, value: Array, path: Array) -> tuple[Array, Array]:
         return gather_slots(key, path), gather_slots(value, path)
 
-    given, sharding = map(jnp.asarray, (key, value, path)), cache._sharding()
+    arrays, sharding = map(jnp.asarray, (key, value, path)), cache._sharding()
     in_specs = sharding.new, sharding.new, sharding.rows
-    return sharding.map(taken, in_specs, sharding.new, *given)
+    return sharding.map(taken, in_specs, sharding.new, *arrays)
 
 
 def _check_cache(cache: object) -> None:

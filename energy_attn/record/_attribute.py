@@ -99,16 +99,16 @@ def attribute(
 def _attributed(
     ask: HashablePartial, function: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree
 ) -> Attribution:
-    found: Attribution = weighed(ask, function, *args, **kwargs)
-    if not isinstance(found.gap, jax.core.Tracer):
-        gap, change = float(found.gap), float(found.change)
-        if not abs(gap) <= float(_allowed(_LARGE, found.effects, found.change)):
+    result: Attribution = weighed(ask, function, *args, **kwargs)
+    if not isinstance(result.gap, jax.core.Tracer):
+        gap, change = float(result.gap), float(result.change)
+        if not abs(gap) <= float(_allowed(_LARGE, result.effects, result.change)):
             warnings.warn(
                 f"attribute: the effects add up to {change + gap:.3g}, and all documents did {change:.3g}; "
                 "raise max_points, or hide documents one by one by weigh()",
                 stacklevel=3,
             )
-    return found
+    return result
 
 
 def _allowed(tolerance: float, effects: Array, change: Array) -> Array:
@@ -137,8 +137,8 @@ class _PathPieces(NamedTuple):
         """Estimates the error of each piece, from the change of the value and by the trapezoidal rule."""
         effects = self.effects()
         missed = effects.sum(-1) - (self.nodes[:, 2, 0] - self.nodes[:, 0, 0])
-        apart = jnp.max(jnp.abs(effects - self._by_rule(1, 2, 1)), -1, initial=0.0)
-        return jnp.abs(missed) + apart / 4
+        difference = jnp.max(jnp.abs(effects - self._by_rule(1, 2, 1)), -1, initial=0.0)
+        return jnp.abs(missed) + difference / 4
 
     def _by_rule(self, *factors: int) -> Array:
         shares = jnp.asarray(factors, self.width.dtype) / sum(factors)
@@ -149,8 +149,8 @@ def _integral(
     tolerance: float, max_points: int, value: Callable[[Array], Any], weights: Array
 ) -> Attribution:
     def node(shift: Array) -> Array:
-        found, slopes = jax.value_and_grad(lambda w: _scalar(value(w)))(weights + shift)
-        return jnp.concatenate([found.astype(slopes.dtype)[None], slopes.reshape(-1)])
+        result, slopes = jax.value_and_grad(lambda w: _scalar(value(w)))(weights + shift)
+        return jnp.concatenate([result.astype(slopes.dtype)[None], slopes.reshape(-1)])
 
     def at(*shifts: Array) -> Array:
         return lax.map(node, jnp.stack(shifts))
@@ -186,16 +186,16 @@ def _integral(
         beginning = jnp.where(is_first, 2 * end, end - width)
         centre = (beginning + end) / 2
         inner = jnp.where(is_first, beginning, (beginning + centre) / 2)
-        here, there = at(inner, jnp.where(is_first, centre, (centre + end) / 2))
+        left_node, right_node = at(inner, jnp.where(is_first, centre, (centre + end) / 2))
         left = _PathPieces(
             jnp.where(is_first, beginning, centre),
             jnp.where(is_first, width, width / 2),
-            jnp.stack([first, here, jnp.where(is_first, here, middle)]),
+            jnp.stack([first, left_node, jnp.where(is_first, left_node, middle)]),
         )
         right = _PathPieces(
             end,
             jnp.where(is_first, -end, width / 2),
-            jnp.stack([jnp.where(is_first, here, middle), there, last]),
+            jnp.stack([jnp.where(is_first, left_node, middle), right_node, last]),
         )
         pieces = jax.tree.map(
             lambda x, y, z: x.at[which].set(y).at[count].set(z), pieces, left, right
@@ -208,11 +208,11 @@ def _integral(
     return Attribution(effects.reshape(weights.shape), change, gap, 2 * count - 1)
 
 
-def _scalar(found: object) -> Array:
+def _scalar(result: object) -> Array:
     if not (
-        isinstance(found, jax.Array)
-        and found.shape == ()
-        and jnp.issubdtype(found.dtype, jnp.floating)
+        isinstance(result, jax.Array)
+        and result.shape == ()
+        and jnp.issubdtype(result.dtype, jnp.floating)
     ):
-        raise TypeError(f"function: wanted a floating scalar, got {received(found)}")
-    return found
+        raise TypeError(f"function: wanted a floating scalar, got {received(result)}")
+    return result

@@ -28,7 +28,7 @@ from ..core._module import measure_at, measure_of
 from ..functional._options import EnergyOptions
 from ..nn._multihead import MultiheadAttention
 from ..observables._entropy import RowObservables, row_observables
-from ..record._lift import Seen
+from ..record._lift import Recorded
 from ..record._record import effective_keys, names_of, recorder, run_recorded
 
 if TYPE_CHECKING:  # `import energy_attn` loads no models
@@ -188,7 +188,7 @@ def _check_inputs(run: Callable[..., Rows], model: Any, *inputs: Any, **options:
         raise TypeError(f"inputs: wanted {names} for a {type(model).__name__}; {error}") from None
 
 
-def _of_call(name: str, seen: Seen, per_query: bool) -> EnergyReport:
+def _of_call(name: str, seen: Recorded, per_query: bool) -> EnergyReport:
     """The report of one call in a function: of one layer, or of one for each step of the loops around it."""
     steps = [i for i, axis in enumerate(seen.axes) if axis == "scan"]
     figures = [jnp.moveaxis(seen.values[x], steps, range(len(steps))) for x in _FIGURES]
