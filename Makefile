@@ -77,7 +77,7 @@ help:
 	@echo "make check   format, lint, types, structure, the documentation's links"
 	@echo "make mutants    planted faults, and which test of their folder finds each"
 	@echo "make bench   times and memory beside jax.nn and PyTorch; SUITES='masks llama': some suites"
-	@echo "make docs    the documentation, into site/; examples in pages that have changed run; EXECUTE=1: in all pages"
+	@echo "make docs    the documentation, into site/; PAGES=docs/tutorial.md: run its blocks and rewrite their outputs, before"
 	@echo "make clean   remove what the targets made, the environment included"
 
 demo: $(VENV)/.installed-plot
@@ -128,10 +128,11 @@ check: environment
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_structure.py
+	$(BIN)/python tools/check_prose.py
 	$(BIN)/python -m pytest -q -m structure tests/repository
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python tools/check_types.py
-	EXECUTE=0 $(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
+	$(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
 
 mutants: $(VENV)/.installed-test
 	$(BIN)/python tools/mutants.py
@@ -140,6 +141,7 @@ bench: $(VENV)/.installed-plot $(VENV)/.installed-torch
 	$(BIN)/python -m benchmarks $(SUITES)
 
 docs: $(VENV)/.installed-docs
+	$(if $(PAGES),$(BIN)/python tools/pages.py --write $(PAGES))
 	$(BIN)/mkdocs build --strict
 
 # What continuous integration installs; all but the first beside something else.
@@ -162,7 +164,7 @@ environment-cuda13: environment-newest
 .installed: $(VENV)/.installed-$(TEST_EXTRAS)
 
 clean:
-	rm -rf $(VENV) $(addprefix $(VENV)-,python newest tpu cuda12 cuda13 flash fa4 device) .docs_cache .jax_cache build dist site energy_attn.egg-info demo.png
+	rm -rf $(VENV) $(addprefix $(VENV)-,python newest tpu cuda12 cuda13 flash fa4 device) .jax_cache build dist site energy_attn.egg-info demo.png
 
 PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"), end="")'
 

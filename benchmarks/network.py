@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from energy_attn.distributed import cost, initialize, make_mesh
-from energy_attn.distributed.internal import Kind, seconds
+from energy_attn.distributed.internal import network as modelled
 
 from .command import add_common, write
 from .runner import machine
@@ -38,12 +38,12 @@ class Timing(NamedTuple):
     """A collective along one axis: its payload in bytes, and the median seconds of one."""
 
     axis: str
-    kind: Kind
+    kind: modelled.Kind
     bytes: int
     seconds: float
 
 
-def _collectives(axis: str, devices: int) -> dict[Kind, Callable[[int, Array], Array]]:
+def _collectives(axis: str, devices: int) -> dict[modelled.Kind, Callable[[int, Array], Array]]:
     """Collectives of each kind for the body of a loop: `[1, N]` to `[1, N]`, a gather to `[devices, N]`."""
     following = [(i, (i + 1) % devices) for i in range(devices)]
     return {
@@ -143,8 +143,8 @@ def fit(timings: Sequence[Timing], axes: Sequence[str], usual: cost.Topology) ->
 
 def _modelled(timing: Timing, axes: Sequence[str], network: cost.Topology) -> float:
     """The seconds of a collective by the model."""
-    transfer = cost.Transfer(timing.kind, timing.bytes, (axes.index(timing.axis),))
-    return seconds(transfer, network)
+    transfer = modelled.Transfer(timing.kind, timing.bytes, (axes.index(timing.axis),))
+    return modelled.seconds(transfer, network)
 
 
 def _unit(
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if mesh.size == 1:
         parser.error("--mesh: wanted two or more devices, got one")
     timings = measure(mesh, args.repeats, args.shrink)
-    usual = cost.topology_of_mesh(mesh)
+    usual = cost.topology(mesh)
     fitted = fit(timings, mesh.axis_names, usual)
     rows = [
         timing._asdict()

@@ -14,7 +14,7 @@ import typing as _typing
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
-from energy_attn.kernels import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from energy_attn.kernels.internal import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from energy_attn.kernels.internal import lazy as _lazy
 
 from . import bayes as bayes

@@ -4,7 +4,6 @@ from .call._foreign import as_state as as_state
 from .call._kernel import AbstractJAXKernel as AbstractJAXKernel
 from .call._kernel import AbstractKernel as AbstractKernel
 from .call._operands import KernelCall as KernelCall
-from .call._operands import Needs as Needs
 from .call._operands import Operands as Operands
 from .call._operands import Settings as Settings
 from .call._state import AttentionState as AttentionState
@@ -12,7 +11,5 @@ from .call._state import CovarianceState as CovarianceState
 from .call._state import empty_state as empty_state
 from .call._state import merge as merge
 from .call._state import merge_all as merge_all
-from .call._tokens import Tokens as Tokens
-from .dispatch._derivative import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from .dispatch._registry import implementations as implementations
 from .dispatch._registry import local_attention as local_attention

@@ -215,7 +215,7 @@ def check_choice(name: str, x: object, choices: Sequence[str | None]) -> None:
 
 
 def check_names(name: str, x: object, what: str) -> tuple[str, ...]:
-    """Returns one name or a sequence of different ones as a tuple; `what` says what they name."""
+    """Returns one name or a sequence of different names as a tuple; `what` is the plural noun in errors."""
     names = (x,) if isinstance(x, str) else x
     if not isinstance(names, Sequence) or not names or not all(isinstance(n, str) for n in names):
         raise TypeError(f"{name}: wanted names of {what}, got {received(x)}")

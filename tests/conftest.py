@@ -8,8 +8,8 @@ import gc
 import os
 
 from tests.support.flags import flags
-from tests.support.margins import Margins
-from tests.support.seconds import (
+from tests.support.report import (
+    Margins,
     pytest_collection_finish,
     pytest_configure,
     pytest_runtest_makereport,

@@ -38,7 +38,7 @@ MAX_LINES = 400
 PRIVATE_NAMES = "kernels/_private.py"
 # Each was replaced by a name that says what the module, function or argument is.
 OLD_MODULES = re.compile(
-    "_flash|_choice|_walk|_errors|_ways|_wire|_place|_placement|_spread.*|_inside|_roll_call|_marks"
+    "_flash|_walk|_errors|_ways|_wire|_place|_placement|_spread.*|_inside|_roll_call|_marks"
     "|_warp|_follow|_optimum|_observe"
 )
 OLD_NAMES = re.compile(

@@ -16,13 +16,11 @@ import jax.numpy as jnp
 from draw_first_light import DOCS, Steps, between, kept, table
 
 from energy_attn import masks, scores
-from energy_attn.kernels import implementations
+from energy_attn.kernels import Operands, Settings, implementations
 from energy_attn.kernels.internal import (
     AssumedGPU,
-    Operands,
-    Settings,
     Tokens,
-    check_call,
+    arguments,
     explain,
     tried,
     window_structure,
@@ -138,7 +136,7 @@ def reason(name: str, options: dict[str, Any]) -> str | None:
     reasons: list[str | None] = []
 
     def ask(query: Any) -> None:
-        call = check_call(query, query, query, **options)
+        call = arguments.check_call(query, query, query, **options)
         try:
             explain((name,), call.settings, call.operands, "cuda")
             reasons.append(None)

@@ -9,17 +9,10 @@ from jaxtyping import Array, Int
 from energy_attn.kernels.internal import (
     CallPolicy,
     MergedScoreOptions,
-    as_int32,
+    arguments,
     call_policy,
-    check_array,
-    check_boolean,
-    check_floating,
-    check_integer,
-    check_integral,
     check_options,
-    check_shape,
-    check_window,
-    received,
+    checks,
 )
 from energy_attn.kernels.masks import AbstractMask
 
@@ -30,7 +23,7 @@ from ._write import positions_from
 def check_room(window: object, slots: Slots) -> int | None:
     if window is None:
         return None
-    window = check_integer("window", window, least=0)
+    window = checks.check_integer("window", window, least=0)
     if window >= slots.capacity:
         raise ValueError(
             f"window: wanted less than the capacity, {slots.capacity}, so that there is room for a "
@@ -45,7 +38,7 @@ def check_counts(lengths: object, rows: int, tokens: int, name: str = "lengths")
         return jnp.full(rows, tokens, jnp.int32)
     counts = check_whole(name, lengths, rows)
     if counts.ndim == 0:
-        raise ValueError(f"{name}: wanted shape ({rows}), got {received(lengths)}")
+        raise ValueError(f"{name}: wanted shape ({rows}), got {checks.received(lengths)}")
     if not isinstance(counts, jax.core.Tracer) and (np.asarray(counts) > tokens).any():
         raise ValueError(f"{name}: wanted 0 to {tokens}, got {np.asarray(lengths).tolist()}")
     return counts
@@ -54,34 +47,39 @@ def check_counts(lengths: object, rows: int, tokens: int, name: str = "lengths")
 def check_whole(name: str, x: object, rows: int) -> Array:
     """Numbers of at least 0, for all rows or one each, as int32."""
     if isinstance(x, (int, np.integer)):
-        return jnp.asarray(as_int32(np.asarray(check_integer(name, x, least=0, is_wide=True))))
-    numbers = check_integral(name, x)
+        return jnp.asarray(
+            checks.as_int32(np.asarray(checks.check_integer(name, x, least=0, is_wide=True)))
+        )
+    numbers = checks.check_integral(name, x)
     if numbers.ndim:
-        check_shape(name, numbers, (rows,))
+        checks.check_shape(name, numbers, (rows,))
     if not isinstance(x, jax.core.Tracer) and (np.asarray(x) < 0).any():
         raise ValueError(f"{name}: wanted no negative numbers, got {np.asarray(x).tolist()}")
-    return jnp.asarray(as_int32(numbers))
+    return jnp.asarray(checks.as_int32(numbers))
 
 
 def check_stored(name: str, x: object, dtype: jnp.dtype) -> Array:
-    array = check_floating(name, x)
+    array = checks.check_floating(name, x)
     if array.dtype != dtype:
-        raise TypeError(f"{name}: wanted the dtype of the cache, {dtype}, got {received(x)}")
+        raise TypeError(f"{name}: wanted the dtype of the cache, {dtype}, got {checks.received(x)}")
     return array
 
 
 def check_importance(x: object, key: Array) -> Array:
     """Numbers of each slot of `key`, as `[B, S, 1]`, or `[B, S, K]` for each head."""
-    array, shapes = jnp.asarray(check_floating("importance", x)), (key.shape[:2], key.shape[:3])
+    array, shapes = (
+        jnp.asarray(checks.check_floating("importance", x)),
+        (key.shape[:2], key.shape[:3]),
+    )
     if array.shape not in shapes:
         wanted = " or ".join(map(str, shapes))
-        raise ValueError(f"importance: wanted shape {wanted}, got {received(x)}")
+        raise ValueError(f"importance: wanted shape {wanted}, got {checks.received(x)}")
     return array if array.ndim == 3 else array[..., None]
 
 
 def check_reach(size: object, window: int | None) -> tuple[int | None, int | None] | None:
     """The window of queries in a cache of a window, which may not be exceeded."""
-    reach = check_window(size)
+    reach = arguments.check_window(size)
     if window is None:
         return reach
     if reach is None:
@@ -96,8 +94,8 @@ def check_reach(size: object, window: int | None) -> tuple[int | None, int | Non
 
 def check_rows(name: str, rows: object, count: int) -> Array:
     """Whether each of `count` rows is meant, from booleans or indices; indices that are traced may be out of range."""
-    if jnp.issubdtype(check_array(name, rows).dtype, jnp.bool_):
-        check_shape(name, check_boolean(name, rows), (count,))
+    if jnp.issubdtype(checks.check_array(name, rows).dtype, jnp.bool_):
+        checks.check_shape(name, checks.check_boolean(name, rows), (count,))
         return jnp.asarray(rows)
     indices = check_indices(name, rows, count)
     return (indices[:, None] == jnp.arange(count, dtype=jnp.int32)[None]).any(0)
@@ -105,15 +103,15 @@ def check_rows(name: str, rows: object, count: int) -> Array:
 
 def check_indices(name: str, rows: object, count: int, *, unique: bool = False) -> Array:
     """Indices of rows as int32. Where they are traced they may be out of range, and repeat."""
-    indices = check_integral(name, rows)
-    check_shape(name, indices, ("n",))
+    indices = checks.check_integral(name, rows)
+    checks.check_shape(name, indices, ("n",))
     if not isinstance(rows, jax.core.Tracer):
         known = np.asarray(indices)
         if ((known < 0) | (known >= count)).any():
             raise ValueError(f"{name}: wanted rows from 0 to {count - 1}, got {known.tolist()}")
         if unique and len(set(known.tolist())) < len(known):
             raise ValueError(f"{name}: wanted different rows, got {known.tolist()}")
-    return jnp.asarray(as_int32(indices))
+    return jnp.asarray(checks.as_int32(indices))
 
 
 def check_scores(
@@ -137,13 +135,13 @@ def check_queries(
 ) -> Int[Array, "..."]:
     """The positions of checked queries to a cache with such keys; by default, of the tokens appended last."""
     query = check_stored("query", query, dtype)
-    check_shape("query", query, (len(cache_lengths), "T", "N", key.shape[-1]))
+    checks.check_shape("query", query, (len(cache_lengths), "T", "N", key.shape[-1]))
     if positions is None:
         counts = check_counts(lengths, len(cache_lengths), query.shape[1])
         return positions_from(cache_lengths - counts, counts, query.shape[1])
     if lengths is not None:
         raise ValueError(
             "lengths: wanted None beside query_positions, which say what queries are absent, "
-            f"got {received(lengths)}"
+            f"got {checks.received(lengths)}"
         )
     return positions

@@ -9,12 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import (
-    MergedScoreOptions,
-    check_floating_dtype,
-    check_integer,
-    received,
-)
+from energy_attn.kernels.internal import MergedScoreOptions, checks
 from energy_attn.kernels.masks import AbstractMask
 
 from ..methods._parallel import SequenceParallel
@@ -141,10 +136,10 @@ class KVCache(AbstractTokens):
         sizes = {"batch": batch, "capacity": capacity, "kv_heads": kv_heads, "width": width}
         sizes["value_width"] = width if value_width is None else value_width
         sizes["block_size"] = block_size
-        sizes = {name: check_integer(name, size, least=1) for name, size in sizes.items()}
-        kind = check_floating_dtype("dtype", dtype)
+        sizes = {name: checks.check_integer(name, size, least=1) for name, size in sizes.items()}
+        kind = checks.check_floating_dtype("dtype", dtype)
         if quantize is not None and quantize != "int8":
-            raise ValueError(f"quantize: wanted None or 'int8', got {received(quantize)}")
+            raise ValueError(f"quantize: wanted None or 'int8', got {checks.received(quantize)}")
         slots = slots_for(
             sizes["capacity"], sizes["block_size"], parallel, sizes["batch"], sizes["kv_heads"]
         )
@@ -227,7 +222,9 @@ class KVCache(AbstractTokens):
             query, self.key, self.dtype, self.lengths, lengths, query_positions
         )
         if not isinstance(energy, EnergyLike):
-            raise TypeError(f"energy: wanted an energy_attn.FreeEnergy, got {received(energy)}")
+            raise TypeError(
+                f"energy: wanted an energy_attn.FreeEnergy, got {checks.received(energy)}"
+            )
         reach = check_reach(energy.local_window_size, self.window)
         energy = dataclasses.replace(energy, local_window_size=reach, parallel=self.parallel)
         rows = {"query_positions": positions, "key_positions": self.positions}
@@ -250,7 +247,10 @@ class KVCache(AbstractTokens):
             TypeError: no integers.
             ValueError: numbers below one, or the mesh, as for `append`.
         """
-        count, capacity = check_integer("count", count, 1), check_integer("capacity", capacity, 1)
+        count, capacity = (
+            checks.check_integer("count", count, 1),
+            checks.check_integer("capacity", capacity, 1),
+        )
         sharding = self._sharding()
         if block_size is None:
             block_size = min(self.slots.block, -(-capacity // self.slots.devices))

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import check_floating_dtype, check_integer, received
+from energy_attn.kernels.internal import checks
 
 from ..methods._parallel import SequenceParallel
 from ..runtime import _files, _safetensors
@@ -40,7 +40,7 @@ _OURS = re.compile(
 
 def check_path(path: object) -> Path:
     if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path: wanted the path of a folder, got {received(path)}")
+        raise TypeError(f"path: wanted the path of a folder, got {checks.received(path)}")
     return Path(os.fsdecode(path))
 
 
@@ -56,7 +56,9 @@ def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) 
     pieces: dict[str, np.ndarray] = {}
     for name, x in arrays.items():
         if isinstance(x, jax.core.Tracer):
-            raise TypeError(f"{name}: wanted an array that has been computed, got {received(x)}")
+            raise TypeError(
+                f"{name}: wanted an array that has been computed, got {checks.received(x)}"
+            )
         for shard in x.addressable_shards:
             if shard.replica_id == 0:
                 begins = (
@@ -105,7 +107,7 @@ def index(path: Path) -> tuple[list[str], str | None]:
             ):
                 return list(files), save
             case other:
-                raise ValueError(received(other))
+                raise ValueError(checks.received(other))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: wanted the index of a KVCache.save, got {error}") from error
 
@@ -180,15 +182,15 @@ class SavedFolder:
 def _read_metadata(file: Path, text: str | None) -> Metadata:
     try:
         fields = json.loads(text or "null")
-        slots = Slots(*(check_integer("slots", size, 1) for size in fields["slots"]))
+        slots = Slots(*(checks.check_integer("slots", size, 1) for size in fields["slots"]))
         if slots.capacity % slots.stripe:
             raise ValueError(f"slots: wanted whole blocks on every device, got {slots}")
-        dtype = check_floating_dtype("dtype", fields["dtype"])
+        dtype = checks.check_floating_dtype("dtype", fields["dtype"])
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise ValueError(f"dtype: wanted JAX's 64 bits on (jax_enable_x64), got {dtype}")
         stored = np.dtype(np.int8) if fields["stored"] == "int8" else dtype
         shapes = {
-            name: tuple(check_integer(name, size, 1) for size in shape)
+            name: tuple(checks.check_integer(name, size, 1) for size in shape)
             for name, shape in fields["shapes"].items()
         }
         rows, _, heads, _ = shapes["key"]
@@ -259,8 +261,8 @@ def reload(
     """
     saved = _files.steady(path, [INDEX], lambda: SavedFolder(path))
     starts, lengths, old = saved.starts, saved.lengths, saved.metadata.slots
-    capacity = check_integer("capacity", old.capacity if capacity is None else capacity, 1)
-    block = check_integer("block_size", old.block if block_size is None else block_size, 1)
+    capacity = checks.check_integer("capacity", old.capacity if capacity is None else capacity, 1)
+    block = checks.check_integer("block_size", old.block if block_size is None else block_size, 1)
     rows, _, heads, *_ = saved.metadata.arrays["key"][0]
     new = slots_for(capacity, block, parallel, rows, heads)
     window = check_room(saved.metadata.window, new)

@@ -9,14 +9,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from energy_attn.kernels import AttentionState, merge
-from energy_attn.kernels.internal import (
-    BoundScore,
-    MergedScoreOptions,
-    reads_first,
-    received,
-    split_score,
-)
-from energy_attn.kernels.scores import AbstractScore, At
+from energy_attn.kernels.internal import BoundScore, MergedScoreOptions, checks, jaxprs, split_score
+from energy_attn.kernels.scores import AbstractScore, ScoreIndices
 
 from ._arguments import check_queries, check_scores
 from ._tokens import AbstractTokens
@@ -180,7 +174,7 @@ def _check_score(score: AbstractScore | None, dtype: jnp.dtype) -> None:
     assert structure is not None
     bound, zero = BoundScore(structure, arrays), jnp.zeros((1, 1, 1, 1), jnp.int32)
     raw = zero.astype(dtype)
-    if reads_first(lambda row: bound(raw, At(row, zero, zero, zero)), zero):
+    if jaxprs.reads_first(lambda row: bound(raw, ScoreIndices(row, zero, zero, zero)), zero):
         raise NotImplementedError(
-            f"score: wanted one that is the same in all rows, which share a prompt, got {received(score)}"
+            f"score: wanted one that is the same in all rows, which share a prompt, got {checks.received(score)}"
         )

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ..merge._abstract import Axes
-from ..methods._parallel import SequenceParallel
-from ..methods._plan import (
+from ..methods._parallel import (
+    SequenceParallel,
     check_mesh,
     check_share,
     device_count,

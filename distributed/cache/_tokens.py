@@ -10,20 +10,17 @@ from jaxtyping import Array, Bool, Float, Int, Int8, Shaped
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
     LEAF,
-    AbstractFunction,
     CallPolicy,
     MergedScoreOptions,
     Scales,
-    check_call,
-    check_shape,
+    arguments,
+    autodiff,
+    checks,
     dequantize,
-    function_call,
-    received,
 )
 from energy_attn.kernels.masks import AbstractMask
 
-from ..methods._parallel import SequenceParallel
-from ..methods._plan import sharding_plan
+from ..methods._parallel import SequenceParallel, sharding_plan
 from ..methods._sharded import attend_sharded
 from ._arguments import (
     check_counts,
@@ -111,7 +108,7 @@ class AbstractTokens(eqx.Module):
         if not 1 <= tokens <= room:
             raise ValueError(
                 f"key: wanted 1 to {room} new tokens, for which the cache has room beside its "
-                f"window, got {received(key)}"
+                f"window, got {checks.received(key)}"
             )
         counts = check_counts(lengths, len(self.lengths), tokens)
         return self._written(key, value, self._fitting(counts, tokens))
@@ -119,8 +116,8 @@ class AbstractTokens(eqx.Module):
     def _check_new(self, key: Array, value: Array, tokens: int | str = "T") -> None:
         for name, x, stored in (("key", key, self.key), ("value", value, self.value)):
             check_stored(name, x, self.dtype)
-            check_shape(name, x, (len(self.lengths), tokens, *stored.shape[2:]))
-        check_shape("value", value, (*key.shape[:2], *self.value.shape[2:]))
+            checks.check_shape(name, x, (len(self.lengths), tokens, *stored.shape[2:]))
+        checks.check_shape("value", value, (*key.shape[:2], *self.value.shape[2:]))
 
     def _fitting(self, counts: Array, tokens: int) -> Array:
         """`counts`, or if a row has no room for as many tokens an error at run time, or -1 in its place."""
@@ -174,7 +171,7 @@ class AbstractTokens(eqx.Module):
         """
         if (count is None) == (before is None):
             raise ValueError(
-                f"count: wanted either count or before, got {received(count)} and {received(before)}"
+                f"count: wanted either count or before, got {checks.received(count)} and {checks.received(before)}"
             )
         rows = len(self.lengths)
         if count is None:
@@ -188,7 +185,7 @@ class AbstractTokens(eqx.Module):
         if before is not None or self.window is not None:
             raise ValueError(
                 "importance: wanted None beside before and in a cache with a window, "
-                f"got {received(importance)}"
+                f"got {checks.received(importance)}"
             )
         numbers = check_importance(importance, self.key)
         given = self._sharding(), self.slots, self._arrays()
@@ -250,7 +247,7 @@ class AbstractTokens(eqx.Module):
             [0, 0, 5]
         """
         if not isinstance(other, AbstractTokens):
-            raise TypeError(f"other: wanted a KVCache, got {received(other)}")
+            raise TypeError(f"other: wanted a KVCache, got {checks.received(other)}")
         theirs = other._traits()
         for name, wanted in self._traits().items():
             if wanted != theirs[name]:
@@ -278,10 +275,19 @@ class AbstractTokens(eqx.Module):
         """The state of checked queries over the tokens; `unrounded`, to be merged with others."""
         scored: Any = {"query_positions": positions, "key_positions": self.positions, **options}
         stored, scales = (self.key, self.value), Scales(self.key_scale, self.value_scale)
-        call = check_call(query, *stored, source, None, mask, scales, **scored)
+        call = arguments.check_call(query, *stored, source, None, mask, scales, **scored)
         plan = sharding_plan(self.parallel, *call.operands.qkv)
         settings = call.settings.needing(unrounded=unrounded)
-        return attend_sharded(plan, policy.laid_out(run_of(self)), settings, call.operands)
+        return attend_sharded(plan, policy.laid_out(self._run_length), settings, call.operands)
+
+    @property
+    def _run_length(self) -> int | None:
+        """The number of consecutive tokens in consecutive slots; None if a slot may hold a token of the next lap."""
+        if self.window is not None:
+            return None
+        capacity, block, devices = self.slots
+        # on one device, token n is in slot n
+        return block if devices > 1 else max(LEAF, 1 << (capacity - 1).bit_length())
 
     def _sharding(self) -> CacheSharding:
         return cache_sharding(self.parallel, self.key, self.slots.devices)
@@ -315,12 +321,12 @@ def quantize(
     up to the rounding of float32, in which all of it is computed. A vector with a NaN or an
     infinity is read back as NaN. Differentiated it raises `TypeError`: rounding has no derivative.
     """
-    quantized: tuple[Array, Array] = function_call(_Quantize(), x)
+    quantized: tuple[Array, Array] = autodiff.function_call(_Quantize(), x)
     return quantized
 
 
 @dataclasses.dataclass(frozen=True)
-class _Quantize(AbstractFunction):
+class _Quantize(autodiff.AbstractFunction):
     def apply(self, args: Array) -> tuple[Array, Array]:
         x = args.astype(jnp.float32)
         scale = jnp.abs(x).max(-1) / _LEVELS
@@ -332,12 +338,3 @@ class _Quantize(AbstractFunction):
             "quantize: wanted a cache that stores floating numbers where it is differentiated, got "
             "'int8', whose rounding has no derivative; stop the gradient or use quantize=None"
         )
-
-
-def run_of(cache: AbstractTokens) -> int | None:
-    """The number of successive tokens that lie together in a cache; None: none do."""
-    if cache.window is not None:  # a slot may have a token of the next lap
-        return None
-    capacity, block, devices = cache.slots
-    # on one device, token n is in slot n
-    return block if devices > 1 else max(LEAF, 1 << (capacity - 1).bit_length())

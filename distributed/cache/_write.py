@@ -14,15 +14,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import (
-    AbstractLinearMap,
-    linear_call,
-    unless_exported,
-    vary_together,
-)
+from energy_attn.kernels.internal import autodiff, mesh_axes, unless_exported
 
-from ..methods._parallel import SequenceParallel
-from ..methods._plan import reshard_explicit
+from ..methods._parallel import SequenceParallel, reshard_explicit
 from ._layout import CacheArrays, CacheSharding, Slots, spec_of
 
 _ERRORS = (
@@ -174,7 +168,7 @@ def positions_from(first: Array, counts: Array, tokens: int) -> Array:
 
 def write_at(buffer: Array, new: Array, slot: Array) -> Array:
     """`buffer` `[B, S, ...]` with `new` `[B, L, ...]` at `slot` `[B, L]`; dropped where that is ≥ S."""
-    return lax.platform_dependent(buffer, new, slot, cpu=_in_branch, default=_scatter)
+    return lax.platform_dependent(buffer, new, slot, cpu=_write_in_branch, default=_scatter)
 
 
 def _scatter(buffer: Array, new: Array, slot: Array) -> Array:
@@ -200,20 +194,20 @@ def _choose(buffer: Array, new: Array, slot: Array) -> Array:
     return lax.bitcast_convert_type(jax.vmap(row)(old, put, slot), buffer.dtype)
 
 
-def _in_branch(buffer: Array, new: Array, slot: Array) -> Array:
-    return linear_call(_InBranch(buffer.shape[1]), slot, (buffer, new))
+def _write_in_branch(buffer: Array, new: Array, slot: Array) -> Array:
+    return autodiff.linear_call(_BranchedWrite(buffer.shape[1]), slot, (buffer, new))
 
 
 # A write is linear in the buffer and in the new entries; its derivatives bypass the branch and the bits.
 @dataclasses.dataclass(frozen=True)
-class _InBranch(AbstractLinearMap):
+class _BranchedWrite(autodiff.AbstractLinearMap):
     """The buffer with new entries, from slots and the two arrays."""
 
     slots: int
 
     def apply(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> Array:
         """Writes in a branch, so that XLA:CPU does not fuse the write with a read, which would copy the buffer."""
-        buffer, new, fixed = vary_together((*self._both(fixed, moving), fixed))
+        buffer, new, fixed = mesh_axes.vary_together((*self._both(fixed, moving), fixed))
         write = _choose if buffer.dtype == jnp.bfloat16 else _scatter
         return lax.cond(
             (fixed < self.slots).any(),
@@ -233,7 +227,7 @@ class _InBranch(AbstractLinearMap):
             return cotangent.at[slot].get(mode="fill", fill_value=0, unique_indices=True)
 
         return (
-            None if buffer is None else linear_call(self, fixed, (cotangent, None)),
+            None if buffer is None else autodiff.linear_call(self, fixed, (cotangent, None)),
             None if new is None else jax.vmap(row)(cotangent, fixed),
         )
 

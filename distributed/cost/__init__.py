@@ -5,9 +5,9 @@ r"""The cost of an attention over a mesh, predicted: bytes sent, memory, seconds
 compare the two. `volume` and `latency` follow from the predicted ones, and `merge="auto"` and
 `method="auto"` choose by them.
 
-[`plan.step_time`][energy_attn.distributed.plan.step_time] adds the products of the busiest device, and which
-transfers lie beside them. The model does not know congestion, other users of a network, or the real speed of any
-machine. A compiled program holds no price of communication, either. Exchanges by gloo, measured over an emulated
+[`plan.step_time`][energy_attn.distributed.plan.step_time] adds the products of the busiest device, and counts
+which transfers overlap them. The model ignores congestion, other users of a network, and the real speed of a
+machine. Exchanges by gloo, measured over an emulated
 network of known latency and bandwidth, agree with the model within a factor of 1.5 where cores were idle (of 3.1
 where they were busy). Transfers of GPUs and TPUs have not been measured: there its times only rank strategies.
 
@@ -23,33 +23,27 @@ import typing as _typing
 from energy_attn.kernels.internal import lazy as _lazy
 
 from ._interconnects import topology as topology
-from ._interconnects import topology_of_mesh as topology_of_mesh
 from ._network import Link as Link
 from ._network import Topology as Topology
-from ._network import Transfer as Transfer
 from ._shape import Shape as Shape
 
-# Methods and merges say what they send by the names above, so that what asks them comes later.
+# Methods and merge strategies describe their transfers by the names above, so their own cost is imported later.
 if _typing.TYPE_CHECKING:
-    from ..merge._strategies import MERGES as MERGES
-    from ..methods._cost import choose_merge as choose_merge
-    from ..methods._cost import choose_method as choose_method
-    from ..methods._cost import latency as latency
-    from ..methods._cost import memory as memory
-    from ..methods._cost import transfers as transfers
-    from ..methods._cost import volume as volume
-    from ..methods._ring import ROTATED as ROTATED
+    from ..methods._choice import choose_merge as choose_merge
+    from ..methods._choice import choose_method as choose_method
+    from ..plan._cost import latency as latency
+    from ..plan._cost import memory as memory
+    from ..plan._cost import transfers as transfers
+    from ..plan._cost import volume as volume
 else:
     __getattr__, __dir__ = _lazy(
         __name__,
         names={
-            "MERGES": "..merge._strategies",
-            "ROTATED": "..methods._ring",
-            "choose_merge": "..methods._cost",
-            "choose_method": "..methods._cost",
-            "latency": "..methods._cost",
-            "memory": "..methods._cost",
-            "transfers": "..methods._cost",
-            "volume": "..methods._cost",
+            "choose_merge": "..methods._choice",
+            "choose_method": "..methods._choice",
+            "latency": "..plan._cost",
+            "memory": "..plan._cost",
+            "transfers": "..plan._cost",
+            "volume": "..plan._cost",
         },
     )

@@ -14,23 +14,17 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_integer,
-    check_names,
-    private_names,
-    received,
-)
+from energy_attn.kernels.internal import checks, private_names
 
 from ..runtime._mesh import network_part
 from ._network import Link, Topology
 
 
 class Interconnect(NamedTuple):
-    """Devices of one kind: the link inside a host (a TPU slice) and that between hosts, each of one device.
+    """Links of one kind of device: inside a host (a TPU slice), and between hosts.
 
-    `source` says where latencies and bandwidths are from; `kinds` are words of `Device.device_kind`. The ends of
-    an axis of a torus are joined where its length is a multiple of `joined`.
+    `source` names the origin of latencies and bandwidths; `kinds` are words of `Device.device_kind`. An axis of a
+    torus wraps around if its length is a multiple of `joined`.
     """
 
     platform: str
@@ -69,7 +63,7 @@ _THREADS = Link(1, 1e-6, 5e9, "memory")
 def _tpu(
     link: float, network: float, kinds: tuple[str, ...], joined: int = 4, source: str = _CLOUD
 ) -> Interconnect:
-    """A TPU, from one-way bytes per second of an ICI link, and between slices. A ring uses two links of a chip."""
+    """A TPU: one-way bytes per second of an ICI link and between slices. A ring uses two links of a chip."""
     ici = Link(1, 1e-6, 2 * link, "ICI", torus=True)
     between = Link(1, 1e-5, network, "data-centre network")
     return Interconnect("tpu", ici, between, "levels", 1e-6, source, kinds, joined=joined)
@@ -115,17 +109,22 @@ INTERCONNECTS = {
 
 
 def topology(
-    name: str,
+    machine: str | Mesh,
     sizes: Sequence[int] = (),
     *,
     nodes: int | None = None,
+    axes: str | Sequence[str] | None = None,
     latency: float | Sequence[float] | None = None,
     bandwidth: float | Sequence[float] | None = None,
     launch: float | None = None,
     overhead: float | None = None,
 ) -> Topology:
-    r"""The network of a named kind of machine over the axes of a mesh.
+    r"""The network of a named kind of machine, or of the devices of a mesh, along the axes of a mesh.
 
+    `Device.device_kind` determines the machine of a mesh. Along an axis that changes `Device.slice_index` (without
+    one, `process_index`), devices communicate over the network between slices or hosts. On TPUs
+    `Device.coords` determine how many chips neighbours of the mesh are apart, and whether the ends of an
+    axis along one dimension of the torus are joined; devices of one chip share its links.
     A message of $n$ bytes along an axis takes $\alpha + n / \beta$ seconds:
 
     | name | inside a node: $\alpha$ in µs, $\beta$ in GB/s | between nodes |
@@ -138,9 +137,11 @@ def topology(
     | `"simulated"`: CPU devices of one process | memory: 1, 5 | |
 
     Args:
-        name: of the kind of machine, as above.
-        sizes: of the mesh axes inside a node (a host, or a TPU slice).
-        nodes: how many nodes there are along a first, slow axis; None: no such axis.
+        machine: the name of a kind of machine, as above; or a mesh with its devices, also one from
+            `jax.experimental.topologies`.
+        sizes: of the mesh axes inside a node (a host, or a TPU slice) of a named machine.
+        nodes: how many nodes a named machine has along a first, slow axis; None: no such axis.
+        axes: of the mesh, slow ones first; None: all.
         latency: seconds of each axis, instead of those above; a single number is the first axis'. For gloo, which
             waits for the receiver's buffer, the time of a round trip.
         bandwidth: bytes per second, likewise, that each device sends in one direction while all of them send.
@@ -150,32 +151,41 @@ def topology(
             each core.
 
     Returns:
-        A [`Topology`][energy_attn.distributed.cost.Topology] over `(nodes, *sizes)`, or `sizes`.
+        A [`Topology`][energy_attn.distributed.cost.Topology] over `(nodes, *sizes)`, or `sizes`, or with a link for
+        each axis of the mesh.
 
     Raises:
-        TypeError: sizes that are no integers, or seconds and bandwidths that are no numbers.
-        ValueError: an unknown name, no axes, sizes below 1, a negative time, a bandwidth that is not positive, or
-            not one for each axis.
+        TypeError: `machine` is neither a name nor a mesh with devices, sizes are no integers, or seconds and
+            bandwidths are no numbers.
+        ValueError: an unknown name, no axes, axes that the mesh does not have, sizes with a mesh, sizes below 1,
+            a negative time, a bandwidth that is not positive, or not one for each axis.
 
     Source: the makers' data sheets, Google Cloud's pages of TPUs and N. Jouppi et al. (arXiv 2304.01433); for
-        latencies of GPUs, the `tuning.cc` of NCCL and RCCL. The latencies of TPUs and of CPUs are assumed.
+        latencies of GPUs, the `tuning.cc` of NCCL and RCCL. The latencies of TPUs and of CPUs are assumed. GPUs of
+        unknown kinds count as DGX H100, TPUs as v5p, CPU processes as hosts with 1 Gbit/s and 0.1 ms between them.
 
     Examples:
+        >>> import jax
         >>> from energy_attn.distributed import cost
         >>> cost.topology("dgx_h100", (8,), nodes=16).devices
         128
         >>> measured = cost.topology("ethernet", (2,), nodes=4, latency=4e-3, bandwidth=(5e7, 2e9))
         >>> [(link.latency, link.bandwidth) for link in measured.links]
         [(0.004, 50000000.0), (0.0, 2000000000.0)]
+        >>> cost.topology(jax.make_mesh((jax.device_count(),), ("device",))).devices == jax.device_count()
+        True
     """
-    check_choice("name", name, tuple(INTERCONNECTS))
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
-        raise TypeError(f"sizes: wanted one for each mesh axis, got {received(sizes)}")
-    machine = INTERCONNECTS[name]
-    within = math.prod(check_integer("sizes", size, least=1) for size in sizes)
-    links = [machine.link(size, within, slow=False) for size in sizes]
-    if nodes is not None:
-        links.insert(0, machine.link(check_integer("nodes", nodes, least=1), within, slow=True))
+    if isinstance(machine, str):
+        if axes is not None:
+            raise ValueError(
+                f"axes: wanted None for the name of a machine, got {checks.received(axes)}"
+            )
+        interconnect = _of_machine(machine, sizes, nodes)
+    elif len(sizes) or nodes is not None:
+        raise ValueError("sizes: wanted no sizes and no nodes for a mesh, which has its own")
+    else:
+        interconnect = _of_mesh(machine, axes)
+    links = list(interconnect.links)
     for field, option in (("latency", latency), ("bandwidth", bandwidth)):
         if option is None:
             continue
@@ -188,46 +198,31 @@ def topology(
         links = [
             dataclasses.replace(link, **{field: x}) for link, x in zip(links, numbers, strict=True)
         ]
-    interconnect = machine.over(name, links)
     options = {"launch": launch, "overhead": overhead}
-    return dataclasses.replace(
-        interconnect, **{key: x for key, x in options.items() if x is not None}
-    )
+    options = {key: x for key, x in options.items() if x is not None}
+    return dataclasses.replace(interconnect, links=tuple(links), **options)
 
 
-def topology_of_mesh(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Topology:
-    """The network of a mesh, from the attributes of its devices.
+def _of_machine(name: str, sizes: Sequence[int], nodes: int | None) -> Topology:
+    checks.check_choice("machine", name, tuple(INTERCONNECTS))
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+        raise TypeError(f"sizes: wanted one for each mesh axis, got {checks.received(sizes)}")
+    machine = INTERCONNECTS[name]
+    within = math.prod(checks.check_integer("sizes", size, least=1) for size in sizes)
+    links = [machine.link(size, within, slow=False) for size in sizes]
+    if nodes is not None:
+        links.insert(
+            0, machine.link(checks.check_integer("nodes", nodes, least=1), within, slow=True)
+        )
+    return machine.over(name, links)
 
-    `Device.device_kind` determines the machine. Along an axis that changes `Device.slice_index` (without
-    one, `process_index`), devices communicate over the network between slices or hosts. On TPUs
-    `Device.coords` determine how many chips neighbours of the mesh are apart, and whether the ends of an
-    axis along one dimension of the torus are joined; devices of one chip share its links.
 
-    Args:
-        mesh: with its devices, also those of `jax.experimental.topologies`.
-        axes: of the mesh, slow ones first; None: all.
-
-    Returns:
-        A [`Topology`][energy_attn.distributed.cost.Topology] with a link for each axis.
-
-    Raises:
-        TypeError: `mesh` is no mesh with devices.
-        ValueError: axes that the mesh does not have.
-
-    Source: for the figures, see [`topology`][energy_attn.distributed.cost.topology]. GPUs of unknown kinds count as
-        those of DGX H100, TPUs as v5p, CPU processes as hosts with 1 Gbit/s and 0.1 ms between them. Google
-        Cloud's pages say which axes of a torus are joined.
-
-    Examples:
-        >>> import jax
-        >>> from energy_attn.distributed import cost, make_mesh
-        >>> mesh = make_mesh((jax.device_count(),), ("device",))
-        >>> cost.topology_of_mesh(mesh).devices == jax.device_count()
-        True
-    """
+def _of_mesh(mesh: object, axes: str | Sequence[str] | None) -> Topology:
     if not isinstance(mesh, Mesh) or mesh.empty:
-        raise TypeError(f"mesh: wanted a jax.sharding.Mesh of devices, got {received(mesh)}")
-    names = mesh.axis_names if axes is None else check_names("axes", axes, "mesh axes")
+        raise TypeError(
+            f"machine: wanted a name or a jax.sharding.Mesh of devices, got {checks.received(mesh)}"
+        )
+    names = mesh.axis_names if axes is None else checks.check_names("axes", axes, "mesh axes")
     unknown = [name for name in names if name not in mesh.axis_names]
     if unknown:
         raise ValueError(f"axes: wanted axes of the mesh, {mesh.axis_names}, got {unknown[0]!r}")
@@ -235,7 +230,7 @@ def topology_of_mesh(mesh: Mesh, axes: str | Sequence[str] | None = None) -> Top
 
 
 def usual_topology(mesh: AbstractMesh, axes: tuple[str, ...]) -> Topology:
-    """The network of some axes of the mesh in force, from its devices where they are known."""
+    """Network along some axes of the mesh in force, from its devices if they are known."""
     device: Any = getattr(mesh, "abstract_device", None)
     platform = getattr(device, "platform", None) or jax.default_backend()
     kind = getattr(device, "device_kind", None) or ""
@@ -247,7 +242,7 @@ def usual_topology(mesh: AbstractMesh, axes: tuple[str, ...]) -> Topology:
 
 
 def of_sizes(sizes: tuple[int, ...], platform: str, kind: str, processes: int) -> Topology:
-    """The network of axes with unknown devices: the first is between processes, TPUs are in one slice."""
+    """Network along axes of unknown devices: the first axis is between processes; TPUs share one slice."""
     name = _name(platform, kind, processes > 1)
     if processes > 1 and platform != "tpu":
         return topology(name, sizes[1:], nodes=sizes[0])
@@ -255,7 +250,7 @@ def of_sizes(sizes: tuple[int, ...], platform: str, kind: str, processes: int) -
 
 
 def _devices(mesh: AbstractMesh, kind: str) -> np.ndarray | None:
-    """The devices of the mesh in force, if it is this one, or all devices, if their number is right."""
+    """Devices of the mesh in force if it equals `mesh`, else all devices if their number fits."""
     try:
         mesh_in_force: Mesh = private_names("mesh").in_force()
     except NotImplementedError:
@@ -295,7 +290,7 @@ def _of_devices(devices: np.ndarray, axes: Sequence[int]) -> Topology:
 
 
 def _on_chips(machine: Interconnect, link: Link, devices: np.ndarray, axis: int) -> Link:
-    """A chip's link along an axis, adjusted for devices that share it and for the distance of chips."""
+    """Link of a chip along an axis, adjusted for devices that share it and for the distance of chips."""
     places = np.empty(devices.size, object)
     for i, device in enumerate(devices.flat):
         places[i] = (network_part(device), *device.coords)

@@ -6,7 +6,7 @@ from typing import NamedTuple, get_args
 
 import jax
 
-from energy_attn.kernels.internal import received
+from energy_attn.kernels.internal import checks
 
 from ._groups import Groups, groups_of
 from ._parse import Instruction, Kind, Module, arrays, parse, trip_count
@@ -109,7 +109,7 @@ def collectives(compiled: jax.stages.Compiled) -> tuple[Collective, ...]:
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
             "compiled: wanted jax.stages.Compiled, e.g. jax.jit(f).lower(...).compile(), "
-            f"got {received(compiled)}"
+            f"got {checks.received(compiled)}"
         )
     text = compiled.as_text()
     if text is None:

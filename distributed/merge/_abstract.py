@@ -13,19 +13,13 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, CovarianceState, merge_all
-from energy_attn.kernels.internal import (
-    AbstractFunction,
-    State,
-    apply_in_float32,
-    function_call,
-    vary_together,
-)
+from energy_attn.kernels.internal import State, autodiff, mesh_axes
 
 from ..cost._network import Topology, Transfer, Transfers
 from ..cost._shape import Shape
 
 Axes = tuple[str, ...]
-Tree = TypeVar("Tree")
+Arrays = TypeVar("Arrays")
 
 
 class AbstractMerge(abc.ABC):
@@ -85,7 +79,7 @@ def transfer(collective: Callable[[Any], Any], state: AttentionState) -> Attenti
     def pair(out: Array, lse: Array) -> AttentionState:
         return AttentionState(*collective((out, lse)))
 
-    return lax.platform_dependent(*vary_together(state), cpu=as_one, default=pair)
+    return lax.platform_dependent(*mesh_axes.vary_together(state), cpu=as_one, default=pair)
 
 
 def moved(collective: Callable[[Array], Array], x: Array) -> Array:
@@ -95,11 +89,11 @@ def moved(collective: Callable[[Array], Array], x: Array) -> Array:
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
         return collective(x)
-    return function_call(_AsBits(collective), x)
+    return autodiff.function_call(_AsBits(collective), x)
 
 
 @dataclasses.dataclass(frozen=True)
-class _AsBits(AbstractFunction):
+class _AsBits(autodiff.AbstractFunction):
     collective: Callable[[Array], Array]
 
     def apply(self, args: Array) -> Array:
@@ -108,7 +102,9 @@ class _AsBits(AbstractFunction):
 
     def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
         # Integers have no tangents; in float32, as the transpose of a gather is a sum.
-        return function_call(self, primals), apply_in_float32(self.collective, tangents)
+        return autodiff.function_call(self, primals), mesh_axes.apply_in_float32(
+            self.collective, tangents
+        )
 
 
 def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:
@@ -117,7 +113,7 @@ def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:
     return lax.bitcast_convert_type(collective(bits), x.dtype)
 
 
-def joined(tree: Tree, axes: Axes, axis: int) -> Tree:
+def joined(tree: Arrays, axes: Axes, axis: int) -> Arrays:
     """The parts of arrays on all devices, end to end along `axis`."""
 
     def whole(x: Array) -> Array:
@@ -138,7 +134,7 @@ def gathered(state: AttentionState, axes: Axes) -> AttentionState:
     may have sharded the rows.
     """
 
-    def gather(x: Tree) -> Tree:
+    def gather(x: Arrays) -> Arrays:
         return lax.all_gather(x, axes)
 
     def stacked(out: Array, lse: Array) -> AttentionState:
@@ -163,10 +159,10 @@ def gathered(state: AttentionState, axes: Axes) -> AttentionState:
     automatic = any(kind == AxisType.Auto and mesh.shape[axis] > 1 for axis, kind in kinds)
     if state.out.size == 0 or automatic:
         return plain(*state)
-    return lax.platform_dependent(*vary_together(state), tpu=stacked, default=plain)
+    return lax.platform_dependent(*mesh_axes.vary_together(state), tpu=stacked, default=plain)
 
 
-def as_invariant(tree: Tree, axes: Axes) -> Tree:
+def as_invariant(tree: Arrays, axes: Axes) -> Arrays:
     """Arrays that are equal on all devices of `axes`, with a type that does not vary over them.
 
     JAX has no cast from varying to invariant, but a maximum over groups of one device each has that type

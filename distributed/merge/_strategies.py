@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, merge, merge_all
-from energy_attn.kernels.internal import State, check_choice, fold, vary_together
+from energy_attn.kernels.internal import State, checks, fold, mesh_axes
 
 from ..cost._network import Topology, Transfer, Transfers, total_seconds
 from ..cost._shape import Shape
@@ -100,7 +100,7 @@ class RingMerge(AbstractMerge):
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
         devices = lax.axis_size(axes)
         pairs = [(i, (i + 1) % devices) for i in range(devices)]
-        state = vary_together(state, axes)
+        state = mesh_axes.vary_together(state, axes)
 
         def step(sent: AttentionState, _: None) -> tuple[AttentionState, AttentionState]:
             received = permuted(sent, axes, pairs)
@@ -325,7 +325,7 @@ COVARIANCE_MERGES = tuple(x.name for x in _LISTED if isinstance(x, AbstractMessa
 
 def check_merge(merge: str, axes: int) -> None:
     """Raises `ValueError` unless `merge` is `"auto"`, or names a strategy for this number of axes."""
-    check_choice("merge", merge, (*MERGES, "auto"))
+    checks.check_choice("merge", merge, (*MERGES, "auto"))
     least = 1 if merge == "auto" else STRATEGIES[merge].least_axes
     if axes < least:
         number = {2: "two"}.get(least, str(least))

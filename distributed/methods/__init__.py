@@ -1,4 +1,4 @@
-"""Sharding methods, for `method=`: how devices that share a sequence attend to all of it.
+"""Sharding methods that have options, for `method=`; those without are named, as `method="ulysses"`.
 
 Examples:
     >>> from energy_attn.distributed import SequenceParallel, methods
@@ -6,9 +6,5 @@ Examples:
     'ring'
 """
 
-from ._abstract import AbstractMethod as AbstractMethod
-from ._gather import Gather as Gather
 from ._ring import Ring as Ring
 from ._tree import Tree as Tree
-from ._ulysses import Hybrid as Hybrid
-from ._ulysses import Ulysses as Ulysses

@@ -1,25 +1,36 @@
-"""The abstract class of a sharding method: how devices that share a sequence attend to all of its keys."""
+"""The abstract classes of a sharding method and of a key schedule, and the types that they share."""
 
 import abc
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import CallPolicy, Operands, Settings, out_dtype
+from energy_attn.kernels import AttentionState, Operands, Settings
+from energy_attn.kernels.internal import CallPolicy, additions, blockwise, out_dtype
 
 from ..cost._network import Derivatives, Topology, Transfers
 from ..cost._shape import Shape, key_copies, local_rows
-from ..merge._abstract import Axes, joined
-from ._halo import Halo
+from ..merge._abstract import Axes, joined, moved
 
 Axis = TypeVar("Axis")
+
 
 # Of some keys of each device, from a first to a last one, exclusive: the pairs of queries on device (or group of
 # devices that exchange heads) i and keys on j, `[devices, devices]`.
 SeenPairs = Callable[[int, int], np.ndarray]
+
+
+ALL = slice(None)
+
+
+Arrays = TypeVar("Arrays")
 
 
 class LocalCall(NamedTuple):
@@ -70,6 +81,7 @@ class AbstractMethod(abc.ABC):
         whole_sequences: whether each device attends to whole sequences, so that causal work is balanced.
         reads_positions: whether it reads the positions of all tokens, even where mask and score do not.
         receive_buffers: how many equal transfers, one after the other, arrive in buffers of their own.
+        takes_halo: whether an exchange of a halo may take its place, where queries see few keys of other devices.
 
     Examples:
         >>> from energy_attn.distributed import SequenceParallel, methods
@@ -84,6 +96,7 @@ class AbstractMethod(abc.ABC):
     whole_sequences: ClassVar[bool] = False
     reads_positions: ClassVar[bool] = False
     receive_buffers: ClassVar[int] = 2
+    takes_halo: ClassVar[bool] = False
 
     @abc.abstractmethod
     def attend(self, call: LocalCall) -> AttentionState:
@@ -129,12 +142,7 @@ class AbstractMethod(abc.ABC):
         del operands, queries_sharded
         return Split(heads=(), queries=axes, keys=(), rows=axes)
 
-    def near(self, halo: Halo) -> "AbstractMethod":
-        """The method that sends these keys alone, where it can; else the method itself."""
-        del halo
-        return self
-
-    def attends_alone(self, operands: Operands) -> bool:
+    def replaces_kernels(self, operands: Operands) -> bool:
         """Whether it computes these operands where no sequence is shared, too, in place of the kernels."""
         del operands
         return False
@@ -173,3 +181,111 @@ def with_all_queries(operands: Operands, axes: Axes) -> Operands:
     """Operands with the queries of all devices, end to end, and their positions and segments."""
     tokens = operands.tokens.map_queries(lambda x: joined(x, axes, 1))
     return operands._replace(query=joined(operands.query, axes, 1), tokens=tokens)
+
+
+def attend_with_sink(
+    run: Callable[[Settings, Operands], AttentionState],
+    policy: CallPolicy,
+    settings: Settings,
+    operands: Operands,
+) -> AttentionState:
+    """`run(settings, operands)`, merged with the sink of the call, unless kernels fold it, and then rounded."""
+    if operands.sink is None or policy.folds_sinks:
+        return run(settings, operands)
+    state = run(settings.needing(unrounded=True), operands._replace(sink=None))
+    rows = operands.positioned(read=False).tokens.query_positions
+    return rounded(additions.with_sink(state, operands.sink, rows), operands, settings)
+
+
+class Keys(NamedTuple):
+    """Keys and values, their directions or their gradients; None for what does not move."""
+
+    key: Array | None
+    value: Array | None
+
+
+class Gradients(NamedTuple):
+    """Gradients of the keys of a step, and of what stays."""
+
+    keys: Keys
+    query: Array | None
+    bias: Array | None
+    score_arrays: tuple[Array | None, ...]
+
+
+# Of the keys of a step, the gradients so far, the step's number, what arrives meanwhile, and some of a shard's keys or
+# ALL: what arrived, and the gradients of these keys, zero for others than these some, and of what stays so far.
+StepFn = Callable[..., tuple[blockwise.InFlight, Gradients]]
+
+
+class AbstractKeySchedule(abc.ABC):
+    """The keys of each step, and how the next ones come; a frozen dataclass, static.
+
+    Attributes:
+        axes: the mesh axes over which keys are sharded.
+        size: how many keys each device has.
+    """
+
+    axes: Axes
+    size: int
+
+    @property
+    @abc.abstractmethod
+    def count(self) -> int:
+        """The number of schedule, the first ones, whose arrays are of one shape."""
+
+    @property
+    def trailing(self) -> int:
+        """The number of trailing schedule, unrolled: their index is static."""
+        return 0
+
+    @abc.abstractmethod
+    def first(self, own: Arrays) -> Arrays:
+        """The arrays `[B, S, ...]` of step 0, from each device's `own`."""
+
+    @abc.abstractmethod
+    def advance(self, here: Arrays, own: Arrays, step: int | Array) -> Arrays:
+        """The arrays of the step after this one."""
+
+    @abc.abstractmethod
+    def slice_step(self, x: Array, axis: int, step: int | Array) -> Array:
+        """The part of an array of all keys for the keys of a step."""
+
+    @abc.abstractmethod
+    def backward(self, run_step: StepFn, own: Keys) -> Gradients:
+        """The sum of all schedule' gradients; of keys, on the devices that have them."""
+
+
+def hop(tree: Arrays, axes: Axes, places: int = 1) -> Arrays:
+    """The arrays of a tree from the device this number of places before."""
+    devices = lax.axis_size(axes)
+    pairs = [(i, (i + places) % devices) for i in range(devices)]
+    pass_on = functools.partial(moved, lambda x: lax.ppermute(x, axes, pairs))
+    return jax.tree.map(pass_on, tree)
+
+
+def source_device(step: int | Array, axes: Axes) -> Array:
+    """The device whose part is here after `step` hops."""
+    return (lax.axis_index(axes) - step) % lax.axis_size(axes)
+
+
+def gather_tokens(x: Array | None, size: int, axes: Axes) -> Array | None:
+    """Positions or segments of all devices, `[B, p size]`, gathered where a device has only its own."""
+    return x if x is None or x.shape[1] != size else joined(x, axes, 1)
+
+
+def device_slice(x: Array | None, axis: int, place: Array, size: int) -> Array | None:
+    if x is None or x.shape[axis] == 1:
+        return x
+    return lax.dynamic_slice_in_dim(x, place * size, size, axis)
+
+
+def pad_zeros(x: Array, axis: int, first: int, size: int) -> Array:
+    """An array as a part along an axis of `size`, from `first` on, of one that is zero elsewhere."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = first, size - first - x.shape[axis]
+    return jnp.pad(x, widths)
+
+
+def add_trees(a: Arrays, b: Arrays) -> Arrays:
+    return jax.tree.map(jnp.add, a, b)

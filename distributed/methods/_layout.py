@@ -1,7 +1,5 @@
 """Layouts: the order of a sequence over the devices that share it."""
 
-import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,23 +10,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
-from energy_attn.kernels.internal import (
-    CheckedArrays,
-    PlaceFn,
-    Tokens,
-    check_array,
-    check_axis,
-    is_concrete,
-    received,
-    shortened,
-)
+from energy_attn.kernels.internal import Tokens, arguments, checks, shortened
 
-from ._halo import runs
-from ._parallel import SequenceParallel
-from ._plan import ShardingPlan, check_mesh, is_explicit, split_along
-
-# Below this many tokens a device's work is short beside everything else.
-_LONG = 8192
+from ._parallel import SequenceParallel, ShardingPlan, is_explicit, sequence_order, split_along
 
 
 def shard_sequence(
@@ -119,26 +103,9 @@ def _in_order(
     if isinstance(parallel, str):
         layout: Any = parallel
         parallel = SequenceParallel(layout=layout)
-    x = check_array("x", x)
-    axis = check_axis("axis", axis, x.ndim, "x")
+    x = checks.check_array("x", x)
+    axis = checks.check_axis("axis", axis, x.ndim, "x")
     return x, axis, parallel, sequence_order(x.shape[axis], parallel, f"x.shape[{axis}]")
-
-
-def sequence_order(length: int, parallel: SequenceParallel, name: str) -> np.ndarray:
-    """The token of a sequence at each place of a layout, int32 `[length]`.
-
-    Raises as `check_mesh`, and `ValueError` naming `name` for a length that does not fit.
-    """
-    devices = check_mesh(parallel)
-    pieces = 2 * devices if parallel.layout == "zigzag" else devices
-    if length % pieces:
-        raise ValueError(
-            f"{name}: wanted a multiple of {pieces} for the layout {parallel.layout!r} over "
-            f"{devices} devices, got {length}"
-        )
-    parts = runs(parallel.layout, length, devices) or ()
-    tokens = [x.position[:, None] + x.stride * np.arange(x.length[0]) for x in parts]
-    return np.concatenate(tokens, 1).reshape(-1).astype(np.int32)
 
 
 def local_positions(layout: str, size: int, axes: tuple[str, ...]) -> Array:
@@ -160,8 +127,8 @@ def local_positions(layout: str, size: int, axes: tuple[str, ...]) -> Array:
 
 
 def place_by(
-    parallel: SequenceParallel, plan: ShardingPlan | None, arrays: CheckedArrays
-) -> PlaceFn:
+    parallel: SequenceParallel, plan: ShardingPlan | None, arrays: arguments.CheckedArrays
+) -> arguments.PlaceFn:
     """A function that adds to tokens the positions that the layout implies, if they are read or tokens are absent.
 
     Queries are in its order if there are as many as keys, else in their own. Given positions stay. It raises as
@@ -196,68 +163,3 @@ def place_by(
         return tokens
 
     return place
-
-
-def check_order(
-    parallel: SequenceParallel,
-    plan: ShardingPlan,
-    options: Mapping[str, Any],
-    query_len: int,
-    key_len: int,
-) -> None:
-    """Checks that positions given for one side only are in the layout's order, which is assumed for the other side.
-
-    Raises `ValueError` where their values are known. Replicated queries may be in any order.
-    """
-    given = {x: options.get(x) for x in ("query_positions", "key_positions")}
-    assumed = parallel.layout != "contiguous" and query_len == key_len and not plan.local
-    if not assumed or None not in given.values():
-        return
-    if parallel.queries_sharded is False:
-        del given["query_positions"]
-    order = np.argsort(sequence_order(key_len, parallel, "key.shape[1]"))
-    for name, x in given.items():
-        if x is None or not is_concrete(x):
-            continue
-        in_turn = np.asarray(x)[..., order]
-        if ((in_turn >= 0) & (in_turn < np.maximum.accumulate(in_turn, -1))).any():
-            other = "key_positions" if name == "query_positions" else "query_positions"
-            raise ValueError(
-                f"{name}: wanted {other}, too, for positions that are not in the order of "
-                f"layout={parallel.layout!r} (see shard_sequence), got {received(x)} alone"
-            )
-
-
-def warn_of_idle_devices(
-    parallel: SequenceParallel,
-    plan: ShardingPlan,
-    window: tuple[int, int],
-    options: Mapping[str, Any],
-    query_len: int,
-    key_len: int,
-) -> None:
-    """Warns where a causal call over contiguous shards leaves devices idle that another layout would not.
-
-    Of $p$ devices the last sees $p - 1/2$ of the shards, all of them $p/2$ on average. Ulysses gives each
-    the whole sequence; windows, and positions of the user's own, may be balanced.
-    """
-    whole = key_len * (plan.devices if plan.local else 1)
-    if (
-        parallel.layout == "contiguous"
-        and plan.queries
-        and plan.devices > 1
-        and not plan.method.whole_sequences
-        and window[0] >= whole
-        and window[1] == 0
-        and query_len == key_len
-        and whole >= _LONG
-        and options.get("query_positions") is None
-        and options.get("key_positions") is None
-    ):
-        warnings.warn(
-            f"parallel: under a causal mask the last of {plan.devices} contiguous shards has "
-            f"{2 - 1 / plan.devices:.2f} times the mean work, and the other devices wait for it; with "
-            "SequenceParallel(layout='zigzag') and shard_sequence all have the same",
-            UserWarning,
-            stacklevel=2,
-        )

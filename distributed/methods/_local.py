@@ -7,27 +7,22 @@ import jax
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, Operands, Settings
 from energy_attn.kernels.internal import (
     MergedOptions,
-    Operands,
-    Settings,
     Tokens,
+    arguments,
     call_policy,
-    check_call,
-    check_flag,
-    check_floating,
-    check_scores,
+    checks,
     split_mask,
 )
 from energy_attn.kernels.masks import AbstractMask
 
 from ..merge._abstract import Axes
-from ._abstract import AbstractMethod, LocalCall, check_heads
-from ._merge import AxisName, check_axes
-from ._parallel import check_method
-from ._plan import queries_are_parts
-from ._sharded import beside_sink, method_of
+from ..merge._across import AxisName, check_axes
+from ._abstract import AbstractMethod, LocalCall, attend_with_sink, check_heads
+from ._choice import method_of_call
+from ._parallel import check_method, queries_are_parts
 
 
 def sharded_attention(
@@ -104,24 +99,26 @@ def sharded_attention(
     way = check_method(method)
     way.check_axes(axes)
     for name, x in (("query", query), ("key", key)):
-        check_floating(name, x)
+        checks.check_floating(name, x)
     sharded = queries_sharded
     if sharded is None:
         sharded = not way.replicated_queries or queries_are_parts(axes, query, key)
-    elif not check_flag("queries_sharded", sharded) and not way.replicated_queries:
+    elif not checks.check_flag("queries_sharded", sharded) and not way.replicated_queries:
         raise ValueError(f"queries_sharded: wanted True or None for {way.name!r}, got False")
     policy = call_policy(options.get("implementation"), options.get("reproducible", False))
     predicate, mask = split_mask(mask)
     place = functools.partial(_check_placed, sharded)
-    call = check_call(query, key, value, source, None, predicate, place=place, **options)
+    call = arguments.check_call(query, key, value, source, None, predicate, place=place, **options)
     operands = call.operands.positioned(read=False)
-    bias, mask = check_scores(bias, mask, _scores(way, axes, sharded, operands))
+    bias, mask = arguments.check_scores(bias, mask, _scores(way, axes, sharded, operands))
     operands = operands._replace(bias=bias, mask=mask)
 
     def run(settings: Settings, operands: Operands) -> AttentionState:
-        return method_of(policy, way).attend(LocalCall(policy, settings, operands, axes, sharded))
+        return method_of_call(policy, way).attend(
+            LocalCall(policy, settings, operands, axes, sharded)
+        )
 
-    state = beside_sink(run, policy, call.settings, operands)
+    state = attend_with_sink(run, policy, call.settings, operands)
     return state if call.batched else unbatched(state)
 
 

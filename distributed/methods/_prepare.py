@@ -1,38 +1,37 @@
-"""How a call is sharded: its plan, the positions of its tokens, and what its mask and its bits add to the plan."""
+"""How a call is sharded: its plan, and what its mask, its layout and its bits add to the plan."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from energy_attn.kernels import Operands, Settings
 from energy_attn.kernels.internal import (
     CallPolicy,
-    CheckedArrays,
-    CheckedCall,
-    Operands,
-    Settings,
-    is_concrete,
+    arguments,
+    checks,
     is_static,
     may_meet,
-    received,
     split_mask,
 )
 from energy_attn.kernels.masks import AbstractMask, And, Interval, Segments
 
 from ..cost._interconnects import usual_topology
-from ._cost import choose_method, near_method
+from ._choice import choose_method, halo_method, method_by_name
 from ._halo import Meets, run_length
-from ._layout import check_order, warn_of_idle_devices
-from ._parallel import SequenceParallel, named_method
-from ._plan import (
+from ._parallel import (
+    SequenceParallel,
     ShardingPlan,
     by_method,
     device_count,
     kind_of,
     queries_are_parts,
+    sequence_order,
     shape_of,
     sharding_plan,
 )
@@ -40,12 +39,18 @@ from ._tree import Tree
 
 # Pairs of tokens and devices whose segments are compared before a program is made; of more only the window counts.
 _MOST_COMPARED = 1 << 24
+
+
 _MOST_ASKED = 64  # devices, for each pair of which a mask is asked once
+
+
+# Below this many tokens a device's work is short beside everything else.
+_LONG = 8192
 
 
 def plan_call(
     parallel: SequenceParallel | None,
-    arrays: CheckedArrays,
+    arrays: arguments.CheckedArrays,
     bias: object,
     mask: object,
     options: Mapping[str, Any],
@@ -70,7 +75,7 @@ def plan_call(
             other = "sharded_attention" if name in ("bias", "mask") else "positions"
             raise ValueError(
                 f"{name}: wanted None where parallel's axes are those of a surrounding "
-                f"jax.shard_map, got {received(given[name])}; {other} will do"
+                f"jax.shard_map, got {checks.received(given[name])}; {other} will do"
             )
     # queries that types do not tell of are a device's part if there are as many as keys
     queries = parallel.queries_sharded
@@ -85,7 +90,7 @@ def fit_plan(
     plan: ShardingPlan,
     parallel: SequenceParallel | None,
     policy: CallPolicy,
-    call: CheckedCall,
+    call: arguments.CheckedCall,
     mask: object,
     options: Mapping[str, Any],
 ) -> tuple[ShardingPlan, CallPolicy]:
@@ -96,7 +101,7 @@ def fit_plan(
     operands, settings = call.operands, call.settings
     sizes = operands.query.shape[1], operands.key.shape[1]
     if options.get("query_positions") is None and options.get("key_positions") is None:
-        plan = near_plan(plan, parallel, settings, operands, split_mask(mask)[0])
+        plan = halo_plan(plan, parallel, settings, operands, split_mask(mask)[0])
     if plan.sequence and options.get("key_positions") is None:
         layout = "contiguous" if parallel is None else parallel.layout
         share = sizes[1] if plan.local else -(-sizes[1] // plan.devices)
@@ -107,14 +112,14 @@ def fit_plan(
     return plan, policy
 
 
-def near_plan(
+def halo_plan(
     plan: ShardingPlan,
     parallel: SequenceParallel | None,
     settings: Settings,
     operands: Operands,
     rule: AbstractMask | None,
 ) -> ShardingPlan:
-    """The plan, by `Neighbours` where positions and the mask tell that queries see some of the keys.
+    """The plan, by `HaloExchange` where positions and the mask tell that queries see some of the keys.
 
     Positions are those of the layout. `rule` is the mask as it was given, whose segments may be known.
     """
@@ -133,9 +138,9 @@ def near_plan(
     method = plan.method
     if is_bounded and (parallel is None or parallel.method == "auto"):
         name = choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
-        method = named_method(name) if name in ("ring", "gather") else method
+        method = method_by_name(name) if name in ("ring", "gather") else method
     shared = device_count(plan.mesh, method.exchanged(plan.sequence))
-    near = near_method(method, shape, plan.devices, shared, meets)
+    near = halo_method(method, shape, plan.devices, shared, meets)
     return plan if near is method else plan._replace(method=near)
 
 
@@ -169,7 +174,7 @@ def _meets(
 
 
 def _is_known(mask: AbstractMask) -> bool:
-    return all(map(is_concrete, jax.tree.leaves(mask)))
+    return all(map(checks.is_concrete, jax.tree.leaves(mask)))
 
 
 def _conjuncts(mask: AbstractMask) -> list[AbstractMask]:
@@ -197,3 +202,68 @@ def _shared(
     if not len(places):
         return first, first - 1
     return first + int(places[0]), first + int(places[-1])
+
+
+def check_order(
+    parallel: SequenceParallel,
+    plan: ShardingPlan,
+    options: Mapping[str, Any],
+    query_len: int,
+    key_len: int,
+) -> None:
+    """Checks that positions given for one side only are in the layout's order, which is assumed for the other side.
+
+    Raises `ValueError` where their values are known. Replicated queries may be in any order.
+    """
+    given = {x: options.get(x) for x in ("query_positions", "key_positions")}
+    assumed = parallel.layout != "contiguous" and query_len == key_len and not plan.local
+    if not assumed or None not in given.values():
+        return
+    if parallel.queries_sharded is False:
+        del given["query_positions"]
+    order = np.argsort(sequence_order(key_len, parallel, "key.shape[1]"))
+    for name, x in given.items():
+        if x is None or not checks.is_concrete(x):
+            continue
+        in_turn = np.asarray(x)[..., order]
+        if ((in_turn >= 0) & (in_turn < np.maximum.accumulate(in_turn, -1))).any():
+            other = "key_positions" if name == "query_positions" else "query_positions"
+            raise ValueError(
+                f"{name}: wanted {other}, too, for positions that are not in the order of "
+                f"layout={parallel.layout!r} (see shard_sequence), got {checks.received(x)} alone"
+            )
+
+
+def warn_of_idle_devices(
+    parallel: SequenceParallel,
+    plan: ShardingPlan,
+    window: tuple[int, int],
+    options: Mapping[str, Any],
+    query_len: int,
+    key_len: int,
+) -> None:
+    """Warns where a causal call over contiguous shards leaves devices idle that another layout would not.
+
+    Of $p$ devices the last sees $p - 1/2$ of the shards, all of them $p/2$ on average. Ulysses gives each
+    the whole sequence; windows, and positions of the user's own, may be balanced.
+    """
+    whole = key_len * (plan.devices if plan.local else 1)
+    if (
+        parallel.layout == "contiguous"
+        and plan.queries
+        and plan.devices > 1
+        and not plan.method.whole_sequences
+        and window[0] >= whole
+        and window[1] == 0
+        and query_len == key_len
+        and whole >= _LONG
+        and options.get("query_positions") is None
+        and options.get("key_positions") is None
+    ):
+        warnings.warn(
+            f"parallel: under a causal mask the last of {plan.devices} contiguous shards has "
+            f"{2 - 1 / plan.devices:.2f} times the mean work, and the other devices wait for it; with "
+            "SequenceParallel(layout='zigzag') and shard_sequence all have the same",
+            UserWarning,
+            stacklevel=2,
+        )

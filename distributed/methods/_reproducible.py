@@ -10,27 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, KernelCall, Operands
 from energy_attn.kernels.internal import (
     LEAF,
-    QUERY_COTANGENT,
-    STATE,
-    TANGENT,
-    Attention,
-    CallOnDevice,
     Canonical,
-    FoldOfRows,
-    KernelCall,
-    Operands,
-    PerHeadSums,
+    autodiff,
+    canonical_tree,
     check_call_of,
+    derivatives,
     floating,
-    function_call,
-    tree_sum,
-    unit_numbers,
-    vary_over,
-    vary_together,
-    varying_axes,
+    mesh_axes,
+    over_keys,
 )
 
 from ..cost._network import Derivatives, Topology, Transfer, Transfers
@@ -39,7 +29,7 @@ from ..merge._abstract import Axes, as_invariant, joined, moved
 from ._abstract import AbstractMethod, LocalCall, Split, with_all_queries
 from ._halo import run_length
 
-Tree = TypeVar("Tree")
+Arrays = TypeVar("Arrays")
 
 # Keys and values of all devices that take fewer bytes are gathered at once.
 LEAST = 8 << 20
@@ -69,14 +59,18 @@ class Reproducible(AbstractMethod):
         """Raises as `check_call_of` does."""
         policy, settings, operands, axes, queries_sharded, others = call
         operands = operands.positioned()
-        kernel = _Across(policy.run, axes, queries_sharded, others)
+        kernel = _ShardedCanonical(policy.run, axes, queries_sharded, others)
         check_call_of(kernel, KernelCall(operands, settings))
         # The derivative of a cast is a sum over devices, so that those of known axes are left to the kernel.
-        varying = frozenset().union(*map(varying_axes, jax.tree.leaves(operands))) - set(axes)
-        shared = vary_over(varying - set(others), (operands.score_arrays, operands.sink))
-        operands = vary_over(varying, operands)._replace(score_arrays=shared[0], sink=shared[1])
-        run = functools.partial(function_call, Attention((kernel,), settings))
-        if kernel.folds_own or any(map(floating, operands.score_arrays)):
+        varying = frozenset().union(*map(mesh_axes.varying_axes, jax.tree.leaves(operands))) - set(
+            axes
+        )
+        shared = mesh_axes.vary_over(varying - set(others), (operands.score_arrays, operands.sink))
+        operands = mesh_axes.vary_over(varying, operands)._replace(
+            score_arrays=shared[0], sink=shared[1]
+        )
+        run = functools.partial(autodiff.function_call, derivatives.Attention((kernel,), settings))
+        if kernel.folds_own_keys or any(map(floating, operands.score_arrays)):
             return run(operands)
         return _by_heads(run, operands, lax.axis_size(axes))
 
@@ -108,7 +102,7 @@ class Reproducible(AbstractMethod):
             found += [query, out, out, lse, lse]  # and cotangents
         yield from (Transfer("all-gather", x // turns, axes, turns) for x in found if x)
 
-    def attends_alone(self, operands: Operands) -> bool:
+    def replaces_kernels(self, operands: Operands) -> bool:
         return operands.sink is not None or any(map(floating, operands.score_arrays))
 
 
@@ -146,7 +140,7 @@ def _head_turns(own: int, heads: int, devices: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Across(Canonical):
+class _ShardedCanonical(Canonical):
     """The canonical kernel over keys that are sharded along `axes`, inside `jax.shard_map`.
 
     Batch and heads may be shared by the devices of `others`.
@@ -159,10 +153,10 @@ class _Across(Canonical):
     @property
     def in_order(self) -> bool:
         """Keys gathered from all devices are not sorted by position."""
-        return self.folds_own and super().in_order
+        return self.folds_own_keys and super().in_order
 
     @property
-    def folds_own(self) -> bool:
+    def folds_own_keys(self) -> bool:
         """Whether each device folds the trees over its own keys."""
         return not self.queries_sharded and super().in_order
 
@@ -177,37 +171,39 @@ class _Across(Canonical):
                 )
 
     def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
-        return self._fold(STATE, call)
+        return self._fold(over_keys.STATE, call)
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
-        state, directions = vary_together((state, directions), self.axes)
-        if not self.folds_own:
+        state, directions = mesh_axes.vary_together((state, directions), self.axes)
+        if not self.folds_own_keys:
             key, value = self._all((directions.key, directions.value))
             directions = directions._replace(key=key, value=value)
-        return self._fold(TANGENT, call, state, directions)
+        return self._fold(over_keys.TANGENT, call, state, directions)
 
     def query_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
-        return self._fold(QUERY_COTANGENT, call, *vary_together(given, self.axes))
+        return self._fold(
+            over_keys.QUERY_COTANGENT, call, *mesh_axes.vary_together(given, self.axes)
+        )
 
     def key_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Array, Array]:
         operands, given = self._with_all_queries(call.operands, given)
-        return CallOnDevice(operands, call.settings).key_cotangents(*given)
+        return over_keys.CallOnDevice(operands, call.settings).key_cotangents(*given)
 
     def sink_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
         """The terms of all rows are gathered, one number each."""
         operands, given = self._varying((call.operands, given))
-        terms = CallOnDevice(operands, call.settings).sink_terms(*given)
+        terms = over_keys.CallOnDevice(operands, call.settings).sink_terms(*given)
         if self.queries_sharded:
             terms, positions = self._all((terms, operands.tokens.query_positions))
             of_all = lax.full_like(operands.query, 0, shape=(*terms.shape, 1))
             tokens = operands.tokens._replace(query_positions=positions, query_segments=None)
             operands = operands._replace(query=of_all, tokens=tokens)
-        found = CallOnDevice(operands, call.settings).sink_sums(terms)
-        units = PerHeadSums(found, unit_numbers(operands))
+        found = over_keys.CallOnDevice(operands, call.settings).sink_sums(terms)
+        units = canonical_tree.PerHeadSums(found, canonical_tree.unit_numbers(operands))
         sink: Any = call.operands.sink
-        apart = tuple(axis for axis in self.others if axis not in varying_axes(sink))
+        apart = tuple(axis for axis in self.others if axis not in mesh_axes.varying_axes(sink))
         found = units.found if sink.ndim == 2 else joined(units, apart, 0).of_heads()
         return as_invariant(found, self.axes + (apart if sink.ndim == 1 else ()))
 
@@ -220,26 +216,29 @@ class _Across(Canonical):
         whole = KernelCall(operands, call.settings)
         nodes = Canonical().sums(whole, *self._varying(given)).nodes_of_arrays(share, shares)
         nodes, numbers = joined(nodes, self.axes, 0)
-        units = PerHeadSums(jax.vmap(tree_sum, (1, 1))(numbers, nodes), unit_numbers(operands))
+        units = canonical_tree.PerHeadSums(
+            jax.vmap(canonical_tree.tree_sum, (1, 1))(numbers, nodes),
+            canonical_tree.unit_numbers(operands),
+        )
         return as_invariant(joined(units, self.others, 0).summed(), self.axes + self.others)
 
-    def _varying(self, tree: Tree) -> Tree:
-        return vary_together(tree, self.axes + self.others)
+    def _varying(self, tree: Arrays) -> Arrays:
+        return mesh_axes.vary_together(tree, self.axes + self.others)
 
     def _with_all_queries(
         self, operands: Operands, given: tuple[AttentionState, ...]
     ) -> tuple[Operands, tuple[AttentionState, ...]]:
-        operands, given = vary_together((operands, given), self.axes)
+        operands, given = mesh_axes.vary_together((operands, given), self.axes)
         if not self.queries_sharded:
             return operands, given
         return with_all_queries(operands, self.axes), self._all(given)
 
-    def _fold(self, fold: FoldOfRows, call: KernelCall, *others: Any) -> Any:
+    def _fold(self, fold: over_keys.FoldOfRows, call: KernelCall, *others: Any) -> Any:
         """The results for rows, whose type does not vary where all devices have the same queries."""
-        operands = vary_together(call.operands, self.axes)
-        operands = operands if self.folds_own else self._with_keys_of_all(operands)
-        of = CallOnDevice(operands, call.settings)
-        if not self.folds_own or self.run is None:
+        operands = mesh_axes.vary_together(call.operands, self.axes)
+        operands = operands if self.folds_own_keys else self._with_keys_of_all(operands)
+        of = over_keys.CallOnDevice(operands, call.settings)
+        if not self.folds_own_keys or self.run is None:
             results = fold.whole(of, *others)
         else:
             nodes, numbers = fold.nodes(of, self.run, *others)
@@ -255,5 +254,5 @@ class _Across(Canonical):
         key, value = self._all((operands.key, operands.value))
         return operands._replace(key=key, value=value, tokens=operands.tokens.map_keys(self._all))
 
-    def _all(self, tree: Tree) -> Tree:
+    def _all(self, tree: Arrays) -> Arrays:
         return joined(tree, self.axes, 1)

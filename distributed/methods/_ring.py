@@ -1,8 +1,8 @@
-"""Ring attention: keys, or queries with their states, pass every device once; or keys those that may see them."""
+"""Ring attention and the gather: methods in which keys of all devices arrive step by step."""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -11,42 +11,48 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, Operands, Settings
 from energy_attn.kernels.internal import (
-    InFlight,
-    Operands,
-    Settings,
     attend,
     attend_and_merge,
-    check_choice,
+    blockwise,
+    checks,
     empty_like,
     lse_dtype,
-    vary_together,
+    mesh_axes,
 )
 
 from ..cost._network import Derivatives, Topology, Transfer, Transfers
-from ..cost._shape import Shape, kv_shard, local_rows, position_gather, tangent_bytes
-from ..merge._abstract import Axes, transfer
+from ..cost._shape import (
+    Shape,
+    halves,
+    kv_shard,
+    local_rows,
+    pieces,
+    position_gather,
+    tangent_bytes,
+)
+from ..merge._abstract import Axes, joined, transfer
+from ..merge._across import fold_across
 from ..merge._strategies import STRATEGIES
-from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split, rounded
-from ._halo import Halo, Span
-from ._in_turn import (
-    ALL,
-    AbstractTurns,
+from ._abstract import (
+    AbstractKeySchedule,
+    AbstractMethod,
+    Arrays,
     Gradients,
     Keys,
-    Names,
-    Tree,
-    Visit,
-    added,
-    among,
-    attend_in_turn,
+    LocalCall,
+    SeenPairs,
+    Split,
+    StepFn,
+    device_slice,
+    gather_tokens,
     hop,
-    origin,
-    part,
-    whole,
+    rounded,
+    source_device,
 )
-from ._merge import fold_across
+from ._halo import Halo, ring_pairs, ring_schedule, ring_transfers
+from ._key_schedule import Names, attend_by_schedule
 
 ROTATED = ("keys", "queries")
 
@@ -104,9 +110,10 @@ class Ring(AbstractMethod):
 
     name = "ring"
     replicated_queries = True
+    takes_halo = True
 
     def __post_init__(self) -> None:
-        check_choice("rotate", self.rotate, (*ROTATED, "auto"))
+        checks.check_choice("rotate", self.rotate, (*ROTATED, "auto"))
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
         # bias, mask, positions and segments of what rotates are replicated
@@ -118,10 +125,10 @@ class Ring(AbstractMethod):
     def attend(self, call: LocalCall) -> AttentionState:
         policy, settings, operands, axes, queries_sharded, _ = call
         if self._rotates_keys(operands, queries_sharded):
-            return keys_around(call)
-        names, operands = policy.kernels, vary_together(operands, axes)
+            return attend_by_schedule(call, ring_schedule(call))
+        names, operands = policy.kernels, mesh_axes.vary_together(operands, axes)
         if queries_sharded:
-            return _queries_around(names, settings, axes, operands)
+            return _rotate_queries(names, settings, axes, operands)
         state = fold_across("ring", axes, attend(names, settings.needing(unrounded=True), operands))
         return rounded(state, operands, settings)
 
@@ -130,7 +137,7 @@ class Ring(AbstractMethod):
         rows = local_rows(shape, topology)
         query, state = rows * shape.width * shape.bytes, rows * shape.state
         if self._moves_keys(sum(keys), query + state, shape.queries_sharded):
-            every = Neighbours(Halo(devices, ()))
+            every = HaloExchange(Halo(devices, ()))
             yield from every.transfers(shape, topology, derivatives)
         elif not shape.queries_sharded:
             yield from STRATEGIES["ring"].transfers(shape, topology)
@@ -157,9 +164,6 @@ class Ring(AbstractMethod):
     def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
         return ring_pairs(seen, size)
 
-    def near(self, halo: Halo) -> AbstractMethod:
-        return Neighbours(halo)
-
     def _rotates_keys(self, operands: Operands, queries_sharded: bool) -> bool:
         query, key, value = operands.qkv
         state = (value.shape[-1] + 1) * lse_dtype(value.dtype).itemsize
@@ -175,7 +179,7 @@ class Ring(AbstractMethod):
 
 
 @dataclasses.dataclass(frozen=True)
-class Neighbours(AbstractMethod):
+class HaloExchange(AbstractMethod):
     r"""Keys come from those devices alone whose keys some query may see, and no more of them than that.
 
     It takes the place of a ring, of a gather, and of a tree of sharded queries, where a window says so: with $S / p$
@@ -188,177 +192,183 @@ class Neighbours(AbstractMethod):
     name = "ring"
 
     def attend(self, call: LocalCall) -> AttentionState:
-        return keys_around(call, self.halo)
+        return attend_by_schedule(call, ring_schedule(call, self.halo))
 
     def transfers(self, shape: Shape, topology: Topology, derivatives: Derivatives) -> Transfers:
         yield from position_gather(shape.keys, shape, topology, topology.axes)
         keys, axes = kv_shard(shape, topology), topology.axes
-        yield from around_transfers(keys, self.halo, axes, shape, topology, derivatives)
+        yield from ring_transfers(keys, self.halo, axes, shape, topology, derivatives)
 
 
-def ring_pairs(seen: SeenPairs, size: int) -> list[np.ndarray]:
-    pairs = seen(0, size)
-    here = np.arange(len(pairs))
-    return [pairs[here, here - step] for step in range(len(pairs))]
-
-
-def _queries_around(
+def _rotate_queries(
     names: Names, settings: Settings, axes: Axes, operands: Operands
 ) -> AttentionState:
     query_len, unrounded = operands.query.shape[1], settings.needing(unrounded=True)
-    tokens = operands.tokens.map_queries(lambda x: whole(x, query_len, axes))
+    tokens = operands.tokens.map_queries(lambda x: gather_tokens(x, query_len, axes))
 
-    def step(carry: tuple[AttentionState, Array], i: Array) -> Any:
+    def body(carry: tuple[AttentionState, Array], i: Array) -> Any:
         state, query = carry
-        place = origin(i, axes)
+        place = source_device(i, axes)
         here = operands._replace(
             query=query,
-            tokens=tokens.map_queries(lambda x: part(x, 1, place, query_len)),
-            bias=part(operands.bias, 2, place, query_len),
-            mask=part(operands.mask, 2, place, query_len),
+            tokens=tokens.map_queries(lambda x: device_slice(x, 1, place, query_len)),
+            bias=device_slice(operands.bias, 2, place, query_len),
+            mask=device_slice(operands.mask, 2, place, query_len),
         )
         state, following = attend_and_merge(state, names, unrounded, here, hop(query, axes))
         return (transfer(lambda x: hop(x, axes), state), following), None
 
     steps = jnp.arange(lax.axis_size(axes), dtype=jnp.int32)
     start = empty_like(unrounded, operands), operands.query
-    (state, _), _ = lax.scan(step, start, steps)
+    (state, _), _ = lax.scan(body, start, steps)
     return rounded(state, operands, settings)
 
 
-def keys_around(call: LocalCall, halo: Halo | None = None) -> AttentionState:
-    """The state of this device's queries, as the keys of `halo` go around; None: all keys."""
-    halo = halo or Halo(lax.axis_size(call.axes), ())
-    turns = Around(call.axes, call.operands.key.shape[1], halo)
-    return attend_in_turn(call, turns)
+@dataclasses.dataclass(frozen=True)
+class Gather(AbstractMethod):
+    r"""Keys and values are gathered, piece by piece.
 
+    $$\mathrm{state} = \mathrm{state}_{1} \oplus \mathrm{state}_{2} \oplus \dots \oplus \mathrm{state}_{C}$$
 
-def around_transfers(
-    sizes: Sequence[int],
-    halo: Halo | None,
-    axes: tuple[int, ...],
-    shape: Shape,
-    topology: Topology,
-    derivatives: Derivatives,
-) -> Transfers:
-    """The transfers of `keys_around`, of keys and values of `sizes` bytes on each device.
+    with $\oplus$ the [`merge`][energy_attn.kernels.merge] of states. Queries stay, and keys and values
+    are gathered, $C$ pieces of every device's shard one after the other; no gather needs the attention
+    over the piece before. A piece has keys of both halves of each shard, so that in the order `"zigzag"` all devices
+    have as much to do in each. $C$ is the largest number up to 8 that divides $S$, so that a device holds its shard
+    and two pieces of all keys, a quarter of them for long sequences. The same bytes as a ring's, in $C$ steps in place
+    of $p - 1$ hops. The derivative gathers them again: in forward mode with the directions of
+    keys and values, in reverse mode gradients are reduced and scattered piece by piece in `lse`'s dtype.
+    Reverse over either mode keeps the keys of all devices. Positions and segments of keys are gathered once.
+    Where a window tells which keys queries see, [no others are sent](../choosing.md#windows).
 
-    Gradients return in the dtypes of keys and values, or behind keys that go around.
+    In programs for H200 a gather starts before the attention over the piece before and ends after it; in
+    the backward the scatter of gradients does, and gathers wait. XLA:TPU's gathers are synchronous: on
+    v5p and v6e nothing is computed beside them, while the transfers of a ring are hidden.
+
+    In [`sharded_attention`][energy_attn.distributed.sharded_attention] bias and mask are for this device's queries
+    and all keys in the order of the devices, broadcastable to `[B, N, T, p S]`.
+
+    Source: context parallelism of Llama 3 (arXiv 2407.21783, section 3.3.2), which gathers all keys at
+        once.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> from energy_attn.distributed import SequenceParallel, make_mesh
+        >>> n = jax.device_count()
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2 * n, 2, 4))
+        >>> with jax.set_mesh(make_mesh((n,), ("device",))):
+        ...     out = ea.attention(q, k, v, parallel=SequenceParallel("device", "gather"))
+        >>> bool(jnp.allclose(out, jax.nn.dot_product_attention(q, k, v), atol=1e-5))
+        True
     """
-    devices = math.prod(topology.links[axis].devices for axis in axes)
-    length = -(-shape.keys // topology.devices) * (topology.devices // devices)
-    halo = halo or Halo(devices, ())
-    hops, (tangent, gradient) = halo.around - 1, derivatives
-    for size in sizes:
-        if hops:
-            # again for a derivative, but XLA merges an only hop with the same one before; and directions
-            count = 1 + ((tangent or gradient) and hops > 1) + tangent
-            yield from [Transfer("collective-permute", size, axes, hops)] * count
-        if hops and gradient:  # gradients follow their keys, and return to their devices
-            moving = tangent_bytes(size, shape)
-            yield Transfer("collective-permute", moving, axes, hops)
-            yield Transfer("collective-permute", moving, axes)
-        for span in halo.spans:
-            part = size // length * (span.stop - span.start)
-            # the backward's keys are the forward's, which XLA sends once
-            count = 1 + tangent + gradient
-            yield from [Transfer("collective-permute", part, axes)] * count
+
+    name = "gather"
+    takes_halo = True
+
+    def attend(self, call: LocalCall) -> AttentionState:
+        return attend_by_schedule(call, GatherSchedule(call.axes, call.operands.key.shape[1]))
+
+    def transfers(self, shape: Shape, topology: Topology, derivatives: Derivatives) -> Transfers:
+        axes, (tangent, gradient) = topology.axes, derivatives
+        count = pieces(-(-shape.keys // topology.devices))
+        yield from position_gather(shape.keys, shape, topology, axes)
+        for size in kv_shard(shape, topology):
+            # for a tangent again, but for the first piece, whose gathers XLA merges; and directions
+            counts = (count, count - 1, count) if tangent else (count,)
+            yield from (Transfer("all-gather", size // count, axes, n) for n in counts if n)
+            if gradient:
+                # the backward's gathers, of which XLA merges the first, or all of two, and scatters
+                if count > 2:
+                    yield Transfer("all-gather", size // count, axes, count - 1)
+                piece = tangent_bytes(size, shape) * topology.devices // count
+                yield Transfer("reduce-scatter", piece, axes, count)
+
+    @property
+    def overlap(self) -> Literal["pieces"]:
+        return "pieces"
+
+    def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
+        count, parts = pieces(size), halves(size)
+        piece = size // (parts * count)
+        starts = [[(j * count + i) * piece for j in range(parts)] for i in range(count)]
+        return [np.sum([seen(x, x + piece).sum(1) for x in runs], axis=0) for runs in starts]
 
 
 @dataclasses.dataclass(frozen=True)
-class Around(AbstractTurns):
-    """First the keys that go around whole, the own ones in front, then spans, each straight from its device.
+class GatherSchedule(AbstractKeySchedule):
+    """An equal part of every device's keys in each step; gradients are scattered as they come.
 
-    Gradients travel with the keys that go around; those of spans return as they came, in the dtypes of keys.
+    It is made of a part of each half, which in the order `"zigzag"` are from both ends of the sequence: so that every
+    device's queries see as many keys of a piece.
     """
 
     axes: Axes
     size: int
-    halo: Halo
 
     @property
     def count(self) -> int:
-        return self.halo.around
+        return pieces(self.size)
 
     @property
-    def others(self) -> int:
-        return len(self.halo.spans)
+    def _halves(self) -> int:
+        return halves(self.size)
 
-    def first(self, own: Tree) -> Tree:
-        return own
+    def first(self, own: Arrays) -> Arrays:
+        return self._fetch(own, 0)
 
-    def following(self, here: Tree, own: Tree, turn: int | Array) -> Tree:
-        if isinstance(turn, int) and turn + 1 >= self.count:
-            return self._fetch(own, self.halo.spans[turn + 1 - self.count])
-        return hop(here, self.axes)
+    def advance(self, here: Arrays, own: Arrays, step: int | Array) -> Arrays:
+        del here
+        return self._fetch(own, step + 1)
 
-    def cut(self, x: Array, axis: int, turn: int | Array) -> Array:
-        span = self._span(turn)
-        place = origin(turn if span is None else span.distance, self.axes)
-        found = lax.dynamic_slice_in_dim(x, place * self.size, self.size, axis)
-        return found if span is None else lax.slice_in_dim(found, span.start, span.stop, axis=axis)
+    def slice_step(self, x: Array, axis: int, step: int | Array) -> Array:
+        size = self.size // (self._halves * self.count)
+        parts = lax.axis_size(self.axes), self._halves, self.count, size
+        apart = x.reshape(*x.shape[:axis], *parts, *x.shape[axis + 1 :])
+        found = lax.dynamic_index_in_dim(apart, step, axis + 2, keepdims=False)
+        return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
-    def backward(self, visit: Visit, own: Keys) -> Gradients:
-        found = self._backward_around(visit, own)
-        # each span comes beside the products of the turn before, and its gradients return beside those of the next
-        spans, keys, home = self.halo.spans, found.keys, Keys(None, None)
-        here = self._fetch(own, spans[0]) if spans else own
-        for turn, span in enumerate(spans, self.count):
-            more = turn + 1 - self.count < len(spans)
-            coming = self._fetch(own, spans[turn + 1 - self.count]) if more else None
-            arrived, found = visit(here, found, turn, InFlight(coming, home))
-            keys = self._with(keys, arrived.sums, spans[turn - 1 - self.count], turn > self.count)
-            home = hop(_as_like(found.keys, own), self.axes, -span.distance)
-            here = arrived.others
-        if spans:
-            keys = self._with(keys, home, spans[-1], True)
+    def backward(self, run_step: StepFn, own: Keys) -> Gradients:
+        # Gradients are scattered one step later: no transfer needs the result of its own step.
+        def body(carry: tuple[Keys, Gradients], step: Array) -> tuple[tuple[Keys, Gradients], Keys]:
+            here, so_far = carry
+            coming = blockwise.InFlight(self._fetch(own, step + 1), self._scatter(so_far.keys))
+            arrived, found = run_step(here, so_far, step, coming)
+            return (arrived.others, found), arrived.sums
+
+        last = self.count - 1
+        if last == 0:
+            _, found = run_step(self.first(own), None, 0, blockwise.InFlight())
+            return found._replace(keys=self._scatter(found.keys))
+        arrived, found = run_step(self.first(own), None, 0, blockwise.InFlight(self._fetch(own, 1)))
+        middle = jnp.arange(1, last, dtype=jnp.int32)
+        (here, so_far), homes = lax.scan(body, (arrived.others, found), middle)
+        arrived, found = run_step(
+            here, so_far, last, blockwise.InFlight(None, self._scatter(so_far.keys))
+        )
+
+        def together(home: Array, *last: Array) -> Array:
+            schedule = jnp.concatenate([home, *(x[None] for x in last)])
+            apart = schedule.reshape(*schedule.shape[:2], self._halves, -1, *schedule.shape[3:])
+            return jnp.moveaxis(apart, 0, 2).reshape(schedule.shape[1], -1, *schedule.shape[3:])
+
+        keys = jax.tree.map(together, homes, arrived.sums, self._scatter(found.keys))
         return found._replace(keys=keys)
 
-    def _backward_around(self, visit: Visit, own: Keys) -> Gradients:
-        # Gradients follow their keys one hop behind: no transfer needs the result of its own step.
-        def turn(
-            keys: Any, so_far: Gradients | None, step: int | Array, onward: bool, some: slice = ALL
-        ) -> tuple[Any, Gradients]:
-            sums = None if so_far is None else so_far.keys
-            going = InFlight(keys if onward else None, sums)
-            arrived, found = visit(keys, so_far, step, hop(going, self.axes), some)
-            if so_far is not None:
-                found = found._replace(keys=added(arrived.sums, found.keys))
-            return arrived.others, found
+    def _fetch(self, tree: Arrays, step: int | Array) -> Arrays:
+        def of(x: Array) -> Array:
+            apart = x.reshape(len(x), self._halves, self.count, -1, *x.shape[2:])
+            mine = lax.dynamic_index_in_dim(apart, step, 2, keepdims=False)
+            return joined(mine.reshape(len(x), -1, *x.shape[2:]), self.axes, 1)
 
-        half, last = self.size // 2, self.count - 1
-        if last == 0:
-            return visit(own, None, 0, InFlight())[1]
-        # Of the own keys the first half comes first, beside whose products they leave, and the second half last, beside
-        # whose products gradients come home.
-        carry = turn(own, None, 0, onward=True, some=slice(0, half))
-        middle = jnp.arange(1, last, dtype=jnp.int32)
-        carry, _ = lax.scan(lambda x, i: (turn(*x, i, onward=True), None), carry, middle)
-        _, so_far = turn(*carry, last, onward=False)
-        home = hop(so_far.keys, self.axes, -last)
-        # else XLA cuts the second half before the loop, and keeps it
-        here, so_far = lax.optimization_barrier((own, so_far))
-        arrived, found = visit(here, so_far, 0, InFlight(None, home), slice(half, self.size))
-        return found._replace(keys=added(arrived.sums, found.keys))
+        return jax.tree.map(of, tree)
 
-    def _span(self, turn: int | Array) -> Span | None:
-        is_later = isinstance(turn, int) and turn >= self.count
-        return self.halo.spans[turn - self.count] if is_later else None
+    def _scatter(self, gradients: Keys) -> Keys:
+        """The sums over devices of gradients of a piece, each device its own part."""
 
-    def _fetch(self, own: Tree, span: Span) -> Tree:
-        cut = jax.tree.map(lambda x: lax.slice_in_dim(x, span.start, span.stop, axis=1), own)
-        return hop(cut, self.axes, span.distance)
+        def of(x: Array) -> Array:
+            if x.size == 0:  # HLO scatters no empty arrays
+                shape = x.shape[0], x.shape[1] // lax.axis_size(self.axes), *x.shape[2:]
+                return lax.full_like(x, 0.0, shape=shape)
+            return lax.psum_scatter(x, self.axes, scatter_dimension=1, tiled=True)
 
-    def _with(self, keys: Keys, more: Any, span: Span, is_there: bool) -> Keys:
-        if not is_there:
-            return keys
-
-        def whole(x: Array, like: Array) -> Array:
-            return among(x.astype(like.dtype), 1, span.start, self.size)
-
-        return added(keys, jax.tree.map(whole, more, keys))
-
-
-def _as_like(gradients: Keys, like: Keys) -> Keys:
-    pairs = zip(gradients, like, strict=True)
-    return Keys(*(x if x is None or y is None else x.astype(y.dtype) for x, y in pairs))
+        return jax.tree.map(of, gradients)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,29 +11,31 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, auto_axes
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, Operands, Settings
 from energy_attn.kernels.internal import (
-    AbstractFunction,
     CallPolicy,
-    Operands,
     PartIndices,
     Scales,
-    Settings,
     State,
     Tokens,
     attend,
-    check_taylor,
+    autodiff,
+    checks,
     dequantized,
     differentiated_by_jax,
-    function_call,
-    with_sink,
 )
 
 from ..merge._abstract import Axes, joined
-from ._abstract import AbstractMethod, LocalCall, rounded, with_all_queries
-from ._merge import choose_merge, fold_across
-from ._parallel import METHODS
-from ._plan import ShardingPlan, is_explicit, mesh_axes_of, other_explicit_axes, reshard_explicit
+from ..merge._across import fold_across, resolve_merge
+from ._abstract import LocalCall, attend_with_sink, with_all_queries
+from ._choice import method_of_call
+from ._parallel import (
+    ShardingPlan,
+    is_explicit,
+    mesh_axes_of,
+    other_explicit_axes,
+    reshard_explicit,
+)
 from ._tree import Tree
 
 
@@ -46,30 +48,12 @@ def attend_sharded(
     The result is sharded as the queries are. Raises as the kernels do.
     """
     if plan is not None or not differentiated_by_jax(policy.kernels):
-        check_taylor(operands)
+        checks.check_taylor(operands)
     if plan is None:
         run = functools.partial(attend, policy.kernels)
     else:
         run = functools.partial(_attend_sharded, plan, policy)
-    return beside_sink(run, policy, settings, operands)
-
-
-def beside_sink(
-    run: Callable[[Settings, Operands], AttentionState],
-    policy: CallPolicy,
-    settings: Settings,
-    operands: Operands,
-) -> AttentionState:
-    """`run(settings, operands)`, merged with the sink of the call, unless kernels fold it, and then rounded."""
-    if operands.sink is None or policy.folds_sinks:
-        return run(settings, operands)
-    state = run(settings.needing(unrounded=True), operands._replace(sink=None))
-    rows = operands.positioned(read=False).tokens.query_positions
-    return rounded(with_sink(state, operands.sink, rows), operands, settings)
-
-
-def method_of(policy: CallPolicy, method: AbstractMethod) -> AbstractMethod:
-    return method if policy.method is None else METHODS[policy.method]()
+    return attend_with_sink(run, policy, settings, operands)
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
@@ -78,7 +62,7 @@ def _attend_sharded(
     plan: ShardingPlan, policy: CallPolicy, settings: Settings, operands: Operands
 ) -> AttentionState:
     plan = _unsharded_if_empty(plan, operands)
-    plan = plan._replace(method=method_of(policy, plan.method))
+    plan = plan._replace(method=method_of_call(policy, plan.method))
     if plan.method.reads_positions and plan.sequence:
         operands = operands.positioned()
     if not isinstance(plan.method, Tree):  # other methods take keys apart
@@ -92,7 +76,7 @@ def _with_indices(
 ) -> Operands:
     """Operands with what mask and score of the settings read, or any ones, as a device's part does not count from 0."""
     if plan.sequence:
-        operands = operands.positioned(settings is None or settings.compares)
+        operands = operands.positioned(settings is None or settings.uses_positions)
     if settings is not None and settings.score is None and operands.sink is None:
         return operands
     batch, _, heads, _ = operands.query.shape
@@ -171,7 +155,7 @@ def _attend(
     plan: ShardingPlan, policy: CallPolicy, settings: Settings, operands: Operands
 ) -> AttentionState:
     others = plan.batch + plan.heads
-    if not plan.sequence and not plan.method.attends_alone(operands):
+    if not plan.sequence and not plan.method.replaces_kernels(operands):
         return attend(policy.kernels, settings, operands)
     call = LocalCall(policy, settings, operands, plan.sequence, plan.queries, others)
     return plan.method.attend(call)
@@ -240,31 +224,30 @@ class Reduction(NamedTuple):
 
     Attributes:
         find: `find(settings, operands, *rows)`, a tree of arrays `[B, T, N, ...]`.
-        fold: `fold(found, axes, plan)`, equal on all devices of the axes.
+        fold: a name of `_FOLDS`, or `fold(results, axes, plan)`, whose value is equal on all devices of the axes.
     """
 
     find: Callable[..., Any]
-    fold: Callable[[Any, Axes, ShardingPlan], Any]
+    fold: Literal["states", "sums", "maxima"] | Callable[[Any, Axes, ShardingPlan], Any]
 
+    def over(
+        self,
+        plan: ShardingPlan | None,
+        settings: Settings,
+        operands: Operands,
+        *rows: Array | Operands,
+    ) -> Any:
+        """Returns the result for all keys of a call, without its sink, sharded over a mesh by `plan`.
 
-def sharded_reduction(
-    plan: ShardingPlan | None,
-    reduction: Reduction,
-    settings: Settings,
-    operands: Operands,
-    *rows: Array | Operands,
-) -> Any:
-    """The result of `reduction` for all keys of a call, without its sink, sharded over a mesh by `plan`.
+        All devices see all queries, whatever the method of `plan`: sharded queries are gathered, and each device
+        keeps the results of its own. `rows` may include the operands of another call with equally many rows and
+        keys, which are sharded in the same way. Raises as `find` does.
+        """
 
-    All devices see all queries, whatever the method of `plan`: sharded ones are gathered, and each
-    device keeps the results for its own. Among `rows` may be the operands of another call with as many rows and
-    keys, which are sharded likewise. Raises as `reduction.find` does.
-    """
+        def of_keys(x: Any) -> Any:
+            return x._replace(sink=None).positioned(read=False) if isinstance(x, Operands) else x
 
-    def of_keys(x: Any) -> Any:
-        return x._replace(sink=None).positioned(read=False) if isinstance(x, Operands) else x
-
-    return _reduce(plan, reduction, settings, *map(of_keys, (operands, *rows)))
+        return _reduce(plan, self, settings, *map(of_keys, (operands, *rows)))
 
 
 # Compiled here, so that a call outside of jit is traced and compiled once for its shapes.
@@ -290,7 +273,8 @@ def _reduce(
 
         found = find(*map(every, (operands, *rows))) if plan.queries else find(operands, *rows)
         if axes:
-            found = reduction.fold(found, axes, plan)
+            fold = reduction.fold if callable(reduction.fold) else _FOLDS[reduction.fold]
+            found = fold(found, axes, plan)
         if not plan.queries:
             return found
         first = lax.axis_index(axes) * own
@@ -300,32 +284,34 @@ def _reduce(
     return _run_sharded(plan, run, _with_indices(plan, operands, settings), *rows)
 
 
-def fold_states(state: State, axes: Axes, plan: ShardingPlan) -> State:
-    """The fold of states by the strategy of the plan, if they fold by it."""
-    return fold_across(choose_merge(plan.merge, state, axes, plan.topology), axes, state)
+def _fold_states(state: State, axes: Axes, plan: ShardingPlan) -> State:
+    return fold_across(resolve_merge(plan.merge, state, axes, plan.topology), axes, state)
 
 
-def fold_sums(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
-    """The elementwise sum."""
+def _fold_sums(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
     del plan
     return lax.psum(found, axes)
 
 
-def fold_maxima(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
-    """The elementwise maximum; where several devices have it, its derivative is the mean of theirs."""
+def _fold_maxima(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
     del plan
-    return function_call(_MaximumOverDevices(axes), found)
+    return autodiff.function_call(_MaximumOverDevices(axes), found)
+
+
+_FOLDS = {"states": _fold_states, "sums": _fold_sums, "maxima": _fold_maxima}
 
 
 @dataclasses.dataclass(frozen=True)
-class _MaximumOverDevices(AbstractFunction):
+class _MaximumOverDevices(autodiff.AbstractFunction):
+    """Elementwise maximum; where several devices attain it, its derivative is the mean of their tangents."""
+
     axes: Axes
 
     def apply(self, args: Array) -> Array:
         return lax.pmax(args, self.axes)
 
     def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
-        found: Array = function_call(self, primals)
+        found: Array = autodiff.function_call(self, primals)
         largest = (primals == found).astype(primals.dtype)
         change, count = lax.psum((largest * tangents, largest), self.axes)
         return found, change / count

@@ -9,17 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Operands, attend
+from energy_attn.kernels import AttentionState, Operands
+from energy_attn.kernels.internal import attend
 
 from ..cost._network import Derivatives, Topology, Transfer, Transfers
 from ..cost._shape import Shape, local_rows, tangent_bytes
 from ..merge._abstract import AbstractMerge, Axes
+from ..merge._across import check_topology, fold_across, resolve_merge
 from ..merge._strategies import STRATEGIES, MergeOption, check_merge, fastest_merge
 from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split, rounded, with_all_queries
-from ._halo import Halo
-from ._merge import check_topology, choose_merge, fold_across
-from ._ring import Neighbours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +69,7 @@ class Tree(AbstractMethod):
 
     name = "tree"
     replicated_queries = True
+    takes_halo = True
 
     def check_axes(self, axes: Sequence[object]) -> None:
         check_merge(self.merge, len(axes))
@@ -91,7 +90,7 @@ class Tree(AbstractMethod):
             )
             state = _scattering(self.merge).scatter(by_device, axes)
         else:
-            merge = choose_merge(self.merge, state, axes, self.topology)
+            merge = resolve_merge(self.merge, state, axes, self.topology)
             state = fold_across(merge, axes, state)
         return rounded(state, operands, settings)
 
@@ -129,9 +128,6 @@ class Tree(AbstractMethod):
     def state_rows(self, shape: Shape, topology: Topology) -> int:
         rows = local_rows(shape, topology)
         return rows * topology.devices if shape.queries_sharded else rows
-
-    def near(self, halo: Halo) -> AbstractMethod:
-        return Neighbours(halo)
 
 
 def _scattering(merge: str) -> AbstractMerge:

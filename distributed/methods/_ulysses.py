@@ -1,4 +1,4 @@
-"""Ulysses: heads exchanged for sequence, and back; and the hybrid, in which keys go around in between."""
+"""Ulysses, which exchanges heads for sequence, and the hybrid of Ulysses and a ring."""
 
 import dataclasses
 import functools
@@ -10,16 +10,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels import AttentionState
-from energy_attn.kernels.internal import Operands, apply_in_float32, attend
+from energy_attn.kernels import AttentionState, Operands
+from energy_attn.kernels.internal import attend, mesh_axes
 
 from ..cost._network import Derivatives, Topology, Transfer, Transfers
 from ..cost._shape import Shape, key_copies, kv_shard, local_rows, position_gather, tangent_bytes
 from ..merge._abstract import Axes, moved, transfer
-from ._abstract import AbstractMethod, Axis, LocalCall, SeenPairs, Split, exchanging
-from ._halo import Halo
-from ._in_turn import whole
-from ._ring import around_transfers, keys_around, ring_pairs
+from ._abstract import AbstractMethod, Axis, LocalCall, SeenPairs, Split, exchanging, gather_tokens
+from ._halo import Halo, ring_pairs, ring_schedule, ring_transfers
+from ._key_schedule import attend_by_schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,9 @@ class Ulysses(AbstractMethod):
         def keys_to_heads(x: Array) -> Array:
             # the derivative of copies is a sum
             return to_heads(
-                x if copies == 1 else apply_in_float32(lambda x: jnp.repeat(x, copies, 2), x)
+                x
+                if copies == 1
+                else mesh_axes.apply_in_float32(lambda x: jnp.repeat(x, copies, 2), x)
             )
 
         heads = operands.indices.heads
@@ -84,16 +85,17 @@ class Ulysses(AbstractMethod):
             heads = jnp.arange(number, dtype=jnp.int32) if heads is None else heads
             mine = number // lax.axis_size(axes)
             heads = lax.dynamic_slice_in_dim(heads, lax.axis_index(axes) * mine, mine)
-        tokens = operands.tokens.map_queries(lambda x: whole(x, query_len, axes))
+        tokens = operands.tokens.map_queries(lambda x: gather_tokens(x, query_len, axes))
         here = operands._replace(
             indices=operands.indices._replace(heads=heads),
             query=to_heads(operands.query),
             key=keys_to_heads(operands.key),
             value=keys_to_heads(operands.value),
-            tokens=tokens.map_keys(lambda x: whole(x, key_len, around + axes)),
+            tokens=tokens.map_keys(lambda x: gather_tokens(x, key_len, around + axes)),
         )
         if around:
-            state = keys_around(call._replace(operands=here, axes=around), self._sent_keys)
+            call = call._replace(operands=here, axes=around)
+            state = attend_by_schedule(call, ring_schedule(call, self._sent_keys))
         else:
             state = attend(policy.kernels, settings, here)
         return transfer(lambda x: lax.all_to_all(x, axes, 1, 2, tiled=True), state)
@@ -112,7 +114,7 @@ class Ulysses(AbstractMethod):
             yield from position_gather(shape.queries, shape, topology, axes)
             yield from (Transfer("all-to-all", size, axes) for size in sizes)
         yield from position_gather(shape.keys, shape, topology, topology.axes)
-        yield from around_transfers(keys, self._sent_keys, around, shape, topology, derivatives)
+        yield from ring_transfers(keys, self._sent_keys, around, shape, topology, derivatives)
         if devices == 1:
             return
         yield Transfer("all-to-all", state, axes)
@@ -161,6 +163,7 @@ class Hybrid(Ulysses):
     """
 
     name = "hybrid"
+    takes_halo = True
     whole_sequences = False
 
     def check_axes(self, axes: Sequence[object]) -> None:
@@ -180,12 +183,9 @@ class Hybrid(Ulysses):
     def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
         return ring_pairs(seen, size)
 
-    def near(self, halo: Halo) -> AbstractMethod:
-        return NeighbouringGroups(halo)
-
 
 @dataclasses.dataclass(frozen=True)
-class NeighbouringGroups(Hybrid):
+class GroupHaloExchange(Hybrid):
     """A hybrid in which keys come from those groups of devices alone whose keys some query may see."""
 
     halo: Halo

@@ -8,21 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from energy_attn.kernels.internal import (
-    check_choice,
-    check_finite_number,
-    check_flag,
-    check_integer,
-    check_text,
-    received,
-)
+from energy_attn.kernels.internal import checks
 
 from ..cost._network import Topology, Transfer, seconds
 from ..cost._shape import Shape, check_sizes
 from ..methods._abstract import exchanging
-from ..methods._cost import check_sharded, near_method, transfers
+from ..methods._choice import VARIANTS, check_sharded, halo_method
 from ..methods._halo import Run, runs
-from ..methods._parallel import VARIANTS
+from ._cost import transfers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +33,9 @@ class Chip:
         ValueError: a rate or a memory that is not positive, or an efficiency that is not between 0 and 1.
 
     Examples:
+        >>> import dataclasses
         >>> from energy_attn.distributed import plan
-        >>> plan.Chip("tpu_v5p", flops=459e12, memory=95 * 10**9).efficiency
+        >>> dataclasses.replace(plan.chip("v5p"), efficiency=0.5).efficiency  # a chip of other figures
         0.5
     """
 
@@ -51,11 +45,11 @@ class Chip:
     efficiency: float = 0.5
 
     def __post_init__(self) -> None:
-        check_text("network", self.network)
-        check_integer("memory", self.memory, least=1, is_wide=True)
-        if check_finite_number("flops", self.flops) <= 0:
+        checks.check_text("network", self.network)
+        checks.check_integer("memory", self.memory, least=1, is_wide=True)
+        if checks.check_finite_number("flops", self.flops) <= 0:
             raise ValueError(f"flops: wanted operations per second, above 0, got {self.flops}")
-        if not 0 < check_finite_number("efficiency", self.efficiency) <= 1:
+        if not 0 < checks.check_finite_number("efficiency", self.efficiency) <= 1:
             raise ValueError(
                 f"efficiency: wanted a part of the peak, above 0 and at most 1, got {self.efficiency}"
             )
@@ -77,7 +71,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
 
 
 def chip(name: str, *, efficiency: float | None = None) -> Chip:
-    """The chip of a name.
+    """Returns a chip by name: its peak rate, memory, network and efficiency.
 
     | name | dense bfloat16 products, TFLOP/s | memory | efficiency |
     |---|---|---|---|
@@ -104,27 +98,27 @@ def chip(name: str, *, efficiency: float | None = None) -> Chip:
         >>> plan.chip("v5p").flops, plan.chip("v5p", efficiency=0.4).efficiency
         (459000000000000.0, 0.4)
     """
-    check_choice("name", name, tuple(CHIPS))
+    checks.check_choice("name", name, tuple(CHIPS))
     found = CHIPS[name]
     return found if efficiency is None else dataclasses.replace(found, efficiency=efficiency)
 
 
 def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tuple[int, ...]:
-    r"""The pairs of a query and a key that the busiest device computes, in each step of a method.
+    r"""Counts the (query, key) pairs that the busiest device computes in each step of a method.
 
     $$\text{pairs}_s = B \tfrac{N}{h} \max_i
       \left|\{(t, a) : t \in Q_i,\; a \in K_{i,s},\; a \text{ seen by } t\}\right|$$
 
     with the queries $Q_i$ of device $i$, the keys $K_{i,s}$ that it has in step $s$, and $h$ devices that share the
-    heads. Devices wait for each other in each step, so that these add up. A ring has $p$ steps, a hybrid $p / f$, a
-    gather one for each of its pieces, the others have one; so do those that send a halo alone.
+    heads. Devices wait for each other in each step, so the counts add up. A ring has $p$ steps, a hybrid $p / f$, a
+    gather one per piece; other methods, and an exchange of a halo, have one.
 
     Args:
         method: as for [`transfers`][energy_attn.distributed.cost.transfers].
         shape: the sizes, of sharded queries, as many as keys; `causal`, `window` and `layout` say which pairs are seen.
         topology: the mesh.
-        tile: a kernel computes all of a square of so many queries and keys, or of fewer that divide the consecutive
-            tokens of a device, where one of their pairs is seen.
+        tile: the side of the square of queries and keys that a kernel computes whole if one of its pairs is seen;
+            reduced to a divisor of the consecutive tokens of a device.
 
     Returns:
         The number for each step.
@@ -147,11 +141,11 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
         (10, 8, 8, 8)
     """
     check_sizes(shape, topology)
-    check_choice("method", method, tuple(VARIANTS))
+    checks.check_choice("method", method, tuple(VARIANTS))
     way = next(iter(VARIANTS[method].values()))
     way.check_axes(topology.axes)
     check_sharded(way, shape, topology)
-    check_integer("tile", tile, least=1)
+    checks.check_integer("tile", tile, least=1)
     if shape.queries != shape.keys:
         raise ValueError(
             f"shape: wanted as many queries as the {shape.keys} keys, got {shape.queries}"
@@ -167,15 +161,15 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
     groups = devices // shared
 
     def seen(start: int, stop: int) -> np.ndarray:
-        every = _seen(shape, devices, start, stop, tile)
+        every = _visible_pairs(shape, devices, start, stop, tile)
         return every.reshape(groups, shared, groups, shared).sum((1, 3))
 
-    heads, near = shape.batch * shape.heads // shared, near_method(way, shape, devices, shared)
+    heads, near = shape.batch * shape.heads // shared, halo_method(way, shape, devices, shared)
     return tuple(heads * int(x.max()) for x in near.pairs(seen, shape.keys // devices))
 
 
-def _seen(shape: Shape, devices: int, start: int, stop: int, tile: int) -> np.ndarray:
-    """Pairs of each device's queries and of each one's keys from `start` to `stop`, `[devices, devices]`."""
+def _visible_pairs(shape: Shape, devices: int, start: int, stop: int, tile: int) -> np.ndarray:
+    """Visible pairs of each device's queries and of each device's keys from `start` to `stop`, `[devices, devices]`."""
     size = shape.keys // devices
     before, after = (shape.keys, shape.keys) if shape.window is None else shape.window
     window = before, 0 if shape.causal else after
@@ -199,13 +193,13 @@ def _parts(shape: Shape, devices: int, start: int, stop: int) -> list[Run]:
 
 
 def _in_tiles(queries: Run, keys: Run, window: tuple[int, int], tile: int) -> np.ndarray:
-    """Pairs of two runs of one stride in tiles where some pair is seen, `[devices, devices]`."""
+    """Pairs of two runs of one stride, in tiles with a visible pair, `[devices, devices]`."""
     lengths = math.gcd(int(queries.length), int(keys.length))
     tile = next(x for x in range(min(tile, lengths), 0, -1) if lengths % x == 0)
     step, reach = queries.stride * tile, queries.stride * (tile - 1)
     rows, columns = (int(x.length) // tile for x in (queries, keys))
     apart = queries.position[:, None] - keys.position[None, :]
-    # of row i the tiles from `first + i` on, and before `last + i`
+    # row i of tiles sees the columns from `first + i` up to, and without, `last + i`
     last = (apart + reach + window[1]) // step + 1
     first = -((reach + window[0] - apart) // step)
     return tile**2 * (_below(last, rows, columns) - _below(first, rows, columns))
@@ -225,14 +219,9 @@ class StepTime(NamedTuple):
     """Seconds of an attention.
 
     Attributes:
-        products: of the busiest device in each step, added up.
-        transfers: of all collectives, if nothing overlaps; permutes over a torus by one of an axis' two links.
-        exposed: the part of them beside which nothing is computed.
-
-    Examples:
-        >>> from energy_attn.distributed import plan
-        >>> plan.StepTime(products=2.0, transfers=1.5, exposed=0.5).exposed
-        0.5
+        products: matrix products of the busiest device, summed over the steps.
+        transfers: all collectives, without overlap; a permute uses one of the two links of a torus axis.
+        exposed: the part of the transfers that no product hides.
     """
 
     products: float
@@ -241,13 +230,7 @@ class StepTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Products, and the transfers that are exposed.
-
-        Examples:
-            >>> from energy_attn.distributed import plan
-            >>> plan.StepTime(products=2.0, transfers=1.5, exposed=0.5).seconds
-            2.5
-        """
+        """Products and exposed transfers."""
         return self.products + self.exposed
 
 
@@ -267,14 +250,13 @@ def step_time(
       + \text{exposed}, \qquad
       \text{exposed} = \sum_s \max(0, \text{transfers}_s - \text{products}_s) + \text{others}$$
 
-    with the [pairs][energy_attn.distributed.plan.pairs] of each step, and the transfers that a compiled program starts
-    before the products of a step and awaits after them: those of keys and of their gradients around a ring, beside
-    whose last hop, home, half of a device's own keys are left; on GPUs the gathers of all pieces but the first, and the
-    scatters of all gradients but the last. All others are exposed: all-to-alls, gathers of the backward, all gathers on
-    TPUs, the spans of a window, a tree's
-    states. A permute goes one way, by one of the two links of a torus axis. The backward has five products where the
-    forward has two: scores again, and the gradients of weights, values, queries and keys, $2 (3 H + 2 H_v)$
-    operations a pair.
+    with the [pairs][energy_attn.distributed.plan.pairs] of each step. `transfers_s` are those that a compiled program
+    starts before the products of a step and awaits after them: hops of keys and of their gradients around a ring (half
+    of a device's own keys are left for the last hop); on GPUs the gathers of all pieces except the first, and the
+    scatters of all gradients except the last. All others are exposed: all-to-alls, gathers of the backward, all
+    gathers on TPUs, the spans of a window, a tree's states. A permute uses one of the two links of a torus axis. The
+    backward has five products where the forward has two: scores again, and the gradients of weights, values, queries
+    and keys, $2 (3 H + 2 H_v)$ operations per pair.
 
     Args:
         method: as for [`transfers`][energy_attn.distributed.cost.transfers].
@@ -286,7 +268,8 @@ def step_time(
         gradient: whether to add the backward.
 
     Returns:
-        A [`StepTime`][energy_attn.distributed.plan.StepTime].
+        A named tuple of seconds: `products` of the busiest device, `transfers` of all collectives without overlap,
+        and `exposed`, the part of the transfers that no product hides; `seconds` is products plus exposed.
 
     Raises:
         TypeError: `chip` is not a `Chip`, or as `transfers` and `pairs`.
@@ -305,11 +288,11 @@ def step_time(
         True
     """
     if not isinstance(chip, Chip):
-        raise TypeError(f"chip: wanted a Chip, got {received(chip)}")
+        raise TypeError(f"chip: wanted a Chip, got {checks.received(chip)}")
     counts = pairs(method, shape, topology, tile=tile)
     forward = transfers(method, merge, shape, topology)
     passes = [(forward, 2 * (shape.width + shape.out_width))]
-    if check_flag("gradient", gradient):
+    if checks.check_flag("gradient", gradient):
         both = transfers(method, merge, shape, topology, gradient=True)
         backward = tuple(_without(both, forward))
         passes.append((backward, 2 * (3 * shape.width + 2 * shape.out_width)))

@@ -1,16 +1,45 @@
-"""The start of a program that runs as several processes."""
+"""Starts a program of several processes: they meet before JAX connects them.
+
+JAX's client aborts its process, without an exception, when the coordinator cannot be reached or another process
+does not come; its service crashes when the port is taken. So the processes first meet over plain sockets at the
+coordinator's address, where a missing process raises an exception.
+"""
 
 import atexit
+import contextlib
 import os
+import re
+import selectors
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import NamedTuple
 
 import jax
 
-from energy_attn.kernels.internal import check_integer, private_names, received
+from energy_attn.kernels.internal import checks, private_names
 
-from ._rendezvous import Participant, coordinate, join, split_address
+_GO = b"energy_attn go"
+
+
+_NO = b"energy_attn no "
+
+
+_LONGEST = 4096  # bytes of a line: the longest is a reason that names many processes
+
+
+_PAUSE = 0.05  # seconds between attempts to connect
+
+
+class Participant(NamedTuple):
+    """The message of a process to the coordinator."""
+
+    coordinator: str  # host:port
+    process: int
+    processes: int
+    timeout: int  # seconds
 
 
 def initialize(
@@ -76,7 +105,7 @@ def initialize(
         "shutdown_timeout": shutdown_timeout,
     }
     for name, seconds in timeouts.items():
-        check_integer(name, seconds, least=1)
+        checks.check_integer(name, seconds, least=1)
     addresses = {
         "coordinator_address": coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS"),
         "coordinator_bind_address": coordinator_bind_address
@@ -85,7 +114,7 @@ def initialize(
     }
     for name, text in addresses.items():
         if text is not None and not isinstance(text, str):
-            raise TypeError(f"{name}: wanted a string or None, got {received(text)}")
+            raise TypeError(f"{name}: wanted a string or None, got {checks.received(text)}")
     count = _number("num_processes", num_processes)
     process = _number("process_id", process_id)
     given = addresses["coordinator_address"], count, process, _device_ids(local_device_ids)
@@ -104,7 +133,7 @@ def initialize(
             f"{missing}: wanted all of {', '.join(arguments)}, or none on a cluster that JAX "
             f"recognises; got None beside {passed}"
         )
-    check_integer("num_processes", count, least=1)
+    checks.check_integer("num_processes", count, least=1)
     if not 0 <= process < count:
         raise ValueError(f"process_id: wanted 0 to {count - 1}, got {process}")
     _, port = split_address("coordinator_address", address)
@@ -138,7 +167,7 @@ def initialize(
 
 def _number(name: str, number: int | None) -> int | None:
     if number is not None:
-        return check_integer(name, number, least=0)
+        return checks.check_integer(name, number, least=0)
     text = os.environ.get(f"JAX_{name.upper()}")
     if text is None:
         return None
@@ -156,7 +185,7 @@ def _device_ids(ids: int | Sequence[int] | None) -> list[int] | None:
             raise ValueError(f"JAX_LOCAL_DEVICE_IDS: wanted integers and commas, got {text!r}")
         return [int(part) for part in text.split(",")]
     listed = ids if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]
-    return [check_integer("local_device_ids", x, least=0) for x in listed]
+    return [checks.check_integer("local_device_ids", x, least=0) for x in listed]
 
 
 def _started() -> bool:
@@ -189,3 +218,160 @@ def _leave_on_failure() -> None:
 
     sys.excepthook = note
     atexit.register(leave)  # after JAX's own, so it runs before that
+
+
+def split_address(name: str, address: str) -> tuple[str, int]:
+    """Host and port of `host:port`; an IPv6 host stands in brackets."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{name}: wanted 'host:port', got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def coordinate(participant: Participant, bind: str) -> None:
+    """Process 0: waits at the address `bind` until all others have come, then lets all go on.
+
+    Raises `RuntimeError` naming the missing processes when time is up, and at once when two processes
+    have the same number or different counts; the other processes then raise the same error.
+    """
+    end = time.monotonic() + participant.timeout
+    with contextlib.ExitStack() as opened:
+        try:
+            listener = opened.enter_context(_listen(*split_address("bind", bind)))
+        except OSError as error:
+            raise RuntimeError(
+                f"coordinator_address: process 0 cannot listen at {bind} ({_message_of(error)}). Check that "
+                "no other program, such as an earlier run, has that port, and that the address is this host's"
+            ) from error
+        present: dict[socket.socket, int] = {}
+        reason = _gather(listener, present, participant, end, opened)
+        # Closed before any process continues, so that a port that is open afterwards is JAX's.
+        listener.close()
+        for connection in present:
+            with contextlib.suppress(OSError):
+                connection.sendall((_NO + reason.encode() if reason else _GO) + b"\n")
+        if reason:
+            raise RuntimeError(reason)
+        # The side that closes first keeps the port in TIME_WAIT: it should be the other one.
+        for connection in present:
+            with contextlib.suppress(OSError):
+                connection.settimeout(1)
+                connection.recv(1)
+
+
+def join(participant: Participant) -> None:
+    """Any other process: reports to the coordinator and waits until all have come."""
+    end = time.monotonic() + participant.timeout
+    address = split_address("coordinator_address", participant.coordinator)
+    hello = b"energy_attn %d %d\n" % (participant.process, participant.processes)
+    last = "nothing was tried"
+    while (left := end - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(address, timeout=left) as connection:
+                connection.sendall(hello)
+                # The coordinator may have started later: wait 2 s more for its answer.
+                connection.settimeout(left + 2)
+                line = connection.makefile("rb").readline(_LONGEST).rstrip()
+            if line == _GO:
+                _wait_for_port(address, end)
+                return
+            if line.startswith(_NO):
+                raise RuntimeError(line.removeprefix(_NO).decode())
+            last = "something answered that is not energy_attn's initialize(), or is JAX already"
+        except OSError as error:
+            last = _message_of(error)
+        time.sleep(_PAUSE)
+    raise RuntimeError(
+        f"coordinator_address: process {participant.process} of {participant.processes} could not meet process 0 "
+        f"at {participant.coordinator} within {participant.timeout} s (last attempt: {last}). Check that "
+        "process 0 calls initialize(), that this is its address and no firewall closes it"
+    )
+
+
+def _gather(
+    listener: socket.socket,
+    present: dict[socket.socket, int],
+    participant: Participant,
+    end: float,
+    opened: contextlib.ExitStack,
+) -> str:
+    """Fills `present`; returns the reason of a failure, or an empty string when all have come.
+
+    A process that disconnects (restarted by its host, say) is awaited again.
+    """
+    unread: dict[socket.socket, bytes] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while len(present) < participant.processes - 1 and (left := end - time.monotonic()) > 0:
+            for ready, _ in selector.select(left):
+                if ready.fileobj is listener:
+                    connection = opened.enter_context(listener.accept()[0])
+                    unread[connection] = b""
+                    selector.register(connection, selectors.EVENT_READ)
+                    continue
+                connection = ready.fileobj
+                assert isinstance(connection, socket.socket)
+                try:
+                    text = connection.recv(_LONGEST)
+                except OSError:
+                    text = b""
+                line = unread[connection] = unread[connection] + text
+                if not text or len(line) > _LONGEST:
+                    selector.unregister(connection)
+                    present.pop(connection, None)
+                    connection.close()
+                elif hello := re.fullmatch(rb"energy_attn (\d{1,9}) (\d{1,9})\n", line):
+                    process, count = map(int, hello.groups())
+                    wrong = _wrong(process, count, present, participant)
+                    present[connection] = process
+                    if wrong:
+                        return wrong
+    missing = sorted(set(range(1, participant.processes)) - set(present.values()))
+    if not missing:
+        return ""
+    names = ", ".join(map(str, missing[:20])) + (", …" if len(missing) > 20 else "")
+    return (
+        f"process {names} of {participant.processes} did not come to the coordinator at "
+        f"{participant.coordinator} within {participant.timeout} s. Check that it was started, what it wrote "
+        "before it ended, that it calls initialize() with this address, and that it can reach it"
+    )
+
+
+def _wrong(
+    process: int, count: int, present: dict[socket.socket, int], participant: Participant
+) -> str:
+    if count != participant.processes:
+        return (
+            f"num_processes: wanted the same number in all processes, got {participant.processes} in "
+            f"process 0 and {count} in process {process}"
+        )
+    if process in present.values() or not 0 < process < count:
+        return (
+            f"process_id: wanted a different one in each process, 0 to {count - 1}, got {process} "
+            "in two of them"
+        )
+    return ""
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    everywhere = host in ("", "::", "0.0.0.0")
+    if everywhere and socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+        )
+    if everywhere:
+        return socket.create_server(("", port), backlog=1024)
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family, backlog=1024)
+
+
+def _wait_for_port(address: tuple[str, int], end: float) -> None:
+    """Waits until JAX's service listens, as its client waits a second between attempts."""
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
+            return
+        time.sleep(_PAUSE)
+
+
+def _message_of(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

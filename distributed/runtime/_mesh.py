@@ -1,17 +1,23 @@
-"""Meshes of devices."""
+"""Meshes of devices, and global arrays on them, from the data of each process."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.core
 import numpy as np
-from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.experimental import mesh_utils, multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
 
-from energy_attn.kernels.internal import check_flag, check_integer, check_names, received
+from energy_attn.kernels.internal import checks
 
 _SLICE, _PROCESS = "slice_index", "process_index"  # of a device
+
+
+Arrays = TypeVar("Arrays")
 
 
 def make_mesh(
@@ -57,27 +63,116 @@ def make_mesh(
         >>> make_mesh((jax.device_count(),), ("device",)).axis_names
         ('device',)
     """
-    names = check_names("axis_names", axis_names, "axes")
+    names = checks.check_names("axis_names", axis_names, "axes")
     if devices is not None and not (
         isinstance(devices, Sequence) and all(isinstance(x, jax.Device) for x in devices)
     ):
-        raise TypeError(f"devices: wanted a sequence of devices or None, got {received(devices)}")
+        raise TypeError(
+            f"devices: wanted a sequence of devices or None, got {checks.received(devices)}"
+        )
     all_devices = jax.devices() if devices is None else list(devices)
     if not all_devices:
         raise ValueError("devices: wanted at least one, got none")
     if shape is None:
         shape = _default_shape(all_devices, names)
     if not isinstance(shape, Sequence) or isinstance(shape, str):
-        raise TypeError(f"shape: wanted a sequence of integers, got {received(shape)}")
-    shape = tuple(check_integer("shape", size, least=1) for size in shape)
+        raise TypeError(f"shape: wanted a sequence of integers, got {checks.received(shape)}")
+    shape = tuple(checks.check_integer("shape", size, least=1) for size in shape)
     if len(shape) != len(names):
         raise ValueError(f"shape: wanted a size for each of the axes {names}, got {shape}")
     if math.prod(shape) != len(all_devices):
         raise ValueError(
             f"shape: wanted sizes whose product is {len(all_devices)} devices, got {shape}"
         )
-    kind = AxisType.Explicit if check_flag("explicit", explicit) else AxisType.Auto
+    kind = AxisType.Explicit if checks.check_flag("explicit", explicit) else AxisType.Auto
     return Mesh(_arranged(shape, all_devices), names, axis_types=(kind,) * len(names))
+
+
+def place(
+    local: Arrays,
+    sharding: NamedSharding | PartitionSpec | None = None,
+    *,
+    like: PyTree | None = None,
+    replicated: bool = False,
+) -> Arrays:
+    """Makes global arrays from the data of each process.
+
+    Every process calls it with its own part: along a dimension that is sharded over processes, the
+    parts are concatenated in the mesh's order; along the others each part is the whole, equal in
+    all processes. With `like`, arrays get the shardings of another tree, for instance after reading them
+    from a file: `eqx.tree_deserialise_leaves` leaves all arrays on one device, for which a compiled function
+    would be compiled again.
+
+    Args:
+        local: this process's part, an array (NumPy, or JAX on this process's devices) or a tree of
+            arrays. With `like`, whole arrays, equal in all processes; other leaves are returned unchanged.
+        sharding: of the global array: a `NamedSharding`, or a `PartitionSpec` for the mesh in force
+            (`jax.set_mesh`).
+        like: in place of `sharding`, the same tree with the shardings wanted, such as the model and the state of
+            the optimiser as training begins. Its arrays may be abstract, as `eqx.filter_eval_shape` and
+            [`shard`][energy_attn.models.shard] return them. Uncommitted arrays in it, such as new ones on
+            the default device, leave the array where it is.
+        replicated: whether every process passes the whole array, equal in all of them, and
+            its devices take their parts of it.
+
+    Returns:
+        The global arrays, with that sharding; float64 and int64 as JAX's settings have them.
+
+    Raises:
+        TypeError: a leaf is no array or is traced, or `sharding` has another type.
+        ValueError: both of `sharding` and `like` or none, no mesh is in force, the sharding does not fit, or an
+            array is already sharded over other processes. With `like`, trees of different structure, or arrays
+            of another shape or dtype; the leaf is named.
+
+    Examples:
+        >>> import io, equinox as eqx, jax, jax.numpy as jnp, numpy as np
+        >>> from energy_attn.distributed import fetch, make_mesh, place
+        >>> n = jax.device_count()
+        >>> with jax.set_mesh(make_mesh()):
+        ...     key = place(np.ones((1, 4 * n, 2, 8), np.float32), jax.P(None, ("node", "device")))
+        >>> key.addressable_data(0).shape, fetch(key).shape == key.shape
+        ((1, 4, 2, 8), True)
+        >>> file = io.BytesIO()
+        >>> eqx.tree_serialise_leaves(file, key)
+        >>> _ = file.seek(0)
+        >>> place(eqx.tree_deserialise_leaves(file, key), like=key).sharding == key.sharding
+        True
+    """
+    checks.check_flag("replicated", replicated)
+    if (sharding is None) == (like is None):
+        raise ValueError(
+            f"sharding: wanted either sharding or like, got {checks.received(sharding)} and {checks.received(like)}"
+        )
+    if like is not None:
+        _check_structure(local, like)
+        return jax.tree_util.tree_map_with_path(_placed_like, local, like)
+    named = _named_sharding(sharding)
+    return jax.tree.map(lambda x: _placed(x, named, replicated), local)
+
+
+def fetch(x: PyTree[Array | np.ndarray]) -> PyTree[np.ndarray]:
+    """Brings whole arrays into the memory of every process.
+
+    `np.asarray` takes only arrays of which this process has every part. This also takes arrays that
+    are sharded over processes; for them it is a collective, which every process has to call, and the
+    whole array is on each device for a moment. This process's own parts are `x.addressable_shards`.
+
+    Args:
+        x: an array, or a tree of arrays, as a jitted function returned them.
+
+    Returns:
+        The same tree of NumPy arrays, equal in all processes.
+
+    Raises:
+        TypeError: leaves that are not arrays, or are traced (inside `jax.jit`).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.distributed import fetch
+        >>> fetch({"energy": jnp.zeros((1, 2))})
+        {'energy': array([[0., 0.]], dtype=float32)}
+    """
+    return jax.tree.map(_fetched, x)
 
 
 def _default_shape(devices: Sequence[Any], names: tuple[str, ...]) -> tuple[int, ...]:
@@ -147,3 +242,97 @@ def network_part(device: Any) -> int:
     if part is None:
         return 0 if device.platform == "tpu" else device.process_index
     return part
+
+
+def _named_sharding(sharding: object) -> NamedSharding:
+    if isinstance(sharding, PartitionSpec):
+        mesh = jax.sharding.get_mesh()
+        if mesh.empty:
+            raise ValueError(
+                f"sharding: wanted a NamedSharding, or jax.set_mesh(mesh) in force, got {sharding}"
+            )
+        try:
+            return NamedSharding(mesh, sharding)
+        except ValueError as error:
+            raise ValueError(
+                f"sharding: wanted axes of the mesh in force, {mesh.axis_names}, got {sharding}"
+            ) from error
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(
+            f"sharding: wanted a NamedSharding or a PartitionSpec, got {checks.received(sharding)}"
+        )
+    return sharding
+
+
+def _placed(local: Array | np.ndarray, sharding: NamedSharding, replicated: bool) -> jax.Array:
+    _check_concrete("local", local)
+    if isinstance(local, jax.Array) and not local.is_fully_addressable:
+        raise ValueError(
+            "local: wanted this process's part, got an array that is sharded over processes, "
+            f"{checks.received(local)}; jax.device_put gives it another sharding"
+        )
+    if len(sharding.spec) > local.ndim:
+        raise ValueError(
+            f"sharding: wanted at most {local.ndim} dimensions for {checks.received(local)}, "
+            f"got {sharding.spec}"
+        )
+    part = np.asarray(local, jax.dtypes.canonicalize_dtype(local.dtype))
+    try:
+        return jax.make_array_from_process_local_data(
+            sharding, part, part.shape if replicated else None
+        )
+    except ValueError as error:
+        expected = "the whole array" if replicated else "this process's part of an array"
+        raise ValueError(
+            f"local: wanted {expected} that {sharding.spec} divides over the mesh "
+            f"{dict(sharding.mesh.shape)}, got {checks.received(local)}: {error}"
+        ) from error
+
+
+def _placed_like(path: Any, leaf: Any, other: Any) -> Any:
+    if not isinstance(other, (jax.Array, jax.ShapeDtypeStruct)):
+        return leaf
+    name = "local" + jax.tree_util.keystr(path)
+    _check_concrete(name, leaf)
+    if leaf.shape != other.shape or leaf.dtype != other.dtype:
+        expected = f"{other.dtype}[{','.join(map(str, other.shape))}]"
+        raise ValueError(f"{name}: wanted {expected} as in like, got {checks.received(leaf)}")
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise ValueError(
+            f"{name}: wanted a whole array, got one that is sharded over processes, {checks.received(leaf)}"
+        )
+    if other.sharding is None or (isinstance(other, jax.Array) and not other.committed):
+        return leaf
+    has_numbers = not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended)  # or random keys
+    array = np.asarray(leaf) if has_numbers else leaf
+    return jax.make_array_from_callback(leaf.shape, other.sharding, lambda part: array[part])
+
+
+def _check_structure(tree: PyTree, like: PyTree) -> None:
+    if jax.tree.structure(tree) == jax.tree.structure(like):
+        return
+    names = (
+        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(x)]
+        for x in (like, tree)
+    )
+    for expected, got in itertools.zip_longest(*names, fillvalue="none"):
+        if expected != got:
+            raise ValueError(f"local: wanted a leaf {expected} as in like, got {got}")
+    raise ValueError("local: wanted the static fields of like, got others with the same leaves")
+
+
+def _fetched(x: Array | np.ndarray) -> np.ndarray:
+    _check_concrete("x", x)
+    if isinstance(x, np.ndarray) or x.is_fully_addressable:
+        return np.asarray(x)
+    if x.is_fully_replicated:
+        return np.asarray(x.addressable_data(0))
+    return multihost_utils.process_allgather(x, tiled=True)
+
+
+def _check_concrete(name: str, x: Any) -> None:
+    checks.check_array(name, x)
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            f"{name}: wanted an array outside jax.jit and the like, got {checks.received(x)}"
+        )

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import AbstractFunction, Operands, function_call
+from energy_attn.kernels import Operands
+from energy_attn.kernels.internal import autodiff
 
 from ..functional._free_energy import Calls, Parts, directional
 from ..functional._solution import Result, Solution, raise_on_failure, without_derivative
@@ -111,21 +112,21 @@ def with_exact_derivative(
     result: Solution, calls: Calls, parts: Parts, throw: bool, what: str
 ) -> Solution:
     """A solver's solution with the derivatives of the exact one; raises if the solver failed."""
-    value, point = function_call(_Optimum(calls), (parts, result.value, result.point))
+    value, point = autodiff.function_call(_Optimum(calls), (parts, result.value, result.point))
     stats = without_derivative(result.stats, parts, what)
     result = Solution(value, result.source, point, result.result, stats)
     return raise_on_failure(result, throw, what, calls)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Optimum(AbstractFunction):
+class _Optimum(autodiff.AbstractFunction):
     calls: Calls
 
     def apply(self, args: tuple[Parts, Array, Array]) -> tuple[Array, Array]:
         return args[1:]
 
     def jvp(self, primals: tuple[Parts, Array, Array], tangents: Any) -> tuple[Any, Any]:
-        result = function_call(self, primals)
+        result = autodiff.function_call(self, primals)
         state = directional(functools.partial(state_at, self.calls, None), primals[0], tangents[0])
         return result, (None, None) if state is None else (-state[1].lse, state[1].out)
 

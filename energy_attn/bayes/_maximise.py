@@ -11,16 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import (
-    AbstractFunction,
-    check_finite_number,
-    check_flag,
-    check_floating,
-    check_shape,
-    function_call,
-    holds_keys,
-    with_zeros,
-)
+from energy_attn.kernels.internal import autodiff, checks, holds_keys
 
 from ..functional._free_energy import Calls, Parts, directional, unmoved
 from ..functional._solution import Result, Solution, without_derivative
@@ -70,10 +61,10 @@ def check_regulariser(
     """
     name, number = "regulariser", x
     if isinstance(x, jax.Array):
-        check_shape(name, check_floating(name, x), ())
+        checks.check_shape(name, checks.check_floating(name, x), ())
         number = None if isinstance(x, jax.core.Tracer) else float(x)
     if number is not None:
-        number = check_finite_number(name, number)
+        number = checks.check_finite_number(name, number)
         if number < 0 or (positive and number == 0):
             raise ValueError(
                 f"{name}: wanted a number {'above' if positive else 'of at least'} 0, got {number}"
@@ -90,14 +81,14 @@ def conjugate(
     throw: bool,
 ) -> Solution:
     """Computes `AbstractConjugate.conjugate`, without raising for rows that failed."""
-    check_flag("throw", throw)
+    checks.check_flag("throw", throw)
     point = check_row_vectors("point", point, calls, parts)
     regulariser, bounded = check_regulariser(regulariser, point.dtype)
     solver = check_solver(solver, calls, Newton, Optax)
     static = SolverOptions(calls, solver, bounded)
     inputs = SolverInputs(parts, point, regulariser)
-    maximum: Maximum = function_call(_Maximisation(static), inputs)
-    value = function_call(_AttainedValue(static), (inputs, maximum))
+    maximum: Maximum = autodiff.function_call(_Maximisation(static), inputs)
+    value = autodiff.function_call(_AttainedValue(static), (inputs, maximum))
     stats = {"steps": maximum.steps, "residual": maximum.residual, "path": maximum.path}
     stats = without_derivative(stats, inputs, "conjugate")
     return Solution(value, maximum.source, None, maximum.result, stats)
@@ -195,18 +186,18 @@ def _find_maximum(static: SolverOptions, inputs: SolverInputs) -> Maximum:
 # solved by the pseudo-inverse: in a hull of lower dimension the source is undetermined across the
 # hull. The rule can itself be differentiated, since it is a function of the source that is found.
 @dataclasses.dataclass(frozen=True)
-class _Maximisation(AbstractFunction):
+class _Maximisation(autodiff.AbstractFunction):
     static: SolverOptions
 
     def apply(self, args: SolverInputs) -> Maximum:
         return _find_maximum(self.static, args)
 
     def jvp(self, primals: SolverInputs, tangents: SolverInputs) -> tuple[Maximum, Maximum]:
-        maximum: Maximum = function_call(self, primals)
+        maximum: Maximum = autodiff.function_call(self, primals)
         some = has_source(maximum.result)[..., None]
         source = jnp.where(some, maximum.source, 0.0)
         parts, point, regulariser = tangents
-        tangent = with_zeros(point, primals.point)
+        tangent = autodiff.with_zeros(point, primals.point)
         if regulariser is not None:
             tangent = tangent - regulariser * source
         at_source = functools.partial(state_at, self.static.calls, source)
@@ -223,7 +214,7 @@ class _Maximisation(AbstractFunction):
 # envelope theorem): ζ in z, -|ζ|²/2 in λ and -dF(ζ) in the rest. This holds at every source, so
 # the rule can be differentiated again, through the source.
 @dataclasses.dataclass(frozen=True)
-class _AttainedValue(AbstractFunction):
+class _AttainedValue(autodiff.AbstractFunction):
     static: SolverOptions
 
     def apply(self, args: tuple[SolverInputs, Maximum]) -> Array:
@@ -237,7 +228,7 @@ class _AttainedValue(AbstractFunction):
         (inputs, maximum), ((parts, point, regulariser), _) = primals, tangents
         some = has_source(maximum.result)
         source = jnp.where(some[..., None], maximum.source, 0.0)
-        tangent = with_zeros(point, inputs.point)
+        tangent = autodiff.with_zeros(point, inputs.point)
         if regulariser is not None:
             tangent = tangent - 0.5 * regulariser * source
         along = (tangent * source).sum(-1)
@@ -245,7 +236,7 @@ class _AttainedValue(AbstractFunction):
         state = directional(at_source, inputs.parts, parts)
         if state is not None:
             along = along - state[1].lse
-        return function_call(self, primals), jnp.where(some, along, 0.0)
+        return autodiff.function_call(self, primals), jnp.where(some, along, 0.0)
 
 
 def has_source(result: Array) -> Array:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from energy_attn.kernels.internal import check_flag
+from energy_attn.kernels.internal import checks
 
 from ..functional._free_energy import state_at
 from ..functional._solution import Result, Solution, raise_on_failure
@@ -192,7 +192,7 @@ class AbstractConjugate(AbstractMeasure):
             >>> bool(jnp.allclose(F.map().point, F.attention(), atol=1e-4))
             True
         """
-        check_flag("throw", throw)
+        checks.check_flag("throw", throw)
         calls, parts = self._prepared()
         regulariser = mean_square_deviation(parts) if regulariser is None else regulariser
         regulariser, _ = check_regulariser(regulariser, parts[0].query.dtype, positive=True)

@@ -8,7 +8,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float
 
-from energy_attn.kernels.internal import check_flag, received
+from energy_attn.kernels.internal import checks
 
 from ..functional._free_energy import Calls, Parts
 from ..functional._solution import Result, Solution
@@ -118,13 +118,13 @@ def saddle_attention(
     """
     calls, parts = _check_measure(F)._prepared()
     solver = check_solver(solver, calls, Extragradient, Optimistic, Newton)
-    check_flag("throw", throw)
+    checks.check_flag("throw", throw)
     if start is None:
         point = default_start(calls, parts)
         pair = jnp.concatenate([jnp.zeros_like(point), point], -1)
     else:
         if not isinstance(start, tuple) or len(start) != 2:
-            raise TypeError(f"start: wanted a pair (source, point), got {received(start)}")
+            raise TypeError(f"start: wanted a pair (source, point), got {checks.received(start)}")
         pair = jnp.concatenate([check_row_vectors("start", x, calls, parts) for x in start], -1)
     solution = _solve(calls, solver, parts, pair)
     return with_exact_derivative(solution, calls, parts, throw, "saddle_attention")
@@ -132,7 +132,7 @@ def saddle_attention(
 
 def _check_measure(F: object) -> AbstractMeasure:
     if not isinstance(F, AbstractMeasure):
-        raise TypeError(f"F: wanted an energy_attn.Gibbs, got {received(F)}")
+        raise TypeError(f"F: wanted an energy_attn.Gibbs, got {checks.received(F)}")
     return F
 
 

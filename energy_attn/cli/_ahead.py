@@ -11,7 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from energy_attn.distributed import SequenceParallel, collectives, cost, make_mesh
-from energy_attn.distributed.internal import part_sent, waits
+from energy_attn.distributed.internal import network, waits
 
 from .. import attention
 
@@ -77,7 +77,7 @@ def compiled(
         arrays = (out, query, key, value) if gradients else (query, key, value)
         program = jax.jit(both if gradients else forward).lower(*arrays).compile()
     found = collectives(program)
-    sent = sum(part_sent(x.kind, x.group_size) * x.bytes * (x.count or 1) for x in found)
+    sent = sum(network.part_sent(x.kind, x.group_size) * x.bytes * (x.count or 1) for x in found)
     sizes_of = program.memory_analysis()
     names_of = "argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes"
     text, kinds = program.as_text() or "", dict.fromkeys(x.kind for x in found)

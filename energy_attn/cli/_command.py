@@ -1,16 +1,25 @@
-"""Arguments, devices, tables and errors of commands."""
+"""Shared by the commands: arguments, devices, tables, errors, and the library's byte-level Llama."""
 
 import argparse
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Collection, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from ..models import Llama
 
 MOST = 2**31 - 1  # of 32 bits, as JAX counts
-_MOST_DEVICES = 4096  # simulated ones: each takes memory and threads
+_MOST_DEVICES = 4096  # simulated devices: each takes memory and threads
+MODEL = Path(__file__).parent / "demo" / "model"  # the checkpoint of the byte-level Llama
+# Modules that examples/byte_llama leaves out of the training: long, and part of every Python from 3.11 on.
+HELD_OUT = ("argparse.py", "dataclasses.py", "tarfile.py", "typing.py")
 
 
 def integer(text: str) -> int:
@@ -94,3 +103,24 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
         return "  ".join(x.rjust(n) if i in right else x.ljust(n) for i, (x, n) in cells).rstrip()
 
     return [line(row) for row in rows]
+
+
+def byte_llama() -> "Llama":
+    from ..models import Llama  # not every command has a model
+
+    return Llama.load(MODEL, dtype="float32", progress=False)
+
+
+def held_out_text(root: str | Path | None = None) -> np.ndarray:
+    """Returns the sources of the modules in `HELD_OUT` as uint8, with a zero byte between files."""
+    root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
+    sources = []
+    for path in (root / name for name in HELD_OUT):
+        try:
+            # a pipe would block
+            sources += [path.read_bytes()] if path.is_file() else []
+        except OSError:
+            continue
+    if not sources:
+        raise FileNotFoundError(f"no sources of the standard library in {root}")
+    return np.frombuffer(b"\0".join(sources), np.uint8)

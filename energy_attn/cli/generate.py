@@ -20,16 +20,16 @@ from energy_attn.distributed.internal import METHOD_OPTIONS
 
 from ..models import (
     AbstractDrafter,
-    Generation,
     ModelDrafter,
     PromptLookup,
-    TextStream,
     Tokenizer,
     generate,
     load,
 )
+from ..models._tokenizer import special_ids
+from ..models._vocabulary import TextStream
+from ..models.generation._generate import Generation
 from ..models.generation._prompts import tokens_of
-from ..models.text._tokenizer import special_ids
 from ._command import enough_devices, integer, numbers, refuse, simulate_devices, sizes
 
 _EXAMPLE = '--prompt "if __name__ == " --stop ":"'  # which the model in this package answers

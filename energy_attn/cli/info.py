@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from energy_attn.distributed import make_mesh
-from energy_attn.kernels import implementations
+from energy_attn.kernels import Operands, Settings, implementations
 from energy_attn.kernels.internal import (
     PLATFORMS,
     AssumedGPU,
     Device,
-    Operands,
-    Settings,
     explain,
     platform_here,
     tried,

@@ -31,8 +31,7 @@ from energy_attn.kernels.internal import FORMAT
 
 from .. import __version__, attention
 from ..models import Llama, LlamaConfig
-from ._byte_llama import byte_llama, held_out_text
-from ._command import refuse, table
+from ._command import byte_llama, held_out_text, refuse, table
 
 LENGTH, STEPS, HEADS, KEY_HEADS, WIDTH = 1024, 64, 8, 2, 64
 FEW = 96  # tokens of a prompt of one leaf

@@ -9,16 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from energy_attn.kernels import Operands
 from energy_attn.kernels.internal import (
-    Operands,
     RowOptions,
-    check_flag,
+    additions,
+    arguments,
     check_options,
-    check_source,
+    checks,
     join_masks,
     lse_dtype,
-    received,
-    with_source,
 )
 from energy_attn.kernels.masks import AbstractMask
 
@@ -73,6 +72,10 @@ class PreparedKeys(eqx.Module):
         return self.operands.query if self.call.batched else self.operands.query[0]
 
     @property
+    def key(self) -> Array:
+        return self.operands.key if self.call.batched else self.operands.key[0]
+
+    @property
     def value(self) -> Array:
         return self.operands.value if self.call.batched else self.operands.value[0]
 
@@ -92,7 +95,7 @@ def prepare_keys(keys: Keys) -> tuple[StaticCall, Operands]:
     if keys.source is None:
         return call, operands
     source = jnp.asarray(keys.source if call.batched else keys.source[None])
-    settings, operands = with_source(call.settings, operands, source)
+    settings, operands = additions.with_source(call.settings, operands, source)
     value = operands.value.astype(operands.query.dtype)
     return call._replace(settings=settings), operands._replace(value=value)
 
@@ -194,7 +197,7 @@ class Gibbs(AbstractConjugate):
         """
         calls, parts = _calls(self.parts)
         if source is not None:
-            check_source(source, self.parts[0].query, self.parts[0].value)
+            arguments.check_source(source, self.parts[0].query, self.parts[0].value)
         total = _sum_of_sources(self.source, source)
         if total is None:
             return both_computed(*state_at(calls, None, parts))[1]
@@ -218,7 +221,7 @@ class Gibbs(AbstractConjugate):
             `[B, T, N, Hv]` in value's dtype; with `return_energy`, also the energies `[B, T, N]`. Zero
             in a fully masked row.
         """
-        check_flag("return_energy", return_energy)
+        checks.check_flag("return_energy", return_energy)
         calls, parts = _calls(self.parts)
         out, energy = both_computed(*attention_and_energy(calls, parts, self.source))
         out = out.astype(self.parts[0].value.dtype)
@@ -252,7 +255,7 @@ class Gibbs(AbstractConjugate):
             True
         """
         first = self.parts[0]
-        check_source(source, first.query, first.value)
+        arguments.check_source(source, first.query, first.value)
         return dataclasses.replace(self, source=_sum_of_sources(self.source, jnp.asarray(source)))
 
     def merge(self, other: "Gibbs") -> "Gibbs":
@@ -284,7 +287,7 @@ class Gibbs(AbstractConjugate):
             True
         """
         if not isinstance(other, Gibbs):
-            raise TypeError(f"other: wanted a Gibbs, got {received(other)}")
+            raise TypeError(f"other: wanted a Gibbs, got {checks.received(other)}")
         first, second = self.parts[0], other.parts[0]
         for name, x, y, axes in (
             ("query", first.query, second.query, slice(-1)),
@@ -292,9 +295,13 @@ class Gibbs(AbstractConjugate):
         ):
             if x.shape[axes] != y.shape[axes] or x.ndim != y.ndim:
                 wanted = "the rows" if name == "query" else "the heads and width"
-                raise ValueError(f"other: wanted {wanted} of {name} {x.shape}, got {received(y)}")
+                raise ValueError(
+                    f"other: wanted {wanted} of {name} {x.shape}, got {checks.received(y)}"
+                )
             if x.dtype != y.dtype:
-                raise TypeError(f"other: wanted {name} of dtype {x.dtype}, got {received(y)}")
+                raise TypeError(
+                    f"other: wanted {name} of dtype {x.dtype}, got {checks.received(y)}"
+                )
         return Gibbs((*_tilted(self), *_tilted(other)))
 
     def __or__(self, other: "Gibbs") -> "Gibbs":

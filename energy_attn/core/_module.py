@@ -13,14 +13,12 @@ from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import (
     Candidate,
     RowOptions,
+    additions,
+    arguments,
     candidates,
-    check_flag,
     check_mask,
     check_options,
-    check_scale,
-    check_sink,
-    check_window,
-    received,
+    checks,
     share,
     split_score,
 )
@@ -117,24 +115,24 @@ class FreeEnergy(AbstractEnergy):
         if any(getattr(x, "ndim", 0) > 2 for x in args):
             raise TypeError(
                 "FreeEnergy: wanted options alone, as in FreeEnergy(is_causal=True).at(query, key, value), "
-                f"got {received(args)}"
+                f"got {checks.received(args)}"
             )
         return eqx.Module.__new__(cls)
 
     def __check_init__(self) -> None:
-        check_scale(self.scale)
-        check_window(self.local_window_size)
+        arguments.check_scale(self.scale)
+        arguments.check_window(self.local_window_size)
         candidates(self.implementation, self.reproducible)
-        check_flag("is_causal", self.is_causal)
+        checks.check_flag("is_causal", self.is_causal)
         if self.sink is not None:
-            check_sink(self.sink)
+            additions.check_sink(self.sink)
         for name, kind, wanted in (
             ("parallel", SequenceParallel, "a SequenceParallel"),
             ("name", str, "a text"),
             ("regulariser", Tsallis, "a Tsallis"),
         ):
             if not isinstance(x := getattr(self, name), kind | None):
-                raise TypeError(f"{name}: wanted {wanted} or None, got {received(x)}")
+                raise TypeError(f"{name}: wanted {wanted} or None, got {checks.received(x)}")
         if self.mask is not None:
             check_mask(
                 "mask", self.mask, "a mask of energy_attn.masks or None (arrays go to the call)"
@@ -227,7 +225,7 @@ class FreeEnergy(AbstractEnergy):
         """`jax.grad` of the energy in the source at zero: `out` `[B, T, N, Hv]`, or
         `(out, energy)`. Arguments and errors as in [`attention`][energy_attn.attention].
         """
-        check_flag("return_energy", return_energy)
+        checks.check_flag("return_energy", return_energy)
         name = self.name or "FreeEnergy"
         call, operands = prepare_at(self, query, key, value, bias, mask, rows, name)
         if self.regulariser is not None:
@@ -255,7 +253,7 @@ def energy_of(energy: object, options: ModuleOptions) -> FreeEnergy:
     if energy is None:
         return FreeEnergy(**options)
     if not isinstance(energy, FreeEnergy):
-        raise TypeError(f"energy: wanted a FreeEnergy or None, got {received(energy)}")
+        raise TypeError(f"energy: wanted a FreeEnergy or None, got {checks.received(energy)}")
     if options:
         raise ValueError(
             f"energy: wanted either it or its options, got both, {', '.join(options)}="

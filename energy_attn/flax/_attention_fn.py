@@ -11,18 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from energy_attn.kernels.internal import (
-    BoundScore,
-    RowOptions,
-    as_visible,
-    check_array,
-    check_finite_number,
-    check_floating,
-    reads_first,
-    received,
-    split_score,
-)
-from energy_attn.kernels.scores import At
+from energy_attn.kernels.internal import BoundScore, RowOptions, checks, jaxprs, split_score
+from energy_attn.kernels.scores import ScoreIndices
 
 from ..core._module import FreeEnergy, attention_with_dropout, energy_of
 from ..functional._options import ModuleOptions
@@ -140,8 +130,8 @@ class AttentionFn(eqx.Module):
             attn_weights_value_einsum=attn_weights_value_einsum,
         )
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if jnp.iscomplexobj(check_array(name, x)):
-                check_floating(name, x)  # promotion would drop the imaginary parts
+            if jnp.iscomplexobj(checks.check_array(name, x)):
+                checks.check_floating(name, x)  # promotion would drop the imaginary parts
         arrays = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
         query, key, value = (promote_dtype or _promoted)(arrays, dtype=dtype)
         lead, energy = query.shape[:-3], self.energy
@@ -153,9 +143,11 @@ class AttentionFn(eqx.Module):
         if bias is not None:
             bias = _one_batch_axis("bias", bias, lead)
         if mask is not None:
-            mask = _one_batch_axis("mask", as_visible("mask", mask), lead)
+            mask = _one_batch_axis("mask", checks.as_visible("mask", mask), lead)
         q, k, v = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
-        chance = 1.0 if deterministic else 1.0 - check_finite_number("dropout_rate", dropout_rate)
+        chance = (
+            1.0 if deterministic else 1.0 - checks.check_finite_number("dropout_rate", dropout_rate)
+        )
         if not 0 <= chance <= 1:
             raise ValueError(f"dropout_rate: wanted a probability, got {dropout_rate}")
         shape = q.shape[0], q.shape[1], k.shape[1]
@@ -178,11 +170,11 @@ def _check_unsupported(module: object, **einsums: object) -> None:
     if module is not None:
         raise ValueError(
             "module: wanted None (sow_weights=False), as no matrix of weights is stored; energy_attn.record "
-            f"observes a model; got {received(module)}"
+            f"observes a model; got {checks.received(module)}"
         )
     for name, x in einsums.items():
         if x is not None:
-            raise ValueError(f"{name}: wanted None, got {received(x)}")
+            raise ValueError(f"{name}: wanted None, got {checks.received(x)}")
 
 
 def _promoted(arrays: tuple[Array, ...], dtype: DTypeLike | None) -> list[Array]:
@@ -194,7 +186,7 @@ def _promoted(arrays: tuple[Array, ...], dtype: DTypeLike | None) -> list[Array]
 
 def _one_batch_axis(name: str, x: Array, lead: tuple[int, ...]) -> Array:
     """Reshapes an array that broadcasts to `[*lead, N, T, S]`, so that it broadcasts to `[B, N, T, S]`."""
-    x = jnp.asarray(check_array(name, x))
+    x = jnp.asarray(checks.check_array(name, x))
     if x.ndim > len(lead) + 3:
         raise ValueError(f"{name}: wanted at most {len(lead) + 3} axes, got shape {x.shape}")
     x = x.reshape((1,) * (len(lead) + 3 - x.ndim) + x.shape)
@@ -244,15 +236,15 @@ def _reads_queries(energy: FreeEnergy) -> bool:
         entries = zip(map(jnp.asarray, leaves), energy.mask.ranks, strict=True)
         one = jax.tree.unflatten(tree, [x[0] if x.ndim > rank else x for x, rank in entries])
         number = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        if reads_first(one.visible, number, number):
+        if jaxprs.reads_first(one.visible, number, number):
             return True
     structure, arrays = split_score(energy.score)
-    if structure is None or not structure.compares:
+    if structure is None or not structure.uses_positions:
         return False
     bound = BoundScore(structure, tuple(map(jnp.asarray, arrays)))
     index = jnp.zeros((1,) * 4, jnp.int32)
 
     def scores(query: Array, raw: Array) -> Any:
-        return bound(raw, At(index, index, query, index))
+        return bound(raw, ScoreIndices(index, index, query, index))
 
-    return reads_first(scores, index, jnp.zeros(index.shape, jnp.float32))
+    return jaxprs.reads_first(scores, index, jnp.zeros(index.shape, jnp.float32))

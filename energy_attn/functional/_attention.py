@@ -4,7 +4,7 @@ from typing import Literal, Unpack, overload
 
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels.internal import check_flag, check_options
+from energy_attn.kernels.internal import check_options, checks
 from energy_attn.kernels.masks import AbstractMask
 
 from ._free_energy import attention_and_energy, prepare
@@ -109,8 +109,8 @@ def attention(
         True
     """
     check_options(options, AttentionOptions, "bias", "mask", "return_energy", "return_residual")
-    return_energy = check_flag("return_energy", return_energy)
-    if check_flag("return_residual", return_residual) and return_energy:
+    return_energy = checks.check_flag("return_energy", return_energy)
+    if checks.check_flag("return_residual", return_residual) and return_energy:
         raise ValueError("return_residual: wanted either it or return_energy, got both")
     call, operands = prepare(query, key, value, bias, mask, name="attention", **options)
     out, energy = attention_and_energy((call,), (operands,))

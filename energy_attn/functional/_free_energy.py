@@ -18,23 +18,18 @@ from energy_attn.distributed.internal import (
     fit_plan,
     place_by,
     plan_call,
-    unbatched,
 )
-from energy_attn.kernels import AttentionState, merge
+from energy_attn.kernels import AttentionState, Operands, Settings, merge
 from energy_attn.kernels.internal import (
     CallPolicy,
-    Operands,
-    Settings,
+    additions,
+    arguments,
     call_policy,
-    check_arrays,
     check_options,
-    check_scored,
-    check_source,
     differentiated_by_jax,
     is_static,
+    mesh_axes,
     tried,
-    varying_axes,
-    with_source,
 )
 from energy_attn.kernels.masks import AbstractMask
 
@@ -147,10 +142,10 @@ def prepare(
     policy = _TRIED
     if implementation is not None or scored.get("reproducible", False) is not False:
         policy = call_policy(implementation, scored.get("reproducible", False))
-    arrays = check_arrays(query, key, value)
+    arrays = arguments.check_arrays(query, key, value)
     plan = plan_call(parallel, arrays, bias, mask, options)
     place = None if parallel is None else place_by(parallel, plan, arrays)
-    checked = check_scored(arrays, bias, mask, place=place, **scored)
+    checked = arguments.check_scored(arrays, bias, mask, place=place, **scored)
     if plan is not None:
         plan, policy = fit_plan(plan, parallel, policy, checked, mask, options)
     call, operands = StaticCall(policy, plan, checked.settings, checked.batched), checked.operands
@@ -161,7 +156,7 @@ def prepare(
     if plan is not None and plan.axes:
         cite(plan.method.name)
     if source is not None:
-        check_source(source, query, value)
+        arguments.check_source(source, query, value)
     if name is not None and recorders.value:
         operands = operands._replace(query=tagged(operands.query, name, call, operands, source))
     return call, operands
@@ -219,7 +214,7 @@ def row_shape(call: StaticCall, operands: Operands, *widths: int) -> tuple[int, 
 
 def _varying(call: StaticCall, operands: Operands) -> frozenset[str]:
     """Mesh axes of a surrounding `jax.shard_map` that the energies of a call vary over."""
-    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(operands)))
+    varying = frozenset().union(*map(mesh_axes.varying_axes, jax.tree.leaves(operands)))
     if call.plan is not None and call.plan.local and not call.plan.queries:
         varying -= frozenset(call.plan.sequence)  # what is merged does not vary
     return varying
@@ -238,12 +233,12 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
     for call, operands in zip(calls, parts, strict=True):
         settings = call.settings
         if source is not None:
-            settings, operands = with_source(settings, operands, source)
+            settings, operands = additions.with_source(settings, operands, source)
         settings = settings.needing(unrounded=len(calls) > 1)  # rounded once, after the merge
         states.append(attend_sharded(call.plan, call.policy, settings, operands))
     out, lse = functools.reduce(merge, states)
     state = AttentionState(out.astype(value.dtype), lse)
-    return state if batched else unbatched(state)
+    return state if batched else jax.tree.map(lambda x: x[0], state)
 
 
 def both_computed(out: Array, lse: Array) -> tuple[Array, Array]:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from energy_attn.kernels.internal import received
+from energy_attn.kernels.internal import checks
 
 _WIDTH = 30
 _LINES = 8  # in a log
@@ -26,7 +26,9 @@ def progress_of(what: str, wanted: bool | Progress | None) -> Iterator[Progress]
         yield wanted
         return
     if not isinstance(wanted, bool | None):
-        raise TypeError(f"progress: wanted True, False, None or a function, got {received(wanted)}")
+        raise TypeError(
+            f"progress: wanted True, False, None or a function, got {checks.received(wanted)}"
+        )
     is_terminal, shown = wanted is not False and sys.stderr.isatty(), -1.0
     wanted = is_terminal if wanted is None else wanted
 

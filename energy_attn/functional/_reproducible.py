@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
-from energy_attn.kernels.internal import computed, received
+from energy_attn.kernels.internal import checks, computed
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -41,7 +41,7 @@ def reproducible(function: Function) -> Function:
         (3,)
     """
     if not callable(function):
-        raise TypeError(f"function: wanted a function of arrays, got {received(function)}")
+        raise TypeError(f"function: wanted a function of arrays, got {checks.received(function)}")
 
     @functools.wraps(function)
     def run(*args: object) -> object:

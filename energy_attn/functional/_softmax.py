@@ -6,15 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels.internal import (
-    check_axis,
-    check_boolean,
-    check_broadcastable,
-    check_floating,
-    received,
-    safe_shift,
-    softmax,
-)
+from energy_attn.kernels.internal import checks, safe_shift, softmax
 
 
 class ShiftedEnergy(NamedTuple):
@@ -107,18 +99,18 @@ def shifted_energy(
         constant = lax.stop_gradient(rows.max(-1, initial=-jnp.inf))
         applied = safe_shift(constant)
     else:
-        applied = check_floating("shift", shift).astype(rows.dtype)
+        applied = checks.check_floating("shift", shift).astype(rows.dtype)
         if applied.shape != rows.shape[:-1]:
             raise ValueError(
                 f"shift: wanted the shape of scores less axis, {rows.shape[:-1]}, "
-                f"got {received(shift)}"
+                f"got {checks.received(shift)}"
             )
     return ShiftedEnergy(softmax(rows - applied[..., None]).lse, applied)
 
 
 def _rows(scores: Array, where: Array | None, axis: int) -> Array:
-    scores = check_floating("scores", scores)
-    axis = check_axis("axis", axis, scores.ndim, "scores")
+    scores = checks.check_floating("scores", scores)
+    axis = checks.check_axis("axis", axis, scores.ndim, "scores")
     rows = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
     if where is not None:
         rows = jnp.where(included(where, scores.shape), rows, -jnp.inf)
@@ -129,5 +121,5 @@ def included(where: Array | None, shape: tuple[int, ...]) -> Array:
     """The argument `where=`, checked and broadcast to a shape; None includes everything."""
     if where is None:
         return jnp.ones(shape, bool)
-    check_broadcastable("where", check_boolean("where", where), shape, leading=False)
+    checks.check_broadcastable("where", checks.check_boolean("where", where), shape, leading=False)
     return jnp.broadcast_to(where, shape)

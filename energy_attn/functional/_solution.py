@@ -12,12 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from energy_attn.kernels.internal import (
-    AbstractFunction,
-    AbstractLinearMap,
-    function_call,
-    linear_call,
-)
+from energy_attn.kernels.internal import autodiff
 
 from ._free_energy import Calls
 
@@ -133,11 +128,11 @@ def without_derivative(stats: dict[str, Array], inputs: PyTree, what: str) -> di
 
     In forward mode, where nothing can raise that is not asked for, their tangents are NaN.
     """
-    return function_call(_Statistics(what), (stats, inputs))
+    return autodiff.function_call(_Statistics(what), (stats, inputs))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Statistics(AbstractFunction):
+class _Statistics(autodiff.AbstractFunction):
     what: str
 
     def apply(self, args: tuple[dict[str, Array], PyTree]) -> dict[str, Array]:
@@ -146,14 +141,14 @@ class _Statistics(AbstractFunction):
     def jvp(self, primals: tuple[dict[str, Array], PyTree], tangents: Any) -> tuple[Any, Any]:
         stats, _ = primals
         floating = {name: x for name, x in stats.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-        unknown = linear_call(_Unknown(self.what), floating, jax.tree.leaves(tangents))
-        return function_call(self, primals), dict.fromkeys(stats) | unknown
+        unknown = autodiff.linear_call(_Unknown(self.what), floating, jax.tree.leaves(tangents))
+        return autodiff.function_call(self, primals), dict.fromkeys(stats) | unknown
 
 
 # Forward mode computes the tangents of all that a solver returns, asked for or not, and so cannot
 # raise; reverse mode calls the transpose only for what is asked for.
 @dataclasses.dataclass(frozen=True)
-class _Unknown(AbstractLinearMap):
+class _Unknown(autodiff.AbstractLinearMap):
     """The tangents of statistics: NaN, with a transpose that raises `RuntimeError`."""
 
     what: str

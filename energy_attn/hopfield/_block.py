@@ -11,21 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from energy_attn.distributed.internal import sequence_order
-from energy_attn.kernels.internal import (
-    as_int32,
-    check_array,
-    check_flag,
-    check_floating,
-    check_floating_dtype,
-    check_integer,
-    check_key,
-    check_positive,
-    check_shape,
-    holds_keys,
-    lse_dtype,
-    received,
-    softmax,
-)
+from energy_attn.kernels.internal import checks, holds_keys, lse_dtype, softmax
 from energy_attn.kernels.masks import AbstractMask, Window
 
 from ..core._module import FreeEnergy
@@ -100,22 +86,24 @@ class EnergyAttentionBlock(eqx.Module):
         dtype: DTypeLike | None = None,
         key: PRNGKeyArray,
     ) -> None:
-        self.num_heads = check_integer("num_heads", num_heads, least=1)
+        self.num_heads = checks.check_integer("num_heads", num_heads, least=1)
         least = num_heads if head_width is None else 1
-        self.width = check_integer("width", width, least)
+        self.width = checks.check_integer("width", width, least)
         head_width = width // num_heads if head_width is None else head_width
-        self.head_width = check_integer("head_width", head_width, least=1)
-        self.exclude_self = check_flag("exclude_self", exclude_self)
+        self.head_width = checks.check_integer("head_width", head_width, least=1)
+        self.exclude_self = checks.check_flag("exclude_self", exclude_self)
         self.free_energy = FreeEnergy() if free_energy is None else free_energy
         if not isinstance(self.free_energy, FreeEnergy):
-            raise TypeError(f"free_energy: wanted a FreeEnergy, got {received(free_energy)}")
+            raise TypeError(f"free_energy: wanted a FreeEnergy, got {checks.received(free_energy)}")
         if self.free_energy.scale is not None:
-            check_positive("free_energy.scale", self.free_energy.scale)
-        dtype = jnp.zeros(()).dtype if dtype is None else check_floating_dtype("dtype", dtype)
+            checks.check_positive("free_energy.scale", self.free_energy.scale)
+        dtype = (
+            jnp.zeros(()).dtype if dtype is None else checks.check_floating_dtype("dtype", dtype)
+        )
         shape = (self.num_heads, self.head_width, self.width)
         self.query_weight, self.key_weight = (
             jax.random.normal(key, shape, dtype) * jnp.asarray(width**-0.5, dtype)
-            for key in jax.random.split(check_key("key", key))
+            for key in jax.random.split(checks.check_key("key", key))
         )
 
     def energy(
@@ -173,10 +161,10 @@ class EnergyAttentionBlock(eqx.Module):
         return -jax.grad(lambda x: self.energy(x, mask=mask, lengths=lengths).sum())(x)
 
     def _promoted(self, x: Array) -> Array:
-        x = check_floating("x", x)
+        x = checks.check_floating("x", x)
         if x.ndim not in (2, 3) or x.shape[-1] != self.width:
             raise ValueError(
-                f"x: wanted shape (B, T, {self.width}) or (T, {self.width}), got {received(x)}"
+                f"x: wanted shape (B, T, {self.width}) or (T, {self.width}), got {checks.received(x)}"
             )
         return jnp.asarray(x, lse_dtype(x.dtype))
 
@@ -204,8 +192,8 @@ class EnergyAttentionBlock(eqx.Module):
             order = sequence_order(length, whole.parallel, "x.shape[-2]")
         present: Any = np.ones((1, length), bool)
         if lengths is not None:
-            check_shape("lengths", check_array("lengths", lengths), x.shape[:-2])
-            present = order[None] < as_int32(lengths).reshape(-1, 1)
+            checks.check_shape("lengths", checks.check_array("lengths", lengths), x.shape[:-2])
+            present = order[None] < checks.as_int32(lengths).reshape(-1, 1)
         # Causality hides the keys after a query. With key positions that start at one it hides the
         # query's own key as well; with positions from the end it hides those before. So no T×T mask
         # is needed.

@@ -7,16 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import (
-    AbstractFunction,
-    Operands,
-    ScoreBlock,
-    function_call,
-    holds_keys,
-    outer,
-    precision,
-    product,
-)
+from energy_attn.kernels import Operands
+from energy_attn.kernels.internal import autodiff, holds_keys, outer, precision, product, reductions
 
 from ..functional._free_energy import StaticCall, directional, unmoved
 from ..observables._at_source import covariance_at, mean_over_keys, state_at, support_at
@@ -79,7 +71,7 @@ def point_energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> A
 # The rule consists of differentiable calls, this function among them, so that it can be differentiated
 # again.
 @dataclasses.dataclass(frozen=True)
-class FixedPointMap(AbstractFunction):
+class FixedPointMap(autodiff.AbstractFunction):
     """The fixed point of each row, starting from the query of the operands, and the iteration's state.
 
     Only the point has a derivative; the caller must stop derivatives of the rest.
@@ -92,7 +84,7 @@ class FixedPointMap(AbstractFunction):
 
     def jvp(self, primals: tuple[Array, Operands, MemoryStats], tangents: Any) -> tuple[Any, Any]:
         beta, operands, _ = primals
-        result: tuple[Array, Progress] = function_call(self, primals)
+        result: tuple[Array, Progress] = autodiff.function_call(self, primals)
         call = self.static.call
         # The iteration stops within tolerance / (1 - contraction) of the fixed point; a step of Newton ends closer.
         jacobian, mean = _linearised(call, beta, operands, result[0])
@@ -217,7 +209,7 @@ def _furthest_along(
     return values / jnp.where(total > 0, total, 1.0), state.lse
 
 
-def _sum_furthest(block: ScoreBlock, direction: Array, floor: Array) -> Array:
+def _sum_furthest(block: reductions.ScoreBlock, direction: Array, floor: Array) -> Array:
     exact = precision(direction.dtype)
     furthest = outer(direction, block.value, exact) >= floor
     weights = jnp.where(furthest, block.weights, 0.0)

@@ -8,17 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels.internal import (
-    Operands,
-    RowOptions,
-    check_flag,
-    check_floating,
-    check_positive,
-    check_shape,
-    function_call,
-    holds_keys,
-    received,
-)
+from energy_attn.kernels import Operands
+from energy_attn.kernels.internal import RowOptions, autodiff, checks, holds_keys
 from energy_attn.kernels.masks import AbstractMask
 
 from ..core._gibbs import prepare_at
@@ -120,7 +111,7 @@ def retrieve(
     _check_arrays(state, memories)
     energy, beta = _energy_and_beta(energy, scale, state.shape[-1])
     solver = check_solver(solver, (), FixedPoint)
-    throw = check_flag("throw", throw)
+    throw = checks.check_flag("throw", throw)
     call, operands = prepare_at(energy, state, memories, memories, None, mask, rows)
     (operands,) = promoted((operands,))
     dtype = operands.query.dtype
@@ -138,32 +129,34 @@ def _energy_and_beta(
     energy = energy_of(energy, {})
     if scale is not None and energy.scale is not None:
         raise ValueError(
-            f"scale: wanted None where energy has the scale {received(energy.scale)}, "
-            f"got {received(scale)}"
+            f"scale: wanted None where energy has the scale {checks.received(energy.scale)}, "
+            f"got {checks.received(scale)}"
         )
     for name, x in (("scale", scale), ("energy.scale", energy.scale)):
-        beta = beta if x is None else check_positive(name, x)
+        beta = beta if x is None else checks.check_positive(name, x)
     return dataclasses.replace(energy, scale=1.0), beta
 
 
 def _check_arrays(state: Array, memories: Array) -> None:
-    check_floating("state", state)
+    checks.check_floating("state", state)
     if state.ndim not in (3, 4):
-        raise ValueError(f"state: wanted shape (B, T, N, H) or (T, N, H), got {received(state)}")
-    check_floating("memories", memories)
+        raise ValueError(
+            f"state: wanted shape (B, T, N, H) or (T, N, H), got {checks.received(state)}"
+        )
+    checks.check_floating("memories", memories)
     if memories.dtype != state.dtype:
         raise TypeError(
-            f"memories: wanted the dtype of state, {state.dtype}, got {received(memories)}"
+            f"memories: wanted the dtype of state, {state.dtype}, got {checks.received(memories)}"
         )
     *lead, _, heads, width = state.shape
-    check_shape("memories", memories, (*lead, "S", "K", width))
+    checks.check_shape("memories", memories, (*lead, "S", "K", width))
     if width == 0:
-        raise ValueError(f"state: wanted a width above zero, got {received(state)}")
+        raise ValueError(f"state: wanted a width above zero, got {checks.received(state)}")
     kept = memories.shape[-2]
     if kept == 0 or heads % kept:
         raise ValueError(
             f"state: wanted a number of heads that is a multiple of the {kept} of memories, "
-            f"got {received(state)}"
+            f"got {checks.received(state)}"
         )
 
 
@@ -173,7 +166,7 @@ def _solve(static: RetrievalOptions, beta: Array, operands: Operands) -> Solutio
     batched, call = static.call.batched, static.call._replace(batched=True)
     static = static._replace(call=call)
     memory = memory_stats(call, operands)
-    fixed_point: Any = function_call(FixedPointMap(static), (beta, operands, memory))
+    fixed_point: Any = autodiff.function_call(FixedPointMap(static), (beta, operands, memory))
     point, progress = fixed_point
     state = state_at_point(call, beta, operands, point)
     value = point_energy(beta, point, state.lse, memory)

@@ -8,11 +8,11 @@ from typing import Any
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from ._encoder import BERT
 from .checkpoint._load import load as load_family
 from .decoder._decoder import Family
-from .encoder._encoder import BERT
-from .families._variants import VARIANTS
 from .llama._llama import LLAMA
+from .llama._variants import VARIANTS
 
 # By the `model_type` of their checkpoints.
 FAMILIES: Mapping[str, Family] = MappingProxyType({**dict.fromkeys(VARIANTS, LLAMA), "bert": BERT})

@@ -12,19 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
-from energy_attn.kernels.internal import (
-    as_visible,
-    check_broadcastable,
-    check_finite_number,
-    check_flag,
-    check_floating,
-    check_floating_dtype,
-    check_integer,
-    check_key,
-    check_shape,
-    join_masks,
-    received,
-)
+from energy_attn.kernels.internal import checks, join_masks
 from energy_attn.kernels.masks import AbstractMask
 
 from ..core._module import FreeEnergy, attention_with_dropout, energy_of
@@ -143,33 +131,33 @@ class MultiheadAttention(eqx.Module):
         **options: Unpack[ModuleOptions],
     ) -> None:
         def size_of(name: str, size: int | None, otherwise: int) -> int:
-            return check_integer(name, otherwise if size is None else size, least=1)
+            return checks.check_integer(name, otherwise if size is None else size, least=1)
 
-        num_heads = check_integer("num_heads", num_heads, least=1)
+        num_heads = checks.check_integer("num_heads", num_heads, least=1)
         num_kv_heads = size_of("num_kv_heads", num_kv_heads, num_heads)
         if num_heads % num_kv_heads != 0:
             raise ValueError(
                 f"num_kv_heads: wanted a divisor of num_heads = {num_heads}, got {num_kv_heads}"
             )
-        if not 0 <= check_finite_number("dropout_p", dropout_p) <= 1:
+        if not 0 <= checks.check_finite_number("dropout_p", dropout_p) <= 1:
             raise ValueError(f"dropout_p: wanted a probability, got {dropout_p}")
-        dtype = None if dtype is None else check_floating_dtype("dtype", dtype)
+        dtype = None if dtype is None else checks.check_floating_dtype("dtype", dtype)
         self.energy = energy_of(energy, options)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         # a head has the width query_size // num_heads by default
         least = num_heads if qk_size is None or vo_size is None else 1
-        self.query_size = query_size = check_integer("query_size", query_size, least)
+        self.query_size = query_size = checks.check_integer("query_size", query_size, least)
         self.key_size = size_of("key_size", key_size, query_size)
         self.value_size = size_of("value_size", value_size, query_size)
         self.output_size = size_of("output_size", output_size, query_size)
         self.qk_size = size_of("qk_size", qk_size, query_size // num_heads)
         self.vo_size = size_of("vo_size", vo_size, query_size // num_heads)
-        self.use_query_bias = check_flag("use_query_bias", use_query_bias)
-        self.use_key_bias = check_flag("use_key_bias", use_key_bias)
-        self.use_value_bias = check_flag("use_value_bias", use_value_bias)
-        self.use_output_bias = check_flag("use_output_bias", use_output_bias)
+        self.use_query_bias = checks.check_flag("use_query_bias", use_query_bias)
+        self.use_key_bias = checks.check_flag("use_key_bias", use_key_bias)
+        self.use_value_bias = checks.check_flag("use_value_bias", use_value_bias)
+        self.use_output_bias = checks.check_flag("use_output_bias", use_output_bias)
         # in the order of Equinox, so that equal keys give equal parameters
-        seeds = jax.random.split(check_key("key", key), 4)
+        seeds = jax.random.split(checks.check_key("key", key), 4)
         linear = functools.partial(eqx.nn.Linear, dtype=dtype)
         queries, results = num_heads * self.qk_size, num_heads * self.vo_size
         keys, values = num_kv_heads * self.qk_size, num_kv_heads * self.vo_size
@@ -177,7 +165,9 @@ class MultiheadAttention(eqx.Module):
         self.key_proj = linear(self.key_size, keys, use_key_bias, key=seeds[1])
         self.value_proj = linear(self.value_size, values, use_value_bias, key=seeds[2])
         self.output_proj = linear(results, self.output_size, use_output_bias, key=seeds[3])
-        self.dropout = eqx.nn.Dropout(dropout_p, inference=check_flag("inference", inference))
+        self.dropout = eqx.nn.Dropout(
+            dropout_p, inference=checks.check_flag("inference", inference)
+        )
 
     @overload
     def __call__(
@@ -250,9 +240,9 @@ class MultiheadAttention(eqx.Module):
         if deterministic is not None:
             warnings.warn("deterministic: use inference instead", DeprecationWarning, stacklevel=2)
             inference = deterministic
-        check_flag("return_energy", return_energy)
+        checks.check_flag("return_energy", return_energy)
         if not (mask is None or isinstance(mask, AbstractMask)):
-            mask = as_visible("mask", mask)
+            mask = checks.as_visible("mask", mask)
         process_heads = options.get("process_heads")
         heads = self.project(query, key_, value, mask=mask, process_heads=process_heads)
         rows: Any = {name: options.get(name) for name in ("query_positions", "key_positions")}
@@ -262,7 +252,7 @@ class MultiheadAttention(eqx.Module):
         if inference is None:
             inference = self.dropout.inference
         else:
-            check_flag("inference", inference)
+            checks.check_flag("inference", inference)
         if inference or self.dropout.p == 0:
             out, energy = attend.attention(*heads, mask=mask, return_energy=True, **rows)
         else:
@@ -272,7 +262,7 @@ class MultiheadAttention(eqx.Module):
             # random keys as in Equinox, one per head
             shape = (self.num_heads, query.shape[0], key_.shape[0])
             keep = jax.vmap(lambda key: jax.random.bernoulli(key, chance, shape[1:]))(
-                jax.random.split(check_key("key", key), self.num_heads)
+                jax.random.split(checks.check_key("key", key), self.num_heads)
             )
             mask = None if mask is None else jnp.broadcast_to(mask, shape)
             out, energy = attention_with_dropout(attend, *heads, None, mask, keep, chance, rows)
@@ -288,7 +278,7 @@ class MultiheadAttention(eqx.Module):
         mask: Shaped[Array, "..."] | AbstractMask | None = None,
         process_heads: Callable[..., Sequence[Array]] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """The projected heads of a call, for `layer.energy.at(...)` and what it is asked.
+        """Returns the projected heads of a call, the arguments of `layer.energy.at(...)`.
 
         Arguments and errors as in a call; `mask` is checked and otherwise unused.
 
@@ -301,11 +291,13 @@ class MultiheadAttention(eqx.Module):
             ("key_", key_, self.key_size),
             ("value", value, self.value_size),
         ):
-            check_shape(name, check_floating(name, x), ("length", width))
-        check_shape("value", value, (key_.shape[0], self.value_size))
+            checks.check_shape(name, checks.check_floating(name, x), ("length", width))
+        checks.check_shape("value", value, (key_.shape[0], self.value_size))
         if not (mask is None or isinstance(mask, AbstractMask)):
             scores = (self.num_heads, query.shape[0], key_.shape[0])
-            check_broadcastable("mask", as_visible("mask", mask), scores, leading=False)
+            checks.check_broadcastable(
+                "mask", checks.as_visible("mask", mask), scores, leading=False
+            )
         heads = (
             _project(self.query_proj, query, self.num_heads),
             _project(self.key_proj, key_, self.num_kv_heads),
@@ -314,11 +306,13 @@ class MultiheadAttention(eqx.Module):
         if process_heads is None:
             return heads
         if not callable(process_heads):
-            raise TypeError(f"process_heads: wanted a function, got {received(process_heads)}")
+            raise TypeError(
+                f"process_heads: wanted a function, got {checks.received(process_heads)}"
+            )
         processed = process_heads(*heads)
         if not isinstance(processed, Iterable):
-            raise TypeError(f"process_heads: wanted three arrays, got {received(processed)}")
-        processed = tuple(check_floating("process_heads", x) for x in processed)
+            raise TypeError(f"process_heads: wanted three arrays, got {checks.received(processed)}")
+        processed = tuple(checks.check_floating("process_heads", x) for x in processed)
         shapes, wanted = ([x.shape for x in group] for group in (processed, heads))
         if shapes != wanted:
             raise ValueError(f"process_heads: wanted shapes {wanted} back, got {shapes}")

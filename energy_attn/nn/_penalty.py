@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels.internal import check_finite_number, check_floating, holds_keys
+from energy_attn.kernels.internal import checks, holds_keys
 
 from ..functional._citation import cite
 from ..functional._softmax import included
@@ -42,7 +42,7 @@ def lse_penalty(
         5.0
     """
     cite("zloss")
-    energy = check_floating("energy", energy)
+    energy = checks.check_floating("energy", energy)
     return _mean_square(energy, included(where, energy.shape) & holds_keys(energy))
 
 
@@ -83,15 +83,15 @@ def entropy_penalty(
         0.125
     """
     cite("entropy")
-    entropy = check_floating("entropy", entropy)
+    entropy = checks.check_floating("entropy", entropy)
     if low is None and high is None:
         raise ValueError("low: wanted a bound in nats for low, high or both, got None for both")
     distance: Any = 0.0
     if low is not None:
-        check_finite_number("low", low)
+        checks.check_finite_number("low", low)
         distance = jnp.maximum(low - entropy, 0.0)
     if high is not None:
-        check_finite_number("high", high)
+        checks.check_finite_number("high", high)
         if low is not None and low > high:
             raise ValueError(f"low: wanted at most high = {high}, got {low}")
         distance = distance + jnp.maximum(entropy - high, 0.0)

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from energy_attn.kernels.internal import check_options, received
+from energy_attn.kernels.internal import check_options, checks
 
 from ..core._module import FreeEnergy, stacked
 from ..flax._nnx import holds_nnx, with_dot_products, with_energies
@@ -134,7 +134,7 @@ def _check_plain(path: str, energy: FreeEnergy) -> None:
         if field.name not in _FREE and result is not field.default:
             raise ValueError(
                 f"model{path}.energy.{field.name}: wanted {field.default}, as plain "
-                f"attention has no such option, got {received(result)}"
+                f"attention has no such option, got {checks.received(result)}"
             )
 
 
@@ -164,5 +164,7 @@ def _replaced(model: Model, kind: type, new: Callable[[Any, str], Any]) -> Model
 
     result = jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda x: isinstance(x, kind))
     if not made:
-        raise ValueError(f"model: wanted a pytree with {_NAMES[kind]} in it, got {received(model)}")
+        raise ValueError(
+            f"model: wanted a pytree with {_NAMES[kind]} in it, got {checks.received(model)}"
+        )
     return result

@@ -7,7 +7,7 @@ the mesh of each call, and over the calls by the same algebra.
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,30 +15,17 @@ from jaxtyping import Array
 
 from energy_attn.distributed.internal import (
     Reduction,
-    fold_maxima,
-    fold_states,
-    fold_sums,
-    sharded_reduction,
 )
-from energy_attn.kernels import AttentionState, CovarianceState, merge
+from energy_attn.kernels import AttentionState, CovarianceState, Operands, Settings, merge
 from energy_attn.kernels.internal import (
-    BlockTerm,
     CallPolicy,
-    Operands,
-    Settings,
     Tokens,
-    centred,
-    check_floating,
-    check_shape,
-    covariance,
-    expectation,
+    additions,
+    checks,
     holds_keys,
     lse_dtype,
-    score_maximum,
-    score_sums,
-    support_function,
+    reductions,
     window_structure,
-    with_source,
 )
 
 from ..functional._free_energy import Calls, Parts, Source, StaticCall, row_shape, state_at
@@ -59,15 +46,15 @@ def promoted(parts: Parts) -> Parts:
 
 def check_row_vectors(name: str, x: object, calls: Calls, parts: Parts) -> Array:
     """Returns an array with one vector of the values' width per row, in the dtype of the arrays."""
-    first, array = parts[0], check_floating(name, x)
-    check_shape(name, array, row_shape(calls[0], first, first.value.shape[-1]))
+    first, array = parts[0], checks.check_floating(name, x)
+    checks.check_shape(name, array, row_shape(calls[0], first, first.value.shape[-1]))
     return jnp.asarray(array, first.query.dtype)
 
 
 def covariance_at(calls: Calls, source: Source, parts: Parts) -> CovarianceState:
     return _over_parts(
-        lambda call: HashablePartial(covariance, (call.policy.kernels,)),
-        *(fold_states, merge, calls, source, parts),
+        lambda call: HashablePartial(reductions.covariance, (call.policy.kernels,)),
+        *("states", merge, calls, source, parts),
     )
 
 
@@ -98,12 +85,12 @@ def covariance_product(
 
 def centred_parts(parts: Parts) -> tuple[Parts, Array]:
     """Values relative to the middle of the range of the first part's, and that origin."""
-    first, origin = centred(parts[0])
+    first, origin = reductions.centred(parts[0])
     return (first, *(x._replace(value=x.value - origin) for x in parts[1:])), origin
 
 
 def mean_over_keys(
-    calls: Calls, source: Source, parts: Parts, term: BlockTerm, width: int, *rows: Array
+    calls: Calls, source: Source, parts: Parts, term: reductions.BlockTerm, width: int, *rows: Array
 ) -> AttentionState:
     """The mean of what a block term, which is linear in the weights, sums; and the energies.
 
@@ -112,8 +99,8 @@ def mean_over_keys(
     `[*B, T, N, W]`.
     """
     return _over_parts(
-        lambda call: HashablePartial(expectation, (term, width, call.policy.kernels)),
-        *(fold_states, merge, calls, source, parts, *rows),
+        lambda call: HashablePartial(reductions.expectation, (term, width, call.policy.kernels)),
+        *("states", merge, calls, source, parts, *rows),
     )
 
 
@@ -124,20 +111,20 @@ def sum_over_keys(
 
     What the function needs to know of all keys, as the energy of a row in `exp(s - F)`, are `rows`, `[*B, T, N, W]`.
     """
-    find = HashablePartial(score_sums, (term, width))
-    return _over_parts(lambda _: find, fold_sums, operator.add, calls, source, parts, *rows)
+    find = HashablePartial(reductions.score_sums, (term, width))
+    return _over_parts(lambda _: find, "sums", operator.add, calls, source, parts, *rows)
 
 
 def support_at(calls: Calls, parts: Parts, direction: Array) -> Array:
     r"""$\max_a u \cdot v_a$ over the keys that a row sees; minus infinity in a fully masked row."""
-    direction, find = jax.lax.stop_gradient(direction), HashablePartial(support_function)
-    return _over_parts(lambda _: find, fold_maxima, jnp.maximum, calls, None, parts, direction)
+    direction, find = jax.lax.stop_gradient(direction), HashablePartial(reductions.support_function)
+    return _over_parts(lambda _: find, "maxima", jnp.maximum, calls, None, parts, direction)
 
 
 def score_maximum_at(calls: Calls, parts: Parts, source: Source = None) -> Array:
     r"""$\max_a s_a$ over the keys that a row sees; minus infinity in a fully masked row."""
-    find = HashablePartial(score_maximum)
-    return _over_parts(lambda _: find, fold_maxima, jnp.maximum, calls, source, parts)
+    find = HashablePartial(reductions.score_maximum)
+    return _over_parts(lambda _: find, "maxima", jnp.maximum, calls, source, parts)
 
 
 class HashablePartial(NamedTuple):
@@ -152,7 +139,7 @@ class HashablePartial(NamedTuple):
 
 def _over_parts(
     find: Callable[[StaticCall], HashablePartial],
-    fold: Callable[..., Any],
+    fold: Literal["states", "sums", "maxima"],
     join: Callable[[Any, Any], Any],
     calls: Calls,
     source: Source,
@@ -174,8 +161,8 @@ def run_reduction(
         source, rows = jax.tree.map(lambda x: x[None], (source, rows))
     at = call.settings, operands
     if source is not None:
-        at = with_source(*at, jnp.asarray(source))
-    result = sharded_reduction(call.plan, reduction, *at, *rows)
+        at = additions.with_source(*at, jnp.asarray(source))
+    result = reduction.over(call.plan, *at, *rows)
     return result if call.batched else jax.tree.map(lambda x: x[0], result)
 
 

@@ -10,18 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from energy_attn.distributed.internal import Reduction, fold_sums, sharded_reduction
-from energy_attn.kernels import AttentionState, merge
-from energy_attn.kernels.internal import (
-    Operands,
-    cross_sums,
-    dot_rows,
-    holds_keys,
-    lse_dtype,
-    mean_of_sums,
-    share,
-    sums_over_seen,
-)
+from energy_attn.distributed.internal import Reduction
+from energy_attn.kernels import AttentionState, Operands, merge
+from energy_attn.kernels.internal import dot_rows, holds_keys, lse_dtype, reductions, share
 
 from ..functional._free_energy import Calls, Parts, StaticCall, row_shape, state_at
 from ._at_source import HashablePartial, sinks_as_keys
@@ -117,19 +108,19 @@ def seen_share(first: Part, second: Part, lse: Array) -> Array:
     By one walk over the keys: the difference of two energies would lose what rounding takes from them.
     """
     lse = lax.stop_gradient(jnp.minimum(lse, jnp.finfo(lse.dtype).max))
-    sums = _sums_of_both(sums_over_seen, first, second, lse)
+    sums = _sums_of_both(reductions.sums_over_seen, first, second, lse)
     calls, sinks = sinks_as_keys((first[0],), (first[1],))
     if sinks[1:]:
         sink = share(state_at(calls[1:], None, sinks[1:]).lse, lse)
         sums += jnp.stack([jnp.zeros_like(sink), sink], -1)
-    return mean_of_sums(sums)[..., 0]
+    return reductions.mean_of_sums(sums)[..., 0]
 
 
 def _sums_of_both(find: Callable[..., Array], first: Part, second: Part, lse: Array) -> Array:
     (call, operands), (other_call, other) = first, second
     rows = (other, lse) if call.batched else (other, lse[None])
-    reduction = Reduction(HashablePartial(find, (other_call.settings,)), fold_sums)
-    result = sharded_reduction(call.plan, reduction, call.settings, operands, *rows)
+    reduction = Reduction(HashablePartial(find, (other_call.settings,)), "sums")
+    result = reduction.over(call.plan, call.settings, operands, *rows)
     return result if call.batched else result[0]
 
 
@@ -143,8 +134,8 @@ def _of_part(first: Part, second: Part) -> tuple[AttentionState, Array | None]:
     if all(is_linear(*x) for x in (first, second)) and _same_mask(first, second):
         return _linear(first, second), None
     lse = state_at((first[0],), None, (first[1],)).lse
-    result = _sums_of_both(cross_sums, first, second, lse)
-    return AttentionState(mean_of_sums(result[..., 1:]), lse), result[..., 0] > 0
+    result = _sums_of_both(reductions.cross_sums, first, second, lse)
+    return AttentionState(reductions.mean_of_sums(result[..., 1:]), lse), result[..., 0] > 0
 
 
 def _with_heads(number: int, call: StaticCall, operands: Operands) -> Part:

@@ -8,19 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from energy_attn.distributed.internal import Reduction, fold_states
-from energy_attn.kernels import AttentionState, merge
+from energy_attn.distributed.internal import Reduction
+from energy_attn.kernels import AttentionState, Operands, merge
 from energy_attn.kernels.internal import (
-    Operands,
-    ScoreBlock,
-    attention_and_expectation,
-    check_finite_number,
+    checks,
     dot_rows,
     holds_keys,
     outer,
     precision,
     product,
-    received,
+    reductions,
 )
 
 from ..functional._free_energy import Calls, Parts, StaticCall, both_computed, state_at
@@ -105,8 +102,10 @@ def _mean_score(call: StaticCall, operands: Operands, with_values: bool) -> Atte
         if not with_values:
             return mean_over_keys((call,), None, (operands,), _score_term, 1)
         # two walks over the keys
-        find = HashablePartial(attention_and_expectation, (_score_term, 1, call.policy.kernels))
-        return run_reduction(call, Reduction(find, fold_states), None, operands)
+        find = HashablePartial(
+            reductions.attention_and_expectation, (_score_term, 1, call.policy.kernels)
+        )
+        return run_reduction(call, Reduction(find, "states"), None, operands)
     # attention with the keys as values yields their mean
     value, width = operands.key, 0
     if with_values:
@@ -166,15 +165,15 @@ def _in_two_passes(calls: Calls, parts: Parts) -> ScoreStatistics:
 
 
 # Block terms of expectations. A hidden key has the weight 0 and the score minus infinity.
-def _finite(block: ScoreBlock) -> Array:
+def _finite(block: reductions.ScoreBlock) -> Array:
     return jnp.where(jnp.isneginf(block.scores), 0.0, block.scores)
 
 
-def _score_term(block: ScoreBlock) -> Array:
+def _score_term(block: reductions.ScoreBlock) -> Array:
     return (block.weights * _finite(block)).sum(-1, keepdims=True)
 
 
-def _deviation_terms(block: ScoreBlock, mean: Array) -> Array:
+def _deviation_terms(block: reductions.ScoreBlock, mean: Array) -> Array:
     # The square of a key without weight is to be finite: beside a sink of 1e30, no key has any.
     most = float(jnp.finfo(mean.dtype).max) ** 0.5 / 2
     deviation = jnp.clip(_finite(block) - mean, -most, most)
@@ -183,7 +182,7 @@ def _deviation_terms(block: ScoreBlock, mean: Array) -> Array:
     return jnp.concatenate([square, product(weighted, block.value, precision(mean.dtype))], -1)
 
 
-def _squared_distance_term(block: ScoreBlock, mean: Array) -> Array:
+def _squared_distance_term(block: reductions.ScoreBlock, mean: Array) -> Array:
     # |v - m|² = |v|² - 2 v·m + |m|², with the block's mean as the origin
     origin = block.value.mean(1, keepdims=True)
     value, mean = block.value - origin, mean - origin
@@ -194,8 +193,8 @@ def _squared_distance_term(block: ScoreBlock, mean: Array) -> Array:
 
 def renyi(calls: Calls, parts: Parts, order: float) -> Array:
     infinite = isinstance(order, float) and order == math.inf
-    if not infinite and check_finite_number("order", order) < 0:
-        raise ValueError(f"order: wanted at least 0, got {received(order)}")
+    if not infinite and checks.check_finite_number("order", order) < 0:
+        raise ValueError(f"order: wanted at least 0, got {checks.received(order)}")
     if order == 1:
         return entropy_of(*mean_score(calls, parts))
     largest = score_maximum_at(calls, parts)

@@ -9,7 +9,7 @@ from typing import NamedTuple, overload
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from energy_attn.kernels.internal import ScoreBlock, outer, precision, received
+from energy_attn.kernels.internal import checks, outer, precision, reductions
 
 from ..functional._free_energy import Calls, Parts, both_computed, state_at
 from ._at_source import (
@@ -352,7 +352,7 @@ def _mean(calls: Calls, parts: Parts) -> Array:
 
 def _check_tangents(tangents: object, calls: Calls, parts: Parts) -> list[Array]:
     if not isinstance(tangents, Sequence):
-        raise TypeError(f"tangents: wanted a sequence of arrays, got {received(tangents)}")
+        raise TypeError(f"tangents: wanted a sequence of arrays, got {checks.received(tangents)}")
     if not 1 <= len(tangents) <= _HIGHEST_ORDER:
         raise ValueError(
             f"tangents: wanted from one to {_HIGHEST_ORDER} arrays, got {len(tangents)}"
@@ -365,7 +365,7 @@ class _CentredProducts(NamedTuple):
 
     groups: tuple[tuple[int, ...], ...]
 
-    def __call__(self, block: ScoreBlock, mean: Array, *tangents: Array) -> Array:
+    def __call__(self, block: reductions.ScoreBlock, mean: Array, *tangents: Array) -> Array:
         value, exact = block.value, precision(block.value.dtype)
         used = {i: tangents[i] for group in self.groups for i in group}
         along = {

@@ -14,31 +14,19 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.distributed.internal import (
-    Axes,
     Reduction,
     ShardingPlan,
     as_invariant,
-    fold_sums,
     whole_along,
 )
+from energy_attn.kernels import Operands, Settings
 from energy_attn.kernels.internal import (
-    Draw,
-    Operands,
-    Settings,
-    check_flag,
-    check_floating,
-    check_integer,
-    check_key,
-    check_shape,
+    checks,
     exp_from,
     holds_keys,
     is_static,
     lse_dtype,
-    merge_draws,
-    received,
-    sample,
-    take_rows,
-    weights_of_keys,
+    sampling,
 )
 
 from ..functional._free_energy import Calls, Parts, StaticCall, energy_at, row_shape, state_at
@@ -120,7 +108,7 @@ class AbstractWeights(eqx.Module):
         result, first = jnp.zeros((), lse.dtype), 0
         for call, operands, size in zip(calls, parts, sizes, strict=True):
             axes = () if call.plan is None else call.plan.sequence
-            reduction = Reduction(HashablePartial(weights_of_keys, (axes,)), fold_sums)
+            reduction = Reduction(HashablePartial(sampling.weights_of_keys, (axes,)), "sums")
             at = jnp.broadcast_to(index - first, (*lse.shape, len(index)))
             # the weights of the keys of one part, and zeros for the others
             result = result + run_reduction(call, reduction, None, operands, lse, at)
@@ -167,12 +155,12 @@ class AbstractWeights(eqx.Module):
             True
         """
         calls, parts = self._prepared_keys()
-        check_flag("grouped", grouped)
+        checks.check_flag("grouped", grouped)
         first, shape = parts[0], row_shape(calls[0], parts[0])
         dtype = lse_dtype(first.query.dtype)
         factor = jnp.ones(shape, dtype)
         if rows is not None:
-            check_shape("rows", check_floating("rows", rows), shape)
+            checks.check_shape("rows", checks.check_floating("rows", rows), shape)
             factor = jnp.asarray(rows, dtype)
         heads = first.query.shape[2]
         # A source along values of the keys: a column for each head of a group, whose derivative is of its scores alone.
@@ -225,8 +213,8 @@ class AbstractWeights(eqx.Module):
             >>> drawn.shape, drawn[0].tolist()  # the first query sees only the first key
             ((5, 2, 3), [[0, 0, 0], [0, 0, 0]])
         """
-        check_integer("count", count, least=1)
-        check_key("key", key)
+        checks.check_integer("count", count, least=1)
+        checks.check_key("key", key)
         calls, parts = self._prepared()
         parts = lax.stop_gradient(parts)
         seeds = jax.random.bits(key, row_shape(calls[0], parts[0], 2), jnp.uint32)
@@ -237,7 +225,7 @@ class AbstractWeights(eqx.Module):
             reduction = Reduction(find, _fold_draws)
             drawn.append(run_reduction(call, reduction, None, operands, seeds))
             first += operands.key.shape[1]
-        return functools.reduce(merge_draws, drawn).indices
+        return functools.reduce(sampling.merge_draws, drawn).indices
 
     def kl(self, other: "AbstractWeights") -> Float[Array, "*B T N"]:
         r"""The Kullback-Leibler divergence of another measure over the same keys from this one.
@@ -304,7 +292,7 @@ class AbstractWeights(eqx.Module):
 
     def _crossed(self, other: object) -> _divergence.CrossScores:
         if not isinstance(other, AbstractWeights):
-            raise TypeError(f"other: wanted a Gibbs, got {received(other)}")
+            raise TypeError(f"other: wanted a Gibbs, got {checks.received(other)}")
         return _divergence.cross_scores(self._prepared_keys(), other._prepared_keys())
 
 
@@ -327,7 +315,7 @@ def _with_rows(chosen: Array, call: StaticCall, operands: Operands) -> tuple[Sta
     plan = call.plan
     if plan is not None and not plan.local:
         plan = plan._replace(queries=False)
-    operands = take_rows(call.settings, operands._replace(**whole), chosen)
+    operands = sampling.take_rows(call.settings, operands._replace(**whole), chosen)
     return call._replace(plan=plan), operands
 
 
@@ -342,26 +330,31 @@ def _indices(name: str, selection: object, size: int) -> Any:
         array = array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim > 1:
         raise TypeError(
-            f"{name}: wanted an integer, a slice or integers of one axis, got {received(selection)}"
+            f"{name}: wanted an integer, a slice or integers of one axis, got {checks.received(selection)}"
         )
     array = array.reshape(-1)
     if not isinstance(array, jax.core.Tracer) and not np.all((-size <= array) & (array < size)):
-        raise ValueError(f"{name}: wanted indices below {size}, got {received(selection)}")
+        raise ValueError(f"{name}: wanted indices below {size}, got {checks.received(selection)}")
     array = jnp.asarray(array, jnp.int32)
     return jnp.where(array < 0, array + size, array)
 
 
 def _drawn(
-    count: int, first: int, axes: Axes, settings: Settings, operands: Operands, seeds: Array
-) -> Draw:
+    count: int,
+    first: int,
+    axes: tuple[str, ...],
+    settings: Settings,
+    operands: Operands,
+    seeds: Array,
+) -> sampling.Draw:
     start = jnp.asarray(first, jnp.int32)
     if axes:  # devices hold equal numbers of keys, in order
         start = start + lax.axis_index(axes).astype(jnp.int32) * operands.key.shape[1]
-    return sample(count, settings, operands, seeds, start)
+    return sampling.sample(count, settings, operands, seeds, start)
 
 
-def _fold_draws(draw: Draw, axes: Axes, plan: ShardingPlan) -> Draw:
+def _fold_draws(draw: sampling.Draw, axes: tuple[str, ...], plan: ShardingPlan) -> sampling.Draw:
     del plan
-    parts: Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), draw)
-    each = (Draw(*(x[i] for x in parts)) for i in range(lax.axis_size(axes)))
-    return as_invariant(functools.reduce(merge_draws, each), axes)
+    parts: sampling.Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), draw)
+    each = (sampling.Draw(*(x[i] for x in parts)) for i in range(lax.axis_size(axes)))
+    return as_invariant(functools.reduce(sampling.merge_draws, each), axes)

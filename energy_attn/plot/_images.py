@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from energy_attn.kernels.internal import check_array, check_floating, check_integer, received
+from energy_attn.kernels.internal import checks
 from energy_attn.kernels.masks import AbstractMask
 
 from ..report._report import EnergyReport
@@ -95,12 +95,12 @@ def energy_report(report: EnergyReport, path: str | PathLike[str] | None = None)
     """
     if not isinstance(report, EnergyReport):
         raise TypeError(
-            f"report: wanted the result of energy_attn.energy_report, got {received(report)}"
+            f"report: wanted the result of energy_attn.energy_report, got {checks.received(report)}"
         )
     shape = report.energy.shape
     if len(shape) != 2:
         raise ValueError(
-            f"report: wanted means of shape (layers, heads), got {received(report.energy)}; "
+            f"report: wanted means of shape (layers, heads), got {checks.received(report.energy)}; "
             "leave per_query out"
         )
     layers, heads = shape
@@ -182,10 +182,10 @@ def weights(
         >>> [panel.get_title() for panel in figure.axes[:2]]
         ['head 0', 'head 1']
     """
-    shown = np.asarray(check_floating("weights", weights), np.float64)
+    shown = np.asarray(checks.check_floating("weights", weights), np.float64)
     if shown.ndim != 3 or 0 in shown.shape:
         raise ValueError(
-            f"weights: wanted shape (rows, heads, keys), without a batch axis, got {received(weights)}"
+            f"weights: wanted shape (rows, heads, keys), without a batch axis, got {checks.received(weights)}"
         )
     count, heads, key_count = shown.shape
     labels = _labels("rows", rows, count), _labels("keys", keys, key_count)
@@ -251,18 +251,18 @@ def mask(
 
 def _visible(mask: Any, query_len: int | None, key_len: int | None) -> np.ndarray:
     if not isinstance(mask, AbstractMask):
-        array = check_array("mask", mask)
+        array = checks.check_array("mask", mask)
         if array.dtype != bool:
-            raise TypeError(f"mask: wanted a mask or booleans, got {received(mask)}")
+            raise TypeError(f"mask: wanted a mask or booleans, got {checks.received(mask)}")
         if array.ndim != 2 or 0 in array.shape:
-            raise ValueError(f"mask: wanted shape (queries, keys), got {received(mask)}")
+            raise ValueError(f"mask: wanted shape (queries, keys), got {checks.received(mask)}")
         if query_len is not None or key_len is not None:
             raise ValueError(
                 f"query_len: wanted None with a mask that is an array, got {query_len}, {key_len}"
             )
         return np.asarray(array)
-    rows = check_integer("query_len", query_len, 1)
-    columns = rows if key_len is None else check_integer("key_len", key_len, 1)
+    rows = checks.check_integer("query_len", query_len, 1)
+    columns = rows if key_len is None else checks.check_integer("key_len", key_len, 1)
     leaves, tree = jax.tree.flatten(mask)
     first = [x[0] if x.ndim > rank else x for x, rank in zip(leaves, mask.ranks, strict=True)]
     queries, keys = (jnp.arange(size, dtype=jnp.int32) for size in (rows, columns))

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from energy_attn.kernels.internal import received
+from energy_attn.kernels.internal import checks
 
 from ..report._landscape import Landscape
 from ._images import colour_bar, new_figure
@@ -40,7 +40,9 @@ def landscape(plane: Landscape, axes: Iterable[Any] | None = None) -> Any:
         ['free', 'rate']
     """
     if not isinstance(plane, Landscape):
-        raise TypeError(f"plane: wanted the result of energy_attn.landscape, got {received(plane)}")
+        raise TypeError(
+            f"plane: wanted the result of energy_attn.landscape, got {checks.received(plane)}"
+        )
     if axes is None:
         left, right = new_figure("landscape", 8.4, 3.9).subplots(1, 2)
     else:

@@ -9,13 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from energy_attn.kernels.internal import (
-    as_int32,
-    check_integer,
-    check_key,
-    check_positive,
-    lse_dtype,
-)
+from energy_attn.kernels.internal import checks, lse_dtype
 
 from ._tree import PrefixTree, check_logits
 
@@ -82,9 +76,9 @@ def check_sampling(
     temperature: object, top_k: object, top_p: object
 ) -> tuple[Any, int | None, Any]:
     """Returns the settings of `process_logits`: Python numbers, scalar arrays, or None for all tokens."""
-    temperature = check_positive("temperature", temperature)
-    top_k = None if top_k is None else check_integer("top_k", top_k, least=1)
-    top_p = None if top_p is None else check_positive("top_p", top_p, 1)
+    temperature = checks.check_positive("temperature", temperature)
+    top_k = None if top_k is None else checks.check_integer("top_k", top_k, least=1)
+    top_p = None if top_p is None else checks.check_positive("top_p", top_p, 1)
     is_all = isinstance(top_p, float) and top_p == 1  # avoids a sort
     return temperature, top_k, None if is_all else top_p
 
@@ -208,12 +202,12 @@ def accept_sampling(
         [[0, 3, 4]]
     """
     check_logits(tree, logits, context_logits)
-    check_key("key", key)
+    checks.check_key("key", key)
     temperature, top_k, top_p = check_sampling(temperature, top_k, top_p)
     context_key, node_key = jax.random.split(key)
     choice = sample_tokens(node_key, jnp.asarray(logits), temperature, top_k, top_p)
     if context_logits is None:
-        context = jnp.where(tree.size > 0, as_int32(tree.tokens[:, 0]), -1)
+        context = jnp.where(tree.size > 0, checks.as_int32(tree.tokens[:, 0]), -1)
     else:
         context = sample_tokens(context_key, jnp.asarray(context_logits), temperature, top_k, top_p)
     return longest_chosen_path(tree, choice, context)
@@ -266,7 +260,7 @@ def longest_chosen_path(tree: PrefixTree, choice: Array, context_choice: Array |
     """
     slots, levels = tree.tokens.shape[1], tree.unpacker.shape[2]
     slot_index, level = (jnp.arange(n, dtype=jnp.int32)[None] for n in (slots, levels))
-    used, tokens = slot_index < tree.size[:, None], as_int32(tree.tokens)
+    used, tokens = slot_index < tree.size[:, None], checks.as_int32(tree.tokens)
     same_edge = tree.tokens[:, :, None] == tree.tokens[:, None]
     same_edge &= tree.parent[:, :, None] == tree.parent[:, None]
     is_first = ~(same_edge & (slot_index[:, None] < slot_index[..., None])).any(-1)

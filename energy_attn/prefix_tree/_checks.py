@@ -6,42 +6,37 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import (
-    as_int32,
-    check_integer,
-    check_integral,
-    check_shape,
-    is_concrete,
-    received,
-)
+from energy_attn.kernels.internal import checks
 
 
 def check_beam(beam: Array, lengths: Array | None, name: str = "beam") -> tuple[Array, Array]:
     """Returns a beam and its candidates' lengths `[B, M]` int32, as JAX arrays."""
-    beam = check_integral(name, beam)
-    check_shape(name, beam, ("B", "M", "C"))
+    beam = checks.check_integral(name, beam)
+    checks.check_shape(name, beam, ("B", "M", "C"))
     batch, rows, levels = beam.shape
     if rows == 0 or levels == 0:
-        raise ValueError(f"{name}: wanted candidates with tokens, got {received(beam)}")
+        raise ValueError(f"{name}: wanted candidates with tokens, got {checks.received(beam)}")
     if rows * levels > np.iinfo(np.int32).max:
-        raise ValueError(f"{name}: wanted M * C that int32 can number, got {received(beam)}")
+        raise ValueError(f"{name}: wanted M * C that int32 can number, got {checks.received(beam)}")
     if lengths is None:
         return jnp.asarray(beam), jnp.full((batch, rows), levels, jnp.int32)
-    check_integral("lengths", lengths)
-    check_shape("lengths", lengths, (batch, rows))
+    checks.check_integral("lengths", lengths)
+    checks.check_shape("lengths", lengths, (batch, rows))
     check_range("lengths", lengths, 0, levels)
-    return jnp.asarray(beam), jnp.asarray(as_int32(lengths))
+    return jnp.asarray(beam), jnp.asarray(checks.as_int32(lengths))
 
 
 def check_choices(choices: object, levels: int, ranks: int) -> list[tuple[int, ...]]:
     # in order of length, then of ranks
     if not isinstance(choices, Sequence) or isinstance(choices, str):
-        raise TypeError(f"choices: wanted a sequence of tuples of ranks, got {received(choices)}")
+        raise TypeError(
+            f"choices: wanted a sequence of tuples of ranks, got {checks.received(choices)}"
+        )
     paths = []
     for choice in choices:
         if not isinstance(choice, Sequence) or isinstance(choice, str):
-            raise TypeError(f"choices: wanted tuples of ranks, got {received(choice)}")
-        path = tuple(check_integer("choices", rank) for rank in choice)
+            raise TypeError(f"choices: wanted tuples of ranks, got {checks.received(choice)}")
+        path = tuple(checks.check_integer("choices", rank) for rank in choice)
         if not 1 <= len(path) <= levels or not all(0 <= rank < ranks for rank in path):
             raise ValueError(
                 f"choices: wanted 1 to {levels} ranks below {ranks}, "
@@ -59,7 +54,7 @@ def check_choices(choices: object, levels: int, ranks: int) -> list[tuple[int, .
 
 
 def check_paths(parent: Array, size: Array | np.ndarray, depth: int) -> None:
-    if not (is_concrete(parent) and is_concrete(size)):
+    if not (checks.is_concrete(parent) and checks.is_concrete(size)):
         return
     rows = zip(np.asarray(parent).tolist(), np.asarray(size).tolist(), strict=True)
     for row, (above, used) in enumerate(rows):
@@ -74,13 +69,13 @@ def check_paths(parent: Array, size: Array | np.ndarray, depth: int) -> None:
 
 
 def check_slots(name: str, tokens: Array) -> None:
-    check_shape(name, tokens, ("B", "L"))
+    checks.check_shape(name, tokens, ("B", "L"))
     if tokens.shape[1] == 0:
-        raise ValueError(f"{name}: wanted at least 1 slot, got {received(tokens)}")
+        raise ValueError(f"{name}: wanted at least 1 slot, got {checks.received(tokens)}")
 
 
 def check_parents(name: str, parent: Array) -> None:
-    if not is_concrete(parent):
+    if not checks.is_concrete(parent):
         return
     slots = np.asarray(parent)
     wrong = np.argwhere((slots < -1) | (slots >= np.arange(slots.shape[1])))
@@ -93,7 +88,7 @@ def check_parents(name: str, parent: Array) -> None:
 
 
 def check_range(name: str, x: Array | np.ndarray, least: int, most: int) -> None:
-    if not is_concrete(x):
+    if not checks.is_concrete(x):
         return
     values = np.asarray(x)
     invalid = np.argwhere((values < least) | (values > most))

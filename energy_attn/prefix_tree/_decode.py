@@ -20,14 +20,11 @@ from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     CallPolicy,
     Candidate,
-    CheckedCall,
     RowOptions,
     Scales,
+    arguments,
     call_policy,
-    check_call,
-    check_integral,
-    check_shape,
-    received,
+    checks,
 )
 from energy_attn.kernels.scores import AbstractScore
 
@@ -108,11 +105,11 @@ def tree_decode(
     """
     cite("specinfer")
     _check_cache(cache)
-    check_shape("tree.tokens", check_tree("tree", tree).tokens, (len(cache.lengths), "L"))
+    checks.check_shape("tree.tokens", check_tree("tree", tree).tokens, (len(cache.lengths), "L"))
     batch, slots = tree.tokens.shape
     cache._check_new(key, value, slots)
     check_stored("query", query, cache.dtype)
-    check_shape("query", query, (batch, slots, "N", cache.key.shape[-1]))
+    checks.check_shape("query", query, (batch, slots, "N", cache.key.shape[-1]))
     policy = call_policy(implementation)
     reach = check_reach(local_window_size, cache.window)
     plan = sharding_plan(cache.parallel, query, cache.key, cache.value)
@@ -129,7 +126,7 @@ def tree_decode(
     # the context precedes all nodes, so that no causal mask is needed
     scores: Any = {"scale": scale, "score": score}
     positions = cache.lengths[:, None] + tree.depth
-    context_call = check_call(
+    context_call = arguments.check_call(
         query,
         cache.key,
         cache.value,
@@ -149,7 +146,9 @@ def tree_decode(
     rows: RowOptions = {}
     if score is not None:
         rows = {"query_positions": positions, "key_positions": positions}
-    drafts = check_call(query, key, value, source=source, mask=mask[:, None], **scores, **rows)
+    drafts = arguments.check_call(
+        query, key, value, source=source, mask=mask[:, None], **scores, **rows
+    )
     nodes_plan = None
     if plan is not None and plan.batch + plan.heads:
         nodes_plan = plan._replace(sequence=(), queries=False)
@@ -159,7 +158,7 @@ def tree_decode(
 
 
 def _partial_state(
-    plan: ShardingPlan | None, policy: CallPolicy, call: CheckedCall
+    plan: ShardingPlan | None, policy: CallPolicy, call: arguments.CheckedCall
 ) -> AttentionState:
     return attend_sharded(plan, policy, call.settings.needing(unrounded=True), call.operands)
 
@@ -204,10 +203,14 @@ def commit(
     """
     _check_cache(cache)
     if not isinstance(accepted, Accepted):
-        raise TypeError(f"accepted: wanted an Accepted, got {received(accepted)}")
+        raise TypeError(f"accepted: wanted an Accepted, got {checks.received(accepted)}")
     rows = len(cache.lengths)
-    check_shape("accepted.path", check_integral("accepted.path", accepted.path), (rows, "C"))
-    check_shape("accepted.length", check_integral("accepted.length", accepted.length), (rows,))
+    checks.check_shape(
+        "accepted.path", checks.check_integral("accepted.path", accepted.path), (rows, "C")
+    )
+    checks.check_shape(
+        "accepted.length", checks.check_integral("accepted.length", accepted.length), (rows,)
+    )
     cache._check_new(key, value, "L")
 
     return cache.append(*gather_path(cache, accepted.path, key, value), lengths=accepted.length)
@@ -226,4 +229,4 @@ def gather_path(cache: KVCache, path: Array, key: Array, value: Array) -> tuple[
 
 def _check_cache(cache: object) -> None:
     if not isinstance(cache, KVCache):
-        raise TypeError(f"cache: wanted a KVCache, got {received(cache)}")
+        raise TypeError(f"cache: wanted a KVCache, got {checks.received(cache)}")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from energy_attn.kernels.internal import as_int32, check_integer, check_shape, lse_dtype
+from energy_attn.kernels.internal import checks, lse_dtype
 
 from ._tree import PrefixTree, check_logits, gather_slots, tree_from_checked_parents
 
@@ -53,8 +53,8 @@ def grow(tree: PrefixTree, logits: Float[Array, "B L V"], count: int) -> PrefixT
         ([[5, 1, 2, 2]], [[-1, 0, 1, 0]])
     """
     check_logits(tree, logits)
-    check_shape("tree.unpacker", tree.unpacker, (*tree.tokens.shape, "C"))
-    count = check_integer("count", count, least=1)
+    checks.check_shape("tree.unpacker", tree.unpacker, (*tree.tokens.shape, "C"))
+    count = checks.check_integer("count", count, least=1)
     return _grown(count, tree, jnp.asarray(logits))
 
 
@@ -88,7 +88,7 @@ def _scores(tree: PrefixTree, logits: Array) -> Array:
     rows = jnp.arange(len(log_p), dtype=jnp.int32)[:, None]
     used = jnp.arange(slots, dtype=jnp.int32)[None] < tree.size[:, None]
     is_child = used & (tree.parent >= 0)
-    index = jnp.where(is_child, tree.parent, slots), as_int32(tree.tokens)
+    index = jnp.where(is_child, tree.parent, slots), checks.as_int32(tree.tokens)
     edge = log_p.at[rows, *index].get(mode="fill", fill_value=0)
     path = gather_slots(edge, tree.unpacker).sum(-1)
     scores = jnp.where(jnp.isneginf(log_p), -jnp.inf, path[:, :, None] + log_p)

@@ -10,16 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Integer, Shaped
 
-from energy_attn.kernels.internal import (
-    as_int32,
-    check_array,
-    check_boolean,
-    check_floating,
-    check_integer,
-    check_integral,
-    check_shape,
-    received,
-)
+from energy_attn.kernels.internal import checks
 
 from ._checks import (
     check_beam,
@@ -121,8 +112,8 @@ class PrefixTree(NamedTuple):
         """
         beam, lengths = check_beam(beam, lengths)
         entries = beam.shape[1] * beam.shape[2]
-        slots = entries if capacity is None else check_integer("capacity", capacity, least=1)
-        pad = check_integer("pad_token", pad_token, is_wide=True)
+        slots = entries if capacity is None else checks.check_integer("capacity", capacity, least=1)
+        pad = checks.check_integer("pad_token", pad_token, is_wide=True)
         limits = jnp.iinfo(beam.dtype)
         if not limits.min <= pad <= limits.max:
             raise ValueError(f"pad_token: wanted a value of {beam.dtype}, beam's dtype, got {pad}")
@@ -165,17 +156,17 @@ class PrefixTree(NamedTuple):
             >>> tree.depth.tolist(), tree.unpacker[0, 3].tolist()
             ([[0, 1, 1, 2]], [0, 2, 3])
         """
-        check_slots("tokens", check_integral("tokens", tokens))
-        check_shape("parent", check_integral("parent", parent), tokens.shape)
+        check_slots("tokens", checks.check_integral("tokens", tokens))
+        checks.check_shape("parent", checks.check_integral("parent", parent), tokens.shape)
         check_parents("parent", parent)
-        depth, slots = check_integer("depth", depth, least=1), tokens.shape[1]
+        depth, slots = checks.check_integer("depth", depth, least=1), tokens.shape[1]
         if depth > slots:
             raise ValueError(f"depth: wanted at most the {slots} slots of tokens, got {depth}")
         sizes = np.full(len(tokens), slots, np.int32) if size is None else size
-        check_shape("size", check_integral("size", sizes), tokens.shape[:1])
+        checks.check_shape("size", checks.check_integral("size", sizes), tokens.shape[:1])
         check_range("size", sizes, 0, slots)
         check_paths(parent, sizes, depth)
-        above, used = (jnp.asarray(as_int32(x)) for x in (parent, sizes))
+        above, used = (jnp.asarray(checks.as_int32(x)) for x in (parent, sizes))
         return tree_from_checked_parents(depth, jnp.asarray(tokens), above, used)
 
     @classmethod
@@ -215,11 +206,13 @@ class PrefixTree(NamedTuple):
             >>> tree.tokens.tolist(), tree.parent.tolist()
             ([[5, 7, 8, 4]], [[-1, 0, 0, 1]])
         """
-        check_shape("root", check_integral("root", root), ("B",))
-        check_shape("candidates", check_integral("candidates", candidates), (len(root), "D", "R"))
+        checks.check_shape("root", checks.check_integral("root", root), ("B",))
+        checks.check_shape(
+            "candidates", checks.check_integral("candidates", candidates), (len(root), "D", "R")
+        )
         if candidates.dtype != root.dtype:
             raise TypeError(
-                f"candidates: wanted the dtype of root, {root.dtype}, got {received(candidates)}"
+                f"candidates: wanted the dtype of root, {root.dtype}, got {checks.received(candidates)}"
             )
         paths = check_choices(choices, *candidates.shape[1:])
         slot = {path: n for n, path in enumerate(paths, start=1)}
@@ -256,8 +249,8 @@ class PrefixTree(NamedTuple):
             True
         """
         check_tree("tree", self)
-        x = check_array("x", x)
-        check_shape("x", x, (*self.tokens.shape, *x.shape[2:]))
+        x = checks.check_array("x", x)
+        checks.check_shape("x", x, (*self.tokens.shape, *x.shape[2:]))
         return gather_slots(x, self.unpacker)
 
 
@@ -343,16 +336,18 @@ def gather_slots(x: Array, slots: Array) -> Array:
 
 def check_tree(name: str, tree: object) -> PrefixTree:
     if not isinstance(tree, PrefixTree):
-        raise TypeError(f"{name}: wanted a PrefixTree, got {received(tree)}")
+        raise TypeError(f"{name}: wanted a PrefixTree, got {checks.received(tree)}")
     for field in ("tokens", "depth", "parent", "unpacker", "size"):
-        check_integral(f"{name}.{field}", getattr(tree, field))
+        checks.check_integral(f"{name}.{field}", getattr(tree, field))
     check_slots(f"{name}.tokens", tree.tokens)
     batch, slots = tree.tokens.shape
-    check_shape(f"{name}.mask", check_boolean(f"{name}.mask", tree.mask), (batch, slots, slots))
+    checks.check_shape(
+        f"{name}.mask", checks.check_boolean(f"{name}.mask", tree.mask), (batch, slots, slots)
+    )
     for field in ("depth", "parent"):
-        check_shape(f"{name}.{field}", getattr(tree, field), (batch, slots))
-    check_shape(f"{name}.unpacker", tree.unpacker, (batch, "M", "C"))
-    check_shape(f"{name}.size", tree.size, (batch,))
+        checks.check_shape(f"{name}.{field}", getattr(tree, field), (batch, slots))
+    checks.check_shape(f"{name}.unpacker", tree.unpacker, (batch, "M", "C"))
+    checks.check_shape(f"{name}.size", tree.size, (batch,))
     check_parents(f"{name}.parent", tree.parent)
     check_range(f"{name}.size", tree.size, 0, slots)
     check_range(f"{name}.unpacker", tree.unpacker, -1, slots - 1)
@@ -361,9 +356,11 @@ def check_tree(name: str, tree: object) -> PrefixTree:
 
 def check_logits(tree: PrefixTree, logits: Array, context_logits: Array | None = None) -> None:
     check_tree("tree", tree)
-    check_shape("logits", check_floating("logits", logits), (*tree.tokens.shape, "V"))
+    checks.check_shape("logits", checks.check_floating("logits", logits), (*tree.tokens.shape, "V"))
     if logits.shape[2] == 0:
-        raise ValueError(f"logits: wanted a vocabulary of at least 1 token, got {received(logits)}")
+        raise ValueError(
+            f"logits: wanted a vocabulary of at least 1 token, got {checks.received(logits)}"
+        )
     if context_logits is not None:
-        check_floating("context_logits", context_logits)
-        check_shape("context_logits", context_logits, (len(tree.tokens), logits.shape[2]))
+        checks.check_floating("context_logits", context_logits)
+        checks.check_shape("context_logits", context_logits, (len(tree.tokens), logits.shape[2]))

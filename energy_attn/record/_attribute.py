@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from energy_attn.kernels.internal import check_finite_number, check_integer, received
+from energy_attn.kernels.internal import checks
 
 from ..observables._at_source import HashablePartial
 from ._record import Partial, check_callable
@@ -88,10 +88,10 @@ def attribute(
         (True, True)
     """
     check_callable(function)
-    tolerance = check_finite_number("tolerance", tolerance)
+    tolerance = checks.check_finite_number("tolerance", tolerance)
     if tolerance <= 0:
-        raise ValueError(f"tolerance: wanted a number above 0, got {received(tolerance)}")
-    check_integer("max_points", max_points, 5)
+        raise ValueError(f"tolerance: wanted a number above 0, got {checks.received(tolerance)}")
+    checks.check_integer("max_points", max_points, 5)
     ask = HashablePartial(_integral, (tolerance, max_points))
     return Partial(_attributed, (ask, function))
 
@@ -214,5 +214,5 @@ def _scalar(result: object) -> Array:
         and result.shape == ()
         and jnp.issubdtype(result.dtype, jnp.floating)
     ):
-        raise TypeError(f"function: wanted a floating scalar, got {received(result)}")
+        raise TypeError(f"function: wanted a floating scalar, got {checks.received(result)}")
     return result

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels.internal import REMAT, bind, closed, equations, interpret, programs
+from energy_attn.kernels.internal import jaxprs
 
 from ..functional._tag import tag_p
 
@@ -65,7 +65,7 @@ def lift(program: ClosedJaxpr, args: Sequence[Any], level: RecordLevel) -> Resul
         recorded.extend(more)
         return results
 
-    results = interpret(program.jaxpr, program.consts, args, rule, calls=frozenset())
+    results = jaxprs.interpret(program.jaxpr, program.consts, args, rule, calls=frozenset())
     return results, recorded
 
 
@@ -76,16 +76,16 @@ def _run_one(equation: JaxprEqn, args: list[Any], level: RecordLevel) -> Results
         return [query], [Recorded(params["tree"].unflatten(values), params["name"], params["axes"])]
     if primitive is tag_p and not level.others_stay:
         return args[:1], []
-    inner = programs(equation)
+    inner = jaxprs.programs(equation)
     inside = [
         x.params["name"]
         for program in inner
-        for x in equations(program)
+        for x in jaxprs.equations(program)
         if x.primitive is tag_p and x.params["level"] == level.level
     ]
-    if not inside or (primitive.name in REMAT and params["differentiated"]):
+    if not inside or (primitive.name in jaxprs.REMAT and params["differentiated"]):
         # Nothing to record; or a recomputation in the backward pass, which the forward pass has recorded.
-        return bind(equation, args), []
+        return jaxprs.bind(equation, args), []
     rule = _RULES.get(primitive.name)
     if rule is None:
         raise NotImplementedError(
@@ -94,7 +94,7 @@ def _run_one(equation: JaxprEqn, args: list[Any], level: RecordLevel) -> Results
         )
     if rule is _custom:  # the function is run for its tags alone
         level = level._replace(others_stay=False)
-    return rule(equation, args, *(_runner(closed(program), level) for program in inner))
+    return rule(equation, args, *(_runner(jaxprs.closed(program), level) for program in inner))
 
 
 def _runner(program: ClosedJaxpr, level: RecordLevel) -> Run:
@@ -121,7 +121,7 @@ def _call(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
 def _custom(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
     # The results keep their custom rule. The recorded values have the derivative of the function itself;
     # the compiler merges the two identical computations.
-    return bind(equation, args), run(*args)[1]
+    return jaxprs.bind(equation, args), run(*args)[1]
 
 
 def _remat(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
@@ -205,7 +205,7 @@ _RULES: dict[str, Callable[..., Results]] = {
     "closed_call": _call,
     "custom_jvp_call": _custom,
     "custom_vjp_call": _custom,
-    **dict.fromkeys(REMAT, _remat),
+    **dict.fromkeys(jaxprs.REMAT, _remat),
     "scan": _scan,
     "cond": _cond,
     "shard_map": _shard_map,

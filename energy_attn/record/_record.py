@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels.internal import Operands, holds_keys, received
+from energy_attn.kernels import Operands
+from energy_attn.kernels.internal import checks, holds_keys
 
 from ..core._gibbs import Gibbs, PreparedKeys
 from ..core._module import FreeEnergy, with_name
@@ -144,12 +145,12 @@ class Partial(eqx.Module):
 
 def check_callable(function: object) -> None:
     if not callable(function):
-        raise TypeError(f"function: wanted a function or a module, got {received(function)}")
+        raise TypeError(f"function: wanted a function or a module, got {checks.received(function)}")
 
 
 def check_calls(function: object, calls: bool) -> None:
     if not calls:
-        got = "one with modules of NNX" if is_pure(function) else received(function)
+        got = "one with modules of NNX" if is_pure(function) else checks.received(function)
         raise ValueError(
             "function: wanted one that calls a FreeEnergy, as a model does after replace_attention(model), "
             f"got {got}, which calls none"
@@ -216,13 +217,15 @@ def recorder(names: tuple[str, ...], functions: dict[str, Callable[[Gibbs], Any]
     for name in names:
         if not isinstance(name, str):
             raise TypeError(
-                f"quantities: wanted names; functions of a Gibbs are keywords; got {received(name)}"
+                f"quantities: wanted names; functions of a Gibbs are keywords; got {checks.received(name)}"
             )
         if name not in FIGURES:
             _check_method(name)
     for name, function in functions.items():
         if not callable(function):
-            raise TypeError(f"{name}: wanted a function of a Gibbs, got {received(function)}")
+            raise TypeError(
+                f"{name}: wanted a function of a Gibbs, got {checks.received(function)}"
+            )
     if twice := [x for i, x in enumerate(names) if x in names[:i] or x in functions]:
         raise ValueError(f"quantities: wanted each once, got {twice[0]!r} twice")
     if not names and not functions:

@@ -13,16 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Int, PyTree
 
-from energy_attn.kernels.internal import (
-    TOKEN_SCORES,
-    TokenScores,
-    check_floating,
-    check_integral,
-    equations,
-    programs,
-    received,
-    weighing,
-)
+from energy_attn.kernels.internal import additions, checks, jaxprs
 
 from ..flax._nnx import holds_nnx, run_pure
 from ._lift import traced
@@ -100,18 +91,18 @@ def weighed(
 
 
 def _checked(log_weights: object, segments: object) -> tuple[Array, Array]:
-    weights = jnp.asarray(check_floating("log_weights", log_weights))
-    numbers = check_integral("segments", segments)
+    weights = jnp.asarray(checks.check_floating("log_weights", log_weights))
+    numbers = checks.check_integral("segments", segments)
     if weights.ndim not in (1, 2):
         raise ValueError(
-            f"log_weights: wanted shape (documents,) or (batch, documents), got {received(log_weights)}"
+            f"log_weights: wanted shape (documents,) or (batch, documents), got {checks.received(log_weights)}"
         )
     if numbers.ndim not in (1, 2) or (
         weights.ndim == numbers.ndim == 2 and len(weights) != len(numbers)
     ):
         raise ValueError(
             f"segments: wanted shape (keys,) or (batch, keys) beside log_weights {weights.shape}, "
-            f"got {received(segments)}"
+            f"got {checks.received(segments)}"
         )
     if not isinstance(numbers, jax.core.Tracer):
         last = int(np.max(np.asarray(numbers), initial=-1))
@@ -131,8 +122,8 @@ def _run(
     **kwargs: PyTree,
 ) -> PyTree:
     def run(weights: Array) -> PyTree:
-        active = TokenScores(_scores_of(weights, numbers))
-        with weighing((*weighing.value, active)):
+        active = additions.TokenScores(_scores_of(weights, numbers))
+        with additions.active_token_scores((*additions.active_token_scores.value, active)):
             out = function(*args, **kwargs)
         check_calls(function, active.used)
         return out
@@ -144,11 +135,11 @@ def _run(
 
 def _check_rules(program: ClosedJaxpr) -> None:
     """Raises `NotImplementedError` for an attention inside a function whose own rule would not see the weights."""
-    for equation in equations(program):
+    for equation in jaxprs.equations(program):
         kind = equation.primitive.name
-        inside = (x for inner in programs(equation) for x in equations(inner))
+        inside = (x for inner in jaxprs.programs(equation) for x in jaxprs.equations(inner))
         if kind.startswith(("custom_jvp", "custom_vjp")) and any(
-            x.params.get("name") == TOKEN_SCORES for x in inside
+            x.params.get("name") == additions.TOKEN_SCORES for x in inside
         ):
             raise NotImplementedError(
                 "function: wanted attention outside of functions with a derivative of their own, which would "

@@ -7,16 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from energy_attn.kernels.internal import (
-    check_boolean,
-    check_finite_number,
-    check_floating,
-    check_integer,
-    check_positive,
-    check_shape,
-    lse_dtype,
-    received,
-)
+from energy_attn.kernels.internal import checks, lse_dtype
 
 from ..core._gibbs import Gibbs
 from ..core._module import FreeEnergy
@@ -102,10 +93,10 @@ def landscape(
         [2, 2]
     """
     _check_row(query, key, value, directions, bias, mask)
-    points = check_integer("points", points, least=2)
+    points = checks.check_integer("points", points, least=2)
     energy = FreeEnergy() if energy is None else energy
     if not isinstance(energy, FreeEnergy):
-        raise TypeError(f"energy: wanted a FreeEnergy, got {received(energy)}")
+        raise TypeError(f"energy: wanted a FreeEnergy, got {checks.received(energy)}")
     dtype = lse_dtype(query.dtype)
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
 
@@ -154,17 +145,19 @@ def _check_row(
     bias: Array | None,
     mask: Array | None,
 ) -> None:
-    check_shape("query", check_floating("query", query), ("H",))
-    check_shape("key", check_floating("key", key), ("S", query.shape[0]))
-    check_shape("value", check_floating("value", value), (key.shape[0], "Hv"))
+    checks.check_shape("query", checks.check_floating("query", query), ("H",))
+    checks.check_shape("key", checks.check_floating("key", key), ("S", query.shape[0]))
+    checks.check_shape("value", checks.check_floating("value", value), (key.shape[0], "Hv"))
     if directions is not None:
-        check_shape("directions", check_floating("directions", directions), (2, value.shape[1]))
+        checks.check_shape(
+            "directions", checks.check_floating("directions", directions), (2, value.shape[1])
+        )
     elif value.shape[1] < 2:
-        raise ValueError(f"value: wanted a width of at least 2, got {received(value)}")
+        raise ValueError(f"value: wanted a width of at least 2, got {checks.received(value)}")
     if bias is not None:
-        check_shape("bias", check_floating("bias", bias), (key.shape[0],))
+        checks.check_shape("bias", checks.check_floating("bias", bias), (key.shape[0],))
     if mask is not None:
-        check_shape("mask", check_boolean("mask", mask), (key.shape[0],))
+        checks.check_shape("mask", checks.check_boolean("mask", mask), (key.shape[0],))
 
 
 def _principal(covariance: Array) -> Array:
@@ -178,8 +171,12 @@ def _principal(covariance: Array) -> Array:
 def _extents(extent: object, directions: Array, covariance: Array) -> tuple[Array, Array]:
     if extent is not None:
         if not (isinstance(extent, (tuple, list)) and len(extent) == 2):
-            raise TypeError(f"extent: wanted a pair (sources, points), got {received(extent)}")
-        source, point = (check_positive("extent", check_finite_number("extent", x)) for x in extent)
+            raise TypeError(
+                f"extent: wanted a pair (sources, points), got {checks.received(extent)}"
+            )
+        source, point = (
+            checks.check_positive("extent", checks.check_finite_number("extent", x)) for x in extent
+        )
         return jnp.full(2, source, directions.dtype), jnp.full(2, point, directions.dtype)
     # u·ζ varies by 1/σ, and the coordinate along u of a value by σ / |u|²
     sigma = jnp.sqrt(jnp.einsum("iv,vw,iw->i", directions, covariance, directions))

@@ -13,14 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.internal import (
-    RowOptions,
-    check_array,
-    check_flag,
-    check_floating,
-    holds_keys,
-    received,
-)
+from energy_attn.kernels.internal import RowOptions, checks, holds_keys
 from energy_attn.kernels.masks import AbstractMask
 
 from ..core._gibbs import Gibbs
@@ -159,7 +152,7 @@ def energy_report(
     """
     from ..models import AbstractDecoder  # `import energy_attn` loads no models
 
-    check_flag("per_query", per_query)
+    checks.check_flag("per_query", per_query)
     kinds = {AbstractDecoder: _of_decoder, MultiheadAttention: _of_layer, Gibbs: _of_measure}
     run: Callable[..., Rows] | None = next(
         (f for x, f in kinds.items() if isinstance(model, x)), None
@@ -170,7 +163,7 @@ def energy_report(
     if not callable(model):
         raise TypeError(
             f"model: wanted a Gibbs, a MultiheadAttention, a decoder or a function, "
-            f"got {received(model)}"
+            f"got {checks.received(model)}"
         )
     _, seen = run_recorded(recorder(_FIGURES, {}), model, *inputs, **options)
     layers = zip(names_of(seen), seen, strict=True)
@@ -251,11 +244,11 @@ def _of_layer(
     **rows: Unpack[RowOptions],
 ) -> Rows:
     project = functools.partial(layer.project, mask=mask, process_heads=process_heads)
-    batched = check_floating("query", query).ndim == 3
+    batched = checks.check_floating("query", query).ndim == 3
     for name, x in (("key_", key_), ("value", value)) if batched else ():
-        if check_array(name, x).shape[:1] != query.shape[:1]:
+        if checks.check_array(name, x).shape[:1] != query.shape[:1]:
             raise ValueError(
-                f"{name}: wanted shape ({query.shape[0]}, length, width), got {received(x)}"
+                f"{name}: wanted shape ({query.shape[0]}, length, width), got {checks.received(x)}"
             )
     heads = (jax.vmap(project) if batched else project)(query, key_, value)
     return _of_measure(measure_at(layer.energy, *heads, None, mask, rows))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from energy_attn.distributed.internal import is_explicit
-from energy_attn.kernels.internal import check_finite_number, check_integer, received
+from energy_attn.kernels.internal import checks
 
 from ..functional._free_energy import Calls
 
@@ -41,15 +41,15 @@ class AbstractSolver(abc.ABC):
             if x is None and getattr(type(self), name, 0) is None:
                 continue  # the default of a field that may be None
             if name == "max_steps":
-                check_integer(name, x, least=1)
+                checks.check_integer(name, x, least=1)
             elif name == "optimiser":
                 if not isinstance(x, optax.GradientTransformation):
                     raise TypeError(
-                        f"{name}: wanted an optax.GradientTransformation, got {received(x)}"
+                        f"{name}: wanted an optax.GradientTransformation, got {checks.received(x)}"
                     )
-            elif name == "step_size" and check_finite_number(name, x) <= 0:
+            elif name == "step_size" and checks.check_finite_number(name, x) <= 0:
                 raise ValueError(f"{name}: wanted a number above 0, got {x}")
-            elif name == "tolerance" and check_finite_number(name, x) < 0:
+            elif name == "tolerance" and checks.check_finite_number(name, x) < 0:
                 raise ValueError(f"{name}: wanted a number of at least 0, got {x}")
 
 
@@ -227,12 +227,12 @@ def check_solver(x: object, calls: Calls, *known: type[Solver]) -> Solver:
     """
     if not isinstance(x, known):
         wanted = " or ".join(f"energy_attn.solvers.{kind.__name__}(...)" for kind in known)
-        raise TypeError(f"solver: wanted {wanted}, got {received(x)}")
+        raise TypeError(f"solver: wanted {wanted}, got {checks.received(x)}")
     plans = [call.plan for call in calls if call.plan is not None]
     if isinstance(x, (Optax, Optimistic)) and any(is_explicit(y.mesh, y.axes) for y in plans):
         raise NotImplementedError(
             f"solver: wanted energy_attn.solvers.{Newton.__name__}(...) where arrays are split over "
-            f"explicit mesh axes, got {received(x)}"
+            f"explicit mesh axes, got {checks.received(x)}"
         )
     return x
 

@@ -9,10 +9,9 @@ from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.internal import (
-    AbstractFunction,
     CallPolicy,
-    check_finite_number,
-    function_call,
+    autodiff,
+    checks,
     holds_keys,
     precision,
     product,
@@ -74,7 +73,7 @@ class Tsallis:
     alpha: float = 1.5
 
     def __post_init__(self) -> None:
-        alpha = check_finite_number("alpha", self.alpha)
+        alpha = checks.check_finite_number("alpha", self.alpha)
         if not 1 < alpha <= 2:
             raise ValueError(f"alpha: wanted a number above 1 and up to 2, got {alpha}")
 
@@ -99,7 +98,7 @@ def tsallis_state(
     # the threshold is found by XLA's operations, whatever else the call may be computed by
     calls = tuple(x._replace(policy=CallPolicy(("blockwise",))) for x in calls)
     args = parts, None if source is None else jnp.asarray(source)
-    threshold = function_call(_FindThreshold(regulariser, calls), args)
+    threshold = autodiff.function_call(_FindThreshold(regulariser, calls), args)
     width = parts[0].value.shape[-1]
     term = HashablePartial(_moments, (regulariser.alpha,))
     result = _sums(term, width + 2, calls, args, threshold)
@@ -119,7 +118,7 @@ class _Threshold(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _FindThreshold(AbstractFunction):
+class _FindThreshold(autodiff.AbstractFunction):
     r"""The root $\tau$ of $\sum_a p_a = 1$ in each row, of parts and a source."""
 
     regulariser: Tsallis
@@ -146,7 +145,7 @@ class _FindThreshold(AbstractFunction):
         return _Threshold(largest, lax.while_loop(goes_on, newton, newton(start))[1])
 
     def jvp(self, primals: Any, tangents: Any) -> tuple[_Threshold, _Threshold]:
-        threshold: _Threshold = function_call(self, primals)
+        threshold: _Threshold = autodiff.function_call(self, primals)
 
         def mass(args: Any) -> tuple[Array, Array]:
             return self.sums(args, threshold)

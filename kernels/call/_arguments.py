@@ -24,7 +24,7 @@ from ..masks._abstract import AbstractMask
 from ..scores._structure import check_score
 from ._operands import NO_SCALES, Operands, Scales, Settings, dequantized
 from ._options import MergedOptions, RowOptions, check_options
-from ._source import check_sink, weighing, with_source, with_token_scores
+from ._source import active_token_scores, check_sink, with_source, with_token_scores
 from ._state import lse_dtype
 from ._tokens import (
     NO_RULES,
@@ -138,12 +138,12 @@ def check_scored(
         rule, mask = split_mask(mask)
     if bias is not None or mask is not None:
         bias, mask = check_scores(bias, mask, shape)
-    if weighing.value:
+    if active_token_scores.value:
         bias = with_token_scores(bias, batch, key.shape[1])
     if options.get("score") is not None:
         score, score_arrays = check_score(options.get("score"), shape, lse_dtype(query.dtype))
-    compares = score is not None and score.compares
-    tokens, rules = _checked_tokens(arrays, rule, compares, place, options)
+    uses_positions = score is not None and score.uses_positions
+    tokens, rules = _checked_tokens(arrays, rule, uses_positions, place, options)
     sink = options.get("sink")
     if sink is not None:
         sink = check_sink(sink, query.shape[0 if batched else 1 : -1])
@@ -160,11 +160,11 @@ def check_scored(
 def _checked_tokens(
     arrays: CheckedArrays,
     rule: AbstractMask | None,
-    compares: bool,
+    uses_positions: bool,
     place: PlaceFn | None,
     options: MergedOptions,
 ) -> tuple[Tokens, PositionRules]:
-    """The tokens of a call, and the rules that hide some of them. `compares`: whether a score reads positions."""
+    """The tokens of a call, and the rules that hide some of them. `uses_positions`: whether a score reads positions."""
     batch, query_len = arrays.query.shape[:2]
     key_len, reproducible = arrays.key.shape[1], options.get("reproducible", False)
     tokens, rules, window = NO_TOKENS, NO_RULES, options.get("local_window_size")
@@ -177,7 +177,7 @@ def _checked_tokens(
         rules = position_rules(rule, is_causal, window, batch, tokens)
     if place is not None:
         # reproducible keys are in leaves by position
-        reads = rules.reads or compares or reproducible or tokens.key_lengths is not None
+        reads = rules.reads or uses_positions or reproducible or tokens.key_lengths is not None
         tokens = place(tokens, reads)
     if tokens.query_positions is not None or tokens.key_positions is not None:
         tokens = tokens.with_positions(query_len, key_len)

@@ -127,11 +127,6 @@ class Needs(NamedTuple):
         sink_grad: whether it has to compute that of the sink.
         part: whether these are some of the queries of a larger array: a kernel that needs another layout
             then copies them alone.
-
-    Examples:
-        >>> from energy_attn.kernels import Needs
-        >>> Needs().unrounded
-        False
     """
 
     unrounded: bool = False
@@ -165,9 +160,9 @@ class Settings(NamedTuple):
     needs: Needs = Needs()
 
     @property
-    def compares(self) -> bool:
+    def uses_positions(self) -> bool:
         """Whether the mask or the score reads positions."""
-        return self.mask.constrains or (self.score is not None and self.score.compares)
+        return self.mask.constrains or (self.score is not None and self.score.uses_positions)
 
     @property
     def scored_width(self) -> int | None:
@@ -175,7 +170,7 @@ class Settings(NamedTuple):
         return None if self.score is None else self.score.width
 
     def needing(self, **needs: bool) -> "Settings":
-        """These settings, for a caller with these needs in place of the same."""
+        """Returns a copy of the settings with some of the caller's needs replaced."""
         return self._replace(needs=self.needs._replace(**needs))
 
 

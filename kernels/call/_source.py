@@ -93,7 +93,7 @@ def with_sink(state: AttentionState, sink: Array, positions: Array | None) -> At
 # By which a program shows where they are added.
 TOKEN_SCORES = "energy_attn_token_scores"
 # The `TokenScores` in force, the outermost first. JAX's caches tell programs by them.
-weighing = jax.make_user_context(())
+active_token_scores = jax.make_user_context(())
 
 
 class TokenScores:
@@ -105,7 +105,7 @@ class TokenScores:
 
 
 def with_token_scores(bias: Array | None, batch: int, key_len: int) -> Array | None:
-    for active in weighing.value:
+    for active in active_token_scores.value:
         rows, number = active.scores.shape
         if number != key_len or rows not in (1, batch):
             raise ValueError(

@@ -34,12 +34,6 @@ class Tokens(NamedTuple):
         query_lengths: None, or int32 `[B]`: queries from this index on are absent. A kernel gets positions in their
             place, unless `Lengths` is one of its `masks`.
         key_lengths: None, or int32 `[B]` likewise.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> from energy_attn.kernels import Tokens
-        >>> Tokens(key_lengths=jnp.array([2])).with_positions(1, 3).key_positions.tolist()
-        [[0, 1, -1]]
     """
 
     query_positions: Array | None = None

@@ -40,7 +40,7 @@ def attend_and_merge(
     if not is_static(query_len) or query_len <= size:
         found, in_flight = overlap_transfer(attend(names, settings, operands), in_flight)
         return merge(state, found), in_flight
-    operands = operands.positioned(settings.compares)
+    operands = operands.positioned(settings.uses_positions)
     settings = settings.needing(part=True)
 
     def merge_rows(first: int | Array, size: int, state: AttentionState) -> AttentionState:

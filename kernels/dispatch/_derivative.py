@@ -58,11 +58,11 @@ Examples:
 """
 
 
-def named(state: AttentionState) -> AttentionState:
+def with_checkpoint_names(state: AttentionState) -> AttentionState:
     return AttentionState(*map(checkpoint_name, state, CHECKPOINT_NAMES))
 
 
-def named_rest(rest: Array) -> Array:
+def with_lse_name(rest: Array) -> Array:
     return checkpoint_name(rest, CHECKPOINT_NAMES[1])
 
 
@@ -107,14 +107,14 @@ def tangent_along(
     return linear_call(Tangent(derivative), saved, directions)
 
 
-def keep_moved(found: Operands, moved: Operands) -> Operands:
+def keep_needed(found: Operands, moved: Operands) -> Operands:
     """Keeps the cotangents that are not None in `moved`, and makes the others None."""
     # a kernel that takes no scores may return None for their arrays
     found = found._replace(score_arrays=found.score_arrays or ())
     return map_some(lambda _, x: x, moved, found)
 
 
-def needing_moved(settings: Settings, moved: Operands) -> Settings:
+def needing(settings: Settings, moved: Operands) -> Settings:
     """The settings of a backward that computes the cotangents in `moved`."""
     return settings.needing(
         score_grad=any(x is not None for x in moved.score_arrays),
@@ -158,7 +158,7 @@ class Pullback(AbstractLinearMap):
         if moving.out is None:
             moving = moving._replace(out=jnp.zeros_like(fixed.state.out))
         found = derivative.backward(fixed, moving, self.moved)
-        return keep_moved(found, self.moved)
+        return keep_needed(found, self.moved)
 
     def transpose(
         self, fixed: Saved, moving: AttentionState, cotangent: Operands
@@ -188,7 +188,7 @@ class Attention(AbstractFunction):
     def jvp(self, primals: Operands, tangents: Operands) -> tuple[Any, Any]:
         state, rest = function_call(dataclasses.replace(self, has_rest=True), primals)
         if not self.has_rest:
-            state, rest = named(state), named_rest(rest)
+            state, rest = with_checkpoint_names(state), with_lse_name(rest)
         derivative = _OfKernels(self.kernels, self.settings)
         change = tangent_along(derivative, Saved(primals, state, rest), tangents)
         return ((state, rest), (change, None)) if self.has_rest else (state, change)
@@ -204,7 +204,7 @@ class _OfKernels(AbstractDerivative):
         return run_when_lowered(_tangent, like_state, *of, saved.state, directions)
 
     def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
-        of = self.kernels, needing_moved(self.settings, moved), saved.operands
+        of = self.kernels, needing(self.settings, moved), saved.operands
         return run_when_lowered(_backward, _like_operands, *of, saved.state, saved.rest, cotangent)
 
     def plain(self) -> AbstractDerivative:

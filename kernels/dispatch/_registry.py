@@ -21,9 +21,7 @@ from ..pallas.canonical._kernel import CanonicalGPU, CanonicalTPU
 from ..pallas.gpu._kernel import PallasGPU
 from ..pallas.mosaic._kernel import MosaicGPU
 from ..pallas.tpu._kernel import PallasTPU
-from ..vendor._cudnn import CuDNN
-from ..vendor._fa4 import FA4
-from ..vendor._flash_attn import FlashAttn
+from ..vendor._gpu import FA4, CuDNN, FlashAttn
 from ..vendor._splash import Splash
 from ..xla._blockwise import Blockwise
 from ..xla._canonical import Canonical

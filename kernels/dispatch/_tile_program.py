@@ -16,7 +16,7 @@ from .._varying import axes_of, vary_together
 from ..autodiff._function import run_compiled
 from ..pallas.gpu._plan import named_gpu
 from ..pallas.tile_program import _evaluated as chips
-from ..program._read import evaluate_by, function_of, without_mesh
+from ..program._jaxpr import evaluate_by, function_of, without_mesh
 from ..xla import _tile_program as cpu
 from ._lowering import device_of, lower_by_platform, lower_on
 

@@ -8,12 +8,11 @@ beside them, change a bit.
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float
 
 from ..call._kernel import AbstractKernel
 from ..call._operands import (
@@ -131,7 +130,7 @@ class AbstractCanonical(AbstractKernel):
 
     def sink_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
         found = self.sink_sums(call, self.sink_terms(call, *given))
-        sums, sink = PerHeadSums(found, unit_numbers(call.operands)), call.operands.sink
+        sums, sink = tree.PerHeadSums(found, tree.unit_numbers(call.operands)), call.operands.sink
         return found if sink is not None and sink.ndim == 2 else sums.of_heads()
 
     def sink_terms(self, call: KernelCall, *state: AttentionState) -> Float[Array, "B T N"]:
@@ -148,7 +147,7 @@ class AbstractCanonical(AbstractKernel):
         found = of.computed(lambda x: x.sum(2), terms)
         numbers = jnp.where(there.any(-1), asked.numbers, -1)
         numbers = jnp.broadcast_to(numbers, found.shape[:2])
-        return asked.checked(without_signs(jax.vmap(tree_sum)(numbers, found)))
+        return asked.checked(without_signs(jax.vmap(tree.tree_sum)(numbers, found)))
 
     def bias_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
         """The gradient of the bias, if the kernel takes one."""
@@ -201,43 +200,3 @@ def check_whole(settings: Settings) -> None:
         )
     if settings.scored_width is not None:
         raise NotImplementedError("source: wanted None beside a score, got an array")
-
-
-HEADS = 1 << 12  # at most: each head of an entry of the batch has a number of its own
-
-
-class PerHeadSums(NamedTuple):
-    """Sums for each head and batch entry, `[B, N, ...]`, with their numbers in the tree over heads and batch."""
-
-    found: PyTree[Array]
-    numbers: Int[Array, "B N"]
-
-    def summed(self) -> Any:
-        found, numbers = jax.tree.map(lambda x: lax.collapse(x, 0, 2), self)
-        return tree_sum(numbers, found)
-
-    def of_heads(self) -> Any:
-        return jax.vmap(tree_sum, (1, 1))(self.numbers, self.found)
-
-
-def tree_sum(numbers: Int[Array, " items"], items: PyTree[Array]) -> Any:
-    """The sum of numbered items, by the canonical tree."""
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), items)
-    return tree.folded(numbers, items, zeros, programs.add)
-
-
-def unit_numbers(operands: Operands) -> Int[Array, "B N"]:
-    """Numbers of heads and batch entries in the tree over both. Raises as `unit_indices`."""
-    batches, heads = unit_indices(operands)
-    return batches[:, None] * HEADS + heads[None]
-
-
-def unit_indices(operands: Operands) -> tuple[Int[Array, " B"], Int[Array, " N"]]:
-    """Indices of a call's batch entries and heads. Raises `NotImplementedError` for too many."""
-    batch, _, heads, _ = operands.query.shape
-    if heads > HEADS or batch > (1 << 31) // HEADS:
-        raise NotImplementedError(
-            f"query: wanted at most {(1 << 31) // HEADS} entries of the batch and {HEADS} heads for gradients of "
-            f"sinks, biases and scores beside reproducible=True, got {batch} and {heads}"
-        )
-    return operands.part_indices()

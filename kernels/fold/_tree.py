@@ -13,11 +13,13 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, PyTree
 
 from .._slice import slice_at
+from ..call._operands import Operands
 from ..call._tokens import leaves_for
 from ..masks._abstract import interval
+from ._programs import add
 
 Merge = Callable[[Any, Any], Any]  # of the items of smaller numbers and those of larger ones
 
@@ -121,6 +123,46 @@ def _raised(fold: Fold, levels: Array, merge: Merge) -> tuple[Any, Array]:
         return merge(left, node), held & (held - 1)
 
     return lax.while_loop(lambda carry: (carry[1] & levels) != 0, climb, (fold.node, fold.held))
+
+
+HEADS = 1 << 12  # at most: each head of an entry of the batch has a number of its own
+
+
+class PerHeadSums(NamedTuple):
+    """Sums for each head and batch entry, `[B, N, ...]`, with their numbers in the tree over heads and batch."""
+
+    found: PyTree[Array]
+    numbers: Int[Array, "B N"]
+
+    def summed(self) -> Any:
+        found, numbers = jax.tree.map(lambda x: lax.collapse(x, 0, 2), self)
+        return tree_sum(numbers, found)
+
+    def of_heads(self) -> Any:
+        return jax.vmap(tree_sum, (1, 1))(self.numbers, self.found)
+
+
+def tree_sum(numbers: Int[Array, " items"], items: PyTree[Array]) -> Any:
+    """The sum of numbered items, by the canonical tree."""
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), items)
+    return folded(numbers, items, zeros, add)
+
+
+def unit_numbers(operands: Operands) -> Int[Array, "B N"]:
+    """Numbers of heads and batch entries in the tree over both. Raises as `unit_indices`."""
+    batches, heads = unit_indices(operands)
+    return batches[:, None] * HEADS + heads[None]
+
+
+def unit_indices(operands: Operands) -> tuple[Int[Array, " B"], Int[Array, " N"]]:
+    """Indices of a call's batch entries and heads. Raises `NotImplementedError` for too many."""
+    batch, _, heads, _ = operands.query.shape
+    if heads > HEADS or batch > (1 << 31) // HEADS:
+        raise NotImplementedError(
+            f"query: wanted at most {(1 << 31) // HEADS} entries of the batch and {HEADS} heads for gradients of "
+            f"sinks, biases and scores beside reproducible=True, got {batch} and {heads}"
+        )
+    return operands.part_indices()
 
 
 Share = tuple[Array | int, int]  # the index of a part, and how many there are

@@ -12,14 +12,12 @@ from ._ready import Lengths as Lengths
 from ._ready import Prefix as Prefix
 from ._ready import Segments as Segments
 from ._ready import Window as Window
-from ._visibility import BlockTable as BlockTable
 from ._visibility import tabulate as tabulate
 
 __all__ = [
     "AbstractMask",
     "All",
     "And",
-    "BlockTable",
     "Causal",
     "Function",
     "Interval",

@@ -18,16 +18,17 @@ from jax.extend.core import JaxprEqn
 from jaxtyping import Array, Bool, Int
 
 from .._varying import vary_together
-from ..program._operations import (
+from ..program._jaxpr import (
     ProgramValue,
+    bind,
     bind_in_kernel,
     inputs_of,
     needed,
     operations_of,
     run,
     value_of,
+    without_mesh,
 )
-from ..program._read import bind, without_mesh
 from ._abstract import FAR, AbstractMask, And, parts
 from ._ready import WINDOWS, All, Causal, Window, sides
 from ._visibility import BlockTable

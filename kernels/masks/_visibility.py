@@ -262,6 +262,10 @@ def tabulate(
         block: the number of queries, and of keys, in a block. Smaller ones skip more of the pairs that
             are hidden, as far as the blocks of a kernel follow them.
 
+    Returns:
+        A mask that shows the same pairs. Its `mask` is the mask given; if the arrays in it are replaced, the table is
+        wrong, and another has to be made. Positions past the table's end are evaluated by the mask itself.
+
     Raises:
         TypeError: no mask, or sizes that are not ints.
         ValueError: sizes below 1.

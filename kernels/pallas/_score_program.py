@@ -15,18 +15,19 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
-from ..program._operations import (
+from ..program._jaxpr import (
     Operation,
     ProgramValue,
     bind_in_kernel,
+    equations,
     inputs_of,
     operations_of,
     reads,
     run,
     value_of,
+    without_mesh,
 )
-from ..program._read import equations, without_mesh
-from ..scores._abstract import At
+from ..scores._abstract import ScoreIndices
 from ..scores._structure import ScoreStructure, floating
 
 MOST_ENTRIES = 64  # of a table by position: each is a sum over a tile in the backward
@@ -72,7 +73,7 @@ class ScoreProgram:
     """A score as a kernel computes it, on tiles that all have the same shape."""
 
     def __init__(self, structure: ScoreStructure, types: tuple[Any, ...]):
-        self.name, self.compares = structure.name, structure.compares
+        self.name, self.uses_positions = structure.name, structure.uses_positions
         program = _traced(structure, types)
         inputs = inputs_of(program, *_NAMES)
         self._inputs = dict(zip(_NAMES, inputs, strict=False))
@@ -299,9 +300,9 @@ def _traced(structure: ScoreStructure, types: tuple[Any, ...]) -> ClosedJaxpr:
 
     def score(raw: Any, query: Any, key: Any, batch: Any, head: Any, *arrays: Any) -> Any:
         arrays_float32 = [x.astype(jnp.float32) if floating(x) else x for x in arrays]
-        index = At(batch, head, query, key)
-        if not structure.compares:
-            index = At(batch, head, None, None)  # pyright: ignore[reportArgumentType]
+        index = ScoreIndices(batch, head, query, key)
+        if not structure.uses_positions:
+            index = ScoreIndices(batch, head, None, None)  # pyright: ignore[reportArgumentType]
         return structure.bind(arrays_float32)(raw, index)
 
     number = jax.ShapeDtypeStruct((), jnp.int32)

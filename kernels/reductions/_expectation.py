@@ -276,7 +276,7 @@ def _cross(
     other: Operands,
     lse: Array,
 ) -> Array:
-    """Sums of `terms(scores, weights, apart, seen)`: the other call's scores are `apart()`, what it sees `seen()`."""
+    """Sums of `terms(scores, weights, apart, seen)`, the latter two functions of the other call."""
     operands, other, lse = vary_together((operands, other, lse))
     query_len, key_len = operands.query.shape[1], operands.key.shape[1]
     empty = reduced_of_nothing(operands, 0.0, (width,))

@@ -148,14 +148,14 @@ def weights_of_keys(
 def take_rows(settings: Settings, operands: Operands, index: Int[Array, " rows"]) -> Operands:
     """The operands with the queries of given indices; queries out of range are NaN."""
     size = operands.query.shape[1]
-    operands = operands.positioned(settings.compares)
+    operands = operands.positioned(settings.uses_positions)
     return operands.map_queries(lambda x, axis: _take(x, index, axis, size))
 
 
 def take_keys(settings: Settings, operands: Operands, index: Int[Array, " keys"]) -> Operands:
     """The operands with the keys of given indices, which are in range."""
     size = operands.key.shape[1]
-    operands = operands.positioned(settings.compares)
+    operands = operands.positioned(settings.uses_positions)
     return operands.map_keys(lambda x, axis: _take(x, index, axis, size))
 
 

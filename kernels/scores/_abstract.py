@@ -18,7 +18,7 @@ from .._checks import (
 )
 
 
-class At(NamedTuple):
+class ScoreIndices(NamedTuple):
     """Indices and positions of scores: int32 arrays that broadcast with them.
 
     Attributes:
@@ -30,7 +30,7 @@ class At(NamedTuple):
     Examples:
         >>> import jax.numpy as jnp
         >>> from energy_attn import scores
-        >>> at = scores.At(*map(jnp.asarray, (0, 0, [[1], [2]], [[0, 1, 2]])))
+        >>> at = scores.ScoreIndices(*map(jnp.asarray, (0, 0, [[1], [2]], [[0, 1, 2]])))
         >>> scores.Distance(lambda d: -abs(d))(jnp.zeros((2, 3)), at).tolist()
         [[-1.0, 0.0, -1.0], [-2.0, -1.0, 0.0]]
     """
@@ -58,7 +58,7 @@ class AbstractScore(eqx.Module):
     XLA's operations compute any.
 
     Attributes:
-        compares: whether it reads the positions `at.query` and `at.key`, which are None otherwise.
+        uses_positions: whether it reads the positions `at.query` and `at.key`, which are None otherwise.
 
     Source: flex attention (arXiv 2412.05496), the score modification.
 
@@ -76,10 +76,10 @@ class AbstractScore(eqx.Module):
         (2,)
     """
 
-    compares: ClassVar[bool] = True
+    uses_positions: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+    def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
         """The scores from the scaled products: elementwise, of the same shape and dtype."""
 
     def per_head(self) -> tuple[Any, ...]:
@@ -124,7 +124,7 @@ class Function(AbstractScore):
         self.parameters = tuple(map(_parameter, parameters))
         check_function("function", function, "score", "at", *("parameter",) * len(parameters))
 
-    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+    def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
         """The function's result."""
         return self.function(score, at, *self.parameters)
 
@@ -173,11 +173,11 @@ class Compose(AbstractScore):
         check_nesting("scores", self, AbstractScore, "Compose(a, b, c, ...) takes any number")
 
     @property
-    def compares(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # read of instances
+    def uses_positions(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # read of instances
         """Whether any of them reads positions."""
-        return any(x.compares for x in self.scores)
+        return any(x.uses_positions for x in self.scores)
 
-    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+    def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
         """The scores of the last."""
         for g in self.scores:
             score = g(score, at)

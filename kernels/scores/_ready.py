@@ -19,7 +19,7 @@ from .._checks import (
     check_shape,
     received,
 )
-from ._abstract import AbstractScore, At
+from ._abstract import AbstractScore, ScoreIndices
 
 # From the position of the key less that of the query, int32, to an index of the table.
 Buckets = Callable[[Array], Array]
@@ -52,12 +52,12 @@ class SoftCap(AbstractScore):
 
     cap: float | Float[Array, ""]
 
-    compares = False
+    uses_positions = False
 
     def __check_init__(self) -> None:
         check_positive("cap", self.cap)
 
-    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+    def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
         """The capped scores."""
         return self.cap * jnp.tanh(score / self.cap)
 
@@ -86,12 +86,12 @@ class Temperature(AbstractScore):
 
     beta: Float[Array, " N"]
 
-    compares = False
+    uses_positions = False
 
     def __check_init__(self) -> None:
         _check_floats("beta", self.beta, "N")
 
-    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+    def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
         """The scaled scores."""
         return self.beta[at.head] * score
 
@@ -126,7 +126,7 @@ class Distance(AbstractScore):
         static = not isinstance(self.function, eqx.Module)
         check_function("function", self.function, "distance", static=static)
 
-    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+    def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
         """The scores, and the function of the distance."""
         return score + self.function((at.query - at.key).astype(score.dtype))
 
@@ -165,7 +165,7 @@ class ALiBi(AbstractScore):
             slopes = jnp.asarray(_paper_slopes(check_integer("num_heads", num_heads, least=1)))
         self.slopes = _check_floats("slopes", slopes, "N")
 
-    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+    def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
         """The scores, less the distance times the slope."""
         distance = jnp.abs(at.query - at.key).astype(score.dtype)
         return score - self.slopes[at.head] * distance
@@ -188,7 +188,7 @@ class RelativeBias(AbstractScore):
     Attributes:
         table: $\theta$, `[N, D]`, a floating array.
         buckets: a function from the position of the key less that of the query, int32, to an index
-            from 0 to $D - 1$, such as [`t5_buckets`][energy_attn.kernels.scores.t5_buckets]; None: an
+            from 0 to $D - 1$, such as [`t5_buckets`][energy_attn.kernels.scores.RelativeBias.t5_buckets]; None: an
             entry for each distance from $-R$ to $R$, with $D = 2R + 1$; larger distances are clipped.
 
     Raises:
@@ -203,7 +203,7 @@ class RelativeBias(AbstractScore):
         >>> import jax, jax.numpy as jnp
         >>> import energy_attn as ea
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-        >>> bias = ea.scores.RelativeBias(jnp.zeros((2, 32)), ea.scores.t5_buckets())
+        >>> bias = ea.scores.RelativeBias(jnp.zeros((2, 32)), ea.scores.RelativeBias.t5_buckets())
         >>> ea.attention(q, k, v, score=bias).shape
         (5, 2, 4)
     """
@@ -220,7 +220,7 @@ class RelativeBias(AbstractScore):
                 f"table: wanted an odd number of distances, from -R to R, got {received(self.table)}"
             )
 
-    def __call__(self, score: Float[Array, "..."], at: At) -> Float[Array, "..."]:
+    def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
         """The scores, and the entry of the table for each."""
         distance = at.key - at.query
         if self.buckets is None:
@@ -233,6 +233,45 @@ class RelativeBias(AbstractScore):
     def per_head(self) -> tuple[Any, ...]:
         """The table."""
         return (self.table,)
+
+    @staticmethod
+    def t5_buckets(
+        num_buckets: int = 32, max_distance: int = 128, *, bidirectional: bool = True
+    ) -> Buckets:
+        r"""The `buckets` of T5: one for each short distance, then logarithmically wider ones.
+
+        With $b$ buckets for a direction, distances $n < b / 2$ have one each, and larger ones have
+
+        $$\mathrm{bucket}(n) = \frac b2 + \left\lfloor \frac b2\,
+          \frac{\log (2n / b)}{\log (2 n_{max} / b)} \right\rfloor, \qquad \text{at most } b - 1.$$
+
+        Args:
+            num_buckets: the number of buckets of both directions.
+            max_distance: all distances from this one on share the last bucket.
+            bidirectional: whether keys after the query have half of the buckets; otherwise they have the bucket of
+                distance 0.
+
+        Returns:
+            A function from distances, int32, to indices of buckets, int32.
+
+        Raises:
+            TypeError: numbers that are not integers, or a flag that is not boolean.
+            ValueError: fewer than 2 buckets for a direction, or a `max_distance` of at most half of them.
+
+        Source: T5 (arXiv 1910.10683), section 2.1, and its published implementation.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> from energy_attn import scores
+            >>> scores.RelativeBias.t5_buckets()(jnp.array([-200, -20, -3, 0, 3, 20, 200])).tolist()
+            [15, 10, 3, 0, 19, 26, 31]
+        """
+        check_flag("bidirectional", bidirectional)
+        least = 4 if bidirectional else 2
+        num_buckets = check_integer("num_buckets", num_buckets, least=least)
+        half = num_buckets // least
+        max_distance = check_integer("max_distance", max_distance, least=half + 1)
+        return _T5Buckets(num_buckets, max_distance, bidirectional)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,44 +297,3 @@ class _T5Buckets:
         fraction = np.log(distances / np.float32(exact)) / np.log(self.max_distance / exact)
         buckets = exact + (fraction.astype(np.float32) * (number - exact)).astype(np.int64)
         return [int(exact + np.argmax(buckets >= x)) for x in range(exact + 1, number)]
-
-
-def t5_buckets(
-    num_buckets: int = 32, max_distance: int = 128, *, bidirectional: bool = True
-) -> Buckets:
-    r"""The buckets of T5: one for each near distance, then logarithmic ones.
-
-    With $b$ buckets for a direction, distances below $b / 2$ have one each, and
-
-    $$\mathrm{bucket}(n) = \frac b2 + \left\lfloor \frac b2\,
-      \frac{\log (2n / b)}{\log (2 n_{max} / b)} \right\rfloor$$
-
-    those above, up to $b - 1$.
-
-    Args:
-        num_buckets: of both directions.
-        max_distance: from which on all distances share the last bucket.
-        bidirectional: whether keys after the query have half of the buckets; otherwise they are as
-            keys at the query itself.
-
-    Returns:
-        For [`RelativeBias`][energy_attn.kernels.scores.RelativeBias]: a function from int32 to int32.
-
-    Raises:
-        TypeError: numbers that are not integers, or no flag.
-        ValueError: fewer than 2 buckets for a direction, or a distance no larger than half of them.
-
-    Source: T5 (arXiv 1910.10683), section 2.1, and its published implementation.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> from energy_attn import scores
-        >>> scores.t5_buckets()(jnp.array([-200, -20, -3, 0, 3, 20, 200])).tolist()
-        [15, 10, 3, 0, 19, 26, 31]
-    """
-    check_flag("bidirectional", bidirectional)
-    least = 4 if bidirectional else 2
-    num_buckets = check_integer("num_buckets", num_buckets, least=least)
-    half = num_buckets // least
-    max_distance = check_integer("max_distance", max_distance, least=half + 1)
-    return _T5Buckets(num_buckets, max_distance, bidirectional)

@@ -14,9 +14,17 @@ from jaxtyping import Array
 
 from .._checks import received
 from ..autodiff._function import jvp_of_some
-from ..program._operations import Operation, ProgramValue, inputs_of, operations_of
-from ..program._read import CALLS_WITH_RULES, closed, programs, without_mesh
-from ._abstract import AbstractScore, At
+from ..program._jaxpr import (
+    CALLS_WITH_RULES,
+    Operation,
+    ProgramValue,
+    closed,
+    inputs_of,
+    operations_of,
+    programs,
+    without_mesh,
+)
+from ._abstract import AbstractScore, ScoreIndices
 
 _ARRAYS = jax.Array, np.ndarray, np.generic
 
@@ -33,7 +41,7 @@ class ScoreStructure:
         self.width = width
         score = self.bind([None] * sum(array for array, _ in static))
         self.name = type(score).__name__
-        self.compares = bool(score.compares)
+        self.uses_positions = bool(score.uses_positions)
 
     def bind(self, arrays: Sequence[Any]) -> AbstractScore:
         """The score with its arrays, in the order of its leaves."""
@@ -95,10 +103,10 @@ class BoundScore(NamedTuple):
     arrays: tuple[Any, ...]
     needs_grad: bool = True
 
-    def __call__(self, raw: Array, at: At) -> Array:
+    def __call__(self, raw: Array, at: ScoreIndices) -> Array:
         return self.structure.bind(self._cast(raw.dtype))(raw, at)
 
-    def vjp(self, raw: Array, at: At) -> tuple[Array, Any]:
+    def vjp(self, raw: Array, at: ScoreIndices) -> tuple[Array, Any]:
         """The scores, and the pullback to the cotangents of the products and of the arrays."""
         arrays = self._cast(raw.dtype)
 
@@ -116,7 +124,7 @@ class BoundScore(NamedTuple):
         return found, cotangents
 
     def jvp(
-        self, raw: Array, at: At, change: Array | None, changes: Sequence[Any]
+        self, raw: Array, at: ScoreIndices, change: Array | None, changes: Sequence[Any]
     ) -> tuple[Array, Array | None]:
         """The scores, and their derivative in directions of products and arrays; None: no directions."""
         tangents = change, *(x if x is None else x.astype(raw.dtype) for x in changes)
@@ -175,11 +183,11 @@ def _check(
     shape = batch, heads, 3, 2
     axes = (np.arange(x, dtype=np.int32) for x in shape)
     numbers: Any = np.meshgrid(*axes, indexing="ij", sparse=True)
-    indices_of_scores = At(*numbers)
-    if not structure.compares:
-        indices_of_scores = At(*indices_of_scores[:2], None, None)  # pyright: ignore[reportArgumentType]
+    indices_of_scores = ScoreIndices(*numbers)
+    if not structure.uses_positions:
+        indices_of_scores = ScoreIndices(*indices_of_scores[:2], None, None)  # pyright: ignore[reportArgumentType]
 
-    def run(score: Array, at: At, *arrays: Array) -> Array:
+    def run(score: Array, at: ScoreIndices, *arrays: Array) -> Array:
         cast = (x.astype(dtype) if floating(x) else x for x in arrays)
         return structure.bind(tuple(cast))(score, at)
 

@@ -23,7 +23,7 @@ from ..call._state import AttentionState
 from ..masks._ready import Lengths, Segments
 from ..masks._structure import WINDOWS
 from ..pallas.tpu._kernel import PallasTPU
-from ..xla._blockwise import backward_delta
+from ..xla._blockwise_derivatives import backward_delta
 from ._adapter import (
     check_plain,
     keep_rows,

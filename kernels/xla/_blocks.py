@@ -23,7 +23,7 @@ from ..call._operands import (
 from ..call._state import lse_dtype, precision, unfused
 from ..masks._abstract import Interval
 from ..masks._visibility import may_meet, meeting, visible
-from ..scores._abstract import At
+from ..scores._abstract import ScoreIndices
 from ._grid import BLOCK_SIZES, BlockSizes, Grid, Index, grid, numbers, pad
 
 
@@ -33,7 +33,7 @@ def with_block_positions(operands: Operands, settings: Settings, grid: Grid) -> 
         return operands
     operands = hide_unreachable(operands, settings)
     # keys that pad the last block are absent
-    return operands.positioned(settings.compares or _pads(grid, operands))
+    return operands.positioned(settings.uses_positions or _pads(grid, operands))
 
 
 def _pads(grid: Grid, operands: Operands) -> bool:
@@ -144,7 +144,7 @@ class BlockedOperands:
         pairs = zip(_both_sides(width), (d_raw, d_scores), strict=True)
         return jnp.concatenate([self.product(y, keys[..., x]) for x, y in pairs], -1)
 
-    def indices(self, index: Index) -> At:
+    def indices(self, index: Index) -> ScoreIndices:
         """Batch, head and positions of the scores of a block, for a score."""
         g = self.grid
         index = Index(*(x.astype(jnp.int32) for x in index))
@@ -153,9 +153,9 @@ class BlockedOperands:
         batch = batch if self._batches is None else self._batches
         head = head if self._heads is None else self._heads[head]
         head = jnp.repeat(head, g.queries)[None, :, None]
-        if self.settings.score is None or not self.settings.score.compares:
-            return At(batch[:, None, None], head, None, None)  # pyright: ignore[reportArgumentType]
-        return At(batch[:, None, None], head, *self.positions(index))
+        if self.settings.score is None or not self.settings.score.uses_positions:
+            return ScoreIndices(batch[:, None, None], head, None, None)  # pyright: ignore[reportArgumentType]
+        return ScoreIndices(batch[:, None, None], head, *self.positions(index))
 
     def masked(self, scores: Array, added: Array | None, index: Index) -> Array:
         """The scores of a block plus `added`, minus infinity where a key is hidden."""

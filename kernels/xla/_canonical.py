@@ -19,7 +19,7 @@ from ..call._state import AttentionState, divided, of_each
 from ..call._tokens import LEAF
 from ..fold import _tree as tree
 from ..fold._call import QUERIES, rounded
-from ..fold._kernel import AbstractCanonical, backward_rows, check_whole, unit_indices
+from ..fold._kernel import AbstractCanonical, backward_rows, check_whole
 from ..fold._programs import Blocks, ScoreChanges, add, score_changes
 from ..fold._tree import entry
 from ..masks._abstract import AbstractMask
@@ -44,7 +44,7 @@ class ScoreSums:
     def __init__(self, of: XLASchedule, rows: Blocks):
         """`rows`: of a backward."""
         self._of, self._rows = of, rows
-        self._batches, self._heads = unit_indices(of.operands)
+        self._batches, self._heads = tree.unit_indices(of.operands)
         self._keys = {"key": of.operands.key, "value": of.operands.value}
 
     def of_arrays(self) -> tuple[Any, ...]:

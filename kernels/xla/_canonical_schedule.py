@@ -16,7 +16,7 @@ from ..fold._call import QUERIES, AbstractRowsFold, AbstractSchedule, Ids
 from ..fold._programs import Blocks, FoldProgram, Partial, without_signs
 from ..fold._tree import PositionSlots, Share, entry
 from ..masks._visibility import visible
-from ..scores._abstract import At
+from ..scores._abstract import ScoreIndices
 from ._canonical_tiles import CPUArithmetic, CPUScores, PairsOfTile, RowTiles, TokensOfTile
 from ._loops import each
 from ._tile_program import computed
@@ -185,9 +185,9 @@ class XLASchedule(AbstractSchedule):
         entries, of_heads = operands.indices
         batch = batch if entries is None else entries[batch]
         heads = heads if of_heads is None else of_heads[heads]
-        compares = score is not None and score.structure.compares
-        at = (query[None], key[None]) if compares else (None, None)
-        return PairsOfTile(place, seen[None], At(batch, heads, *at))  # pyright: ignore[reportArgumentType]
+        uses_positions = score is not None and score.structure.uses_positions
+        at = (query[None], key[None]) if uses_positions else (None, None)
+        return PairsOfTile(place, seen[None], ScoreIndices(batch, heads, *at))  # pyright: ignore[reportArgumentType]
 
     def finished(self, program: FoldProgram, own: Blocks, partial: Partial) -> tuple[Array, ...]:
         """The results of a fold, `[K, own, width]` or numbers `[K, own]`."""

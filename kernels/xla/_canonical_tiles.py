@@ -20,7 +20,7 @@ from ..call._operands import Operands
 from ..call._state import of_each, precision, unfused
 from ..fold._call import AbstractSchedule, rounded
 from ..fold._programs import AbstractTileScores, Arithmetic, Blocks, Pullback
-from ..scores._abstract import At
+from ..scores._abstract import ScoreIndices
 from ..scores._structure import BoundScore
 from ._loops import hidden
 from ._products import row_maximum, row_sum
@@ -104,7 +104,7 @@ class PairsOfTile(NamedTuple):
 
     place: tuple[Array, ...]  # the entry of the batch, heads, indices of queries and of keys
     seen: Bool[Array, "..."]  # but for a mask array
-    at: At  # what a score is told
+    at: ScoreIndices  # what a score is told
 
     def of(self, x: Array) -> Array:
         """Entries for the pairs of an array that broadcasts to `[B, N, T, S]`."""

@@ -144,7 +144,7 @@ class DecodeCPU(AbstractDecode):
 
     def forward(self, call: KernelCall) -> AttentionState:
         operands, settings = call.operands, call.settings
-        operands = hide_unreachable(operands.positioned(settings.compares), settings)
+        operands = hide_unreachable(operands.positioned(settings.uses_positions), settings)
         query, value = operands.query, operands.value
         batch, query_len, heads = query.shape[:3]
         key_len, kv_heads, width = value.shape[1:]

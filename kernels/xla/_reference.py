@@ -21,7 +21,7 @@ from ..call._operands import (
 from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype, precision, safe_shift
 from ..masks._abstract import AbstractMask
 from ..masks._visibility import visible
-from ..scores._abstract import At
+from ..scores._abstract import ScoreIndices
 
 
 class Softmax(NamedTuple):
@@ -176,12 +176,12 @@ def masked(
     return scores
 
 
-def _score_index(operands: Operands, settings: Settings) -> At:
+def _score_index(operands: Operands, settings: Settings) -> ScoreIndices:
     batches, heads = operands.part_indices()
     queries, keys = None, None
-    if settings.score is not None and settings.score.compares:
+    if settings.score is not None and settings.score.uses_positions:
         tokens = operands.positioned().tokens
         queries: Any = tokens.query_positions
         keys: Any = tokens.key_positions
         queries, keys = queries[:, None, :, None], keys[:, None, None, :]
-    return At(batches[:, None, None, None], heads[None, :, None, None], queries, keys)  # pyright: ignore[reportArgumentType]
+    return ScoreIndices(batches[:, None, None, None], heads[None, :, None, None], queries, keys)  # pyright: ignore[reportArgumentType]

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from .._varying import vary_together
 from ..call._state import of_each, unfused
-from ..program._read import (
+from ..program._jaxpr import (
     CALLS_WITH_RULES,
     as_array,
     bind,

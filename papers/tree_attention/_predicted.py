@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from _problem import HEADS, WIDTH
 
 from energy_attn.distributed import cost
-from energy_attn.distributed.internal import STRATEGIES, seconds
+from energy_attn.distributed.internal import STRATEGIES
 
 ALONE, KEYS = "no exchange", "ring, keys"
 # Seconds of a core for one message of gloo's; the devices that share this machine's cores wait in turn.
@@ -90,7 +90,7 @@ def predict(result: dict[str, Any]) -> None:
             row["model"] = {
                 "bytes": sum(x.bytes * x.count for x in sent),
                 "rounds": sum(x.count for x in sent),
-                "ms": round(1e3 * sum(x.count * seconds(x, network) for x in sent), 3),
+                "ms": round(1e3 * sum(x.count * modelled.seconds(x, network) for x in sent), 3),
             }
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from energy_attn.distributed import cost
-from energy_attn.distributed.internal import STRATEGIES, seconds
-from energy_attn.models import Llama, Llama3Rope, LlamaConfig
+from energy_attn.distributed.internal import STRATEGIES, network
+from energy_attn.models import Llama, LlamaConfig, Rope
 
 TOKENS = 10
 # The assumptions of the predictions, printed with them.
@@ -74,7 +74,7 @@ def _llama(
         head_dim=head_dim,
         rms_norm_eps=1e-5,
         rope_theta=500000.0,
-        rope_scaling=Llama3Rope(factor, 1.0, 4.0, 8192),
+        rope_scaling=Rope.llama3(factor, 1.0, 4.0, 8192),
         tie_word_embeddings=tied,
         max_position_embeddings=131072,
     )
@@ -158,7 +158,7 @@ def predict(system: System, prompt: int) -> dict[str, float]:
     inside = bytes_of(model.layers) // 2
     products = 2 * prompt * inside + 2 * layers * prompt**2 * shape.heads * shape.width
     scatter = STRATEGIES["gather"].scatter_transfers(shape.rows, shape, topology)
-    scattered = sum(seconds(x, topology) for x in scatter)
+    scattered = sum(network.seconds(x, topology) for x in scatter)
     return {
         "prompt": products / topology.devices / system.flops,
         "tree": step("tree", cost.choose_merge(shape, topology), shape),

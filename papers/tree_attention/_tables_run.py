@@ -156,7 +156,7 @@ def measure(
     chunk: int = CHUNK,
 ) -> dict[str, Any]:
     """Times a prompt of one length and `count` tokens after it, on the mesh in force."""
-    topology = cost.topology_of_mesh(jax.sharding.get_mesh())
+    topology = cost.topology(jax.sharding.get_mesh())
     tokens = place(text[None, :prompt].astype(np.int32), P(), replicated=True)
     slots = prompt + count
 

@@ -55,7 +55,7 @@ def methods(axes: tuple[str, ...], devices: int) -> dict[str, Callable[..., Any]
     def alone(query: Any, key: Any, value: Any) -> Any:
         return local_attention(query, key, value).out
 
-    def over(method: methods.AbstractMethod) -> Callable[..., Any]:
+    def over(method: methods.Tree | methods.Ring) -> Callable[..., Any]:
         options: dict[str, Any] = {"axis_name": axes, "method": method, "queries_sharded": False}
         return lambda *arrays: sharded_attention(*arrays, **options).out
 

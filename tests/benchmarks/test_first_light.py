@@ -14,8 +14,8 @@ from benchmarks.runner import OURS
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.xla._blockwise import Blockwise
+from tests.support.flags import spawn
 from tests.support.selection import few
-from tests.support.spawn import spawn
 
 CASES = [
     _check.Case("causal", (1, 9, 2, 8), (1, 9, 1, 8), "float32", causal=True),

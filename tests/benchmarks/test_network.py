@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import network
 from energy_attn.distributed import cost, make_mesh
-from energy_attn.distributed.internal import seconds
-from tests.support.launch import launch
+from energy_attn.distributed.internal import network as modelled
+from tests.support.flags import launch
 
 AXES = ("node", "device")
 KINDS = {"collective-permute", "all-gather", "all-reduce", "all-to-all"}
@@ -32,7 +32,9 @@ def links(*given):
 def test_what_is_fitted(kept):
     """A network that is not found again in the times that the model says of it."""
     timings = [
-        network.Timing(axis, kind, size, seconds(cost.Transfer(kind, size, (i,)), kept))
+        network.Timing(
+            axis, kind, size, modelled.seconds(modelled.Transfer(kind, size, (i,)), kept)
+        )
         for i, axis in enumerate(AXES)
         if kept.links[i].devices > 1
         for kind in KINDS

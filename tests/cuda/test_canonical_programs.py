@@ -10,13 +10,12 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from energy_attn import attention
 from energy_attn.kernels import AttentionState, local_attention, scores
 from energy_attn.kernels.pallas.canonical._kernel import CanonicalGPU
-from tests.support.canonical_programs import (
+from tests.support.cuda import allocated, nodes
+from tests.support.reproducible_programs import (
     gradients_over_a_mesh,
     sent_in_nodes,
     step_over_a_cache,
 )
-from tests.support.machine_code import allocated
-from tests.support.target import nodes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
 CALLS = (2, 200, 1000), (1, 1, 7777)  # batch, queries, keys, which are folded in parts

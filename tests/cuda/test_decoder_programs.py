@@ -5,8 +5,8 @@ import re
 import pytest
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from tests.support.decoder_programs import compiled, of_xla, training
-from tests.support.target import nodes
+from tests.support.cuda import nodes
+from tests.support.reproducible_programs import compiled, of_xla, training
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
 KERNELS = {"tile_program_product", "tile_program_sums", "tile_program_entries"}

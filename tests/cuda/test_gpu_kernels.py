@@ -19,9 +19,8 @@ from energy_attn.distributed import KVCache, SequenceParallel, collectives, shar
 from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.pallas.gpu._plan import make_plan, need_of
-from tests.support.machine_code import assembled
+from tests.support.cuda import assembled, nodes
 from tests.support.selection import few, few_rows
-from tests.support.target import nodes
 
 WIDTH = 128
 KEYS = 640 * 1024

@@ -13,9 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives, cost, methods, sharded_attention
-from tests.support.programs import by_kind, payload
-from tests.support.schedule import check_documents, trained, waits
-from tests.support.target import nodes
+from tests.support.cuda import nodes
+from tests.support.programs import by_kind, check_documents, payload, trained, waits
 
 HEADS, WIDTH = 16, 128
 AXES = ("node", "device")

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from energy_attn.kernels import local_attention
+from tests.support.cuda import nodes, toolkit
 from tests.support.selection import few, few_rows
-from tests.support.target import nodes, toolkit
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
 WIDTH = 128

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.vendor import _cudnn, _fa4, _flash_attn
+from energy_attn.kernels.vendor import _gpu
+from tests.support.cuda import nodes
 from tests.support.selection import few
-from tests.support.target import nodes
 
 BATCH, ROWS, WIDTH = 2, 8192, 128
 heads = pytest.mark.parametrize("heads", few([(16, 16), (32, 8)], (32, 8)), ids=str)
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("user_settings")
 
 @pytest.fixture(autouse=True)
 def vendors(monkeypatch):
-    kernels = (_cudnn.CuDNN(), _flash_attn.FlashAttn(), _fa4.FA4())
+    kernels = (_gpu.CuDNN(), _gpu.FlashAttn(), _gpu.FA4())
     monkeypatch.setattr(_registry, "_REGISTRY", {kernel.name: kernel for kernel in kernels})
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.cli import _byte_llama
+from energy_attn.cli import _command
 from energy_attn.models import LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,8 +86,8 @@ def test_standard_library():
     assert text.train.dtype == text.held_out.dtype == np.uint8
     assert len(text.train) > 2e6 and text.files > 100
     assert len(text.held_out) > 200_000
-    assert library.HELD_OUT == _byte_llama.HELD_OUT
-    assert text.held_out.tobytes() == _byte_llama.held_out_text().tobytes()
+    assert library.HELD_OUT == _command.HELD_OUT
+    assert text.held_out.tobytes() == _command.held_out_text().tobytes()
     assert text.held_out[:400].tobytes() not in text.train.tobytes()
     again = library.standard_library()
     assert (again.train == text.train).all() and (again.held_out == text.held_out).all()

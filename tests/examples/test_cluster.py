@@ -5,7 +5,7 @@ import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests.support.launch import launch
+from tests.support.flags import launch
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "launch.py"
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.support.spawn import ROOT
+from tests.support.flags import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 script = importlib.import_module("train_to_rollout")

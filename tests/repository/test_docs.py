@@ -1,6 +1,7 @@
 """What the documentation refers to is there, and what it quotes is what was measured."""
 
 import json
+import pydoc
 import re
 import tomllib
 from pathlib import Path
@@ -9,6 +10,7 @@ import check_structure
 import compare_modes
 import draw_first_light
 import list_kernels
+import pages
 import pytest
 
 from benchmarks import losses
@@ -24,7 +26,15 @@ def anchors(page: Path) -> set[str]:
     """What a link into a page may name: its headings, as Python-Markdown and GitHub write them."""
     text = re.sub("^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     headings = re.findall("^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title).lower()) for title in headings}
+    titles = {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title).lower()) for title in headings}
+    return titles | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+
+
+def documented(page: Path, name: str) -> bool:
+    """Whether a page of the API reference has a class or a module with this public member."""
+    parts = name.split(".")
+    parents = {".".join(parts[:i]) for i in range(2, len(parts))}
+    return page.parent.name == "api" and bool(parents & anchors(page)) and bool(pydoc.locate(name))
 
 
 def dangling(page: Path) -> list[str]:
@@ -34,7 +44,9 @@ def dangling(page: Path) -> list[str]:
     for link in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", prose):
         path, _, section = link.partition("#")
         target = page.parent / path if path else page
-        if not target.exists() or (section and section not in anchors(target)):
+        if not target.exists() or (
+            section and not (section in anchors(target) or documented(target, section))
+        ):
             wrong.append(link)
     return wrong
 
@@ -47,6 +59,9 @@ def test_links(page):
 
 def test_a_dangling_link_is_found(tmp_path):
     """A search for links that would pass whatever stands there."""
+    gibbs = ROOT / "docs/api/energy_attn.md"
+    names = ("energy_attn.Gibbs.entropy", "energy_attn.Gibbs.lost", "energy_attn.masks.Causal")
+    assert [documented(gibbs, name) for name in names] == [True, False, False]
     page = tmp_path / "page.md"
     page.write_text(
         "# Two words: `code`\n[a](page.md#two-words-code) [b](#lost) [c](none.md) `[d](none.md)`\n"
@@ -57,10 +72,60 @@ def test_a_dangling_link_is_found(tmp_path):
 def test_the_start_page_has_every_page():
     """A page that only the navigation leads to, as those of a GPT, of second derivatives and of QK-clip once."""
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    pages = re.findall(r"[\w/]+\.md", settings.partition("\nnav:\n")[2].partition("\n\n")[0])
+    navigation = settings.partition("\nnav:\n")[2].partition("\n\n")[0]
+    names = re.findall(r"[\w/]+\.md", navigation)
+    links = r"\]\(((?:\w+/)?\w+\.md)"
     start = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert len(pages) > 40
-    assert set(pages) - set(re.findall(r"\]\(([\w/]+\.md)", start)) == {"index.md"}
+    api = (ROOT / "docs" / "api" / "index.md").read_text(encoding="utf-8")
+    found = {*re.findall(links, start), *(f"api/{name}" for name in re.findall(links, api))}
+    assert len(names) == len(set(names)) > 40
+    assert set(names) - found == {"index.md"}
+    titles = re.findall(r"^  - (\w.*):$", navigation, re.MULTILINE)
+    assert titles == [*re.findall("^## (.*)", start, re.MULTILINE), "API"]
+
+
+# What people type who look for a library of attention.
+SEARCHED = (
+    *(
+        "batch invariance",
+        "on-policy",
+        "train-inference mismatch",
+        "double backward",
+        "meta-learning",
+        "MLA",
+        "`cu_seqlens`",
+    ),
+    *(
+        "interpretability",
+        "GRPO",
+        "KV cache",
+        "ring attention",
+        "sliding window",
+        "context parallelism",
+        "FlashAttention",
+    ),
+    *(
+        "log2 LSE",
+        "`merge_state`",
+        "remat",
+        "distillation",
+        "GQA",
+        "FSDP",
+        "speculative decoding",
+        "attention sinks",
+    ),
+)
+
+
+def test_words_that_people_search_for():
+    """A term that the page for searchers lacks, or that the page it sends them to does not begin with."""
+    page = (ROOT / "docs" / "if_you_came_for.md").read_text(encoding="utf-8")
+    rows = [row for row in page.splitlines() if row.startswith("| ")]
+    for term in SEARCHED:
+        (row,) = [row for row in rows if f"**{term}**" in row.partition(" | ")[0]]
+        answer = row.partition(" | ")[2]
+        assert "`" in answer or "](" in answer, term
+        assert len(re.sub(r"\]\([^)]*\)", "", answer)) <= 160, term
 
 
 def test_where_others_are_faster():
@@ -81,9 +146,13 @@ def test_where_others_are_faster():
 
 
 def wide(text: str) -> list[str]:
-    """The lines of a page's blocks of code that its column of text cuts off."""
+    """The lines of a page's blocks of code that its column of text cuts off; included files have lines of their own."""
+    text = pages.INCLUDE.sub("", text)
     blocks = re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines()[1:] if len(line) > COLUMNS]
+    code = [
+        block for block in blocks if not block.startswith("```text\n")
+    ]  # an output is as wide as it is
+    return [line for block in code for line in block.splitlines()[1:] if len(line) > COLUMNS]
 
 
 @pytest.mark.structure
@@ -135,6 +204,47 @@ def test_hardware_in_that_table():
     assert last == "| right on hardware so far | none | none | `cudnn` | none | none | those |"
 
 
+def measured() -> dict[str, str]:
+    """The accelerator that each committed file of measurements is from."""
+    devices = {}
+    for path in sorted((ROOT / "docs/benchmarks").glob("*.json")):
+        content = path.read_text(encoding="utf-8")
+        if device := re.search(r'"device": "NVIDIA (\w+)|"device": "(TPU \w+)', content):
+            devices[path.name] = device[1] or device[2]
+    return devices
+
+
+# What is said of hardware that nothing was measured on.
+UNMEASURED = r"(?i)nothing (?:has been|was) measured on (?:an? )?(GPU|TPU)|no (GPU|TPU)s? (?:of ours )?ha(?:s|ve) run"
+
+
+@pytest.mark.structure
+def test_hardware_that_pages_speak_of():
+    """A page without figures that another one has: benchmarks were said to have none of a GPU where an H100 had run."""
+    devices = measured()
+    assert {"first_light.json", "loops-h200.json"} <= set(devices)
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    rows = [row.split(" | ") for row in re.findall(r"^\| NVIDIA .*", page, re.MULTILINE)]
+    for file, device in devices.items():
+        assert any(device in row[0] and f"(benchmarks/{file})" in row[-1] for row in rows), file
+    kinds = {device.partition(" ")[0] if "TPU" in device else "GPU" for device in devices.values()}
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        for gpu, tpu in re.findall(UNMEASURED, text):
+            assert (gpu or tpu) not in kinds, path
+    for name in (
+        "README.md",
+        "docs/compare.md",
+        "docs/faq.md",
+        "docs/versions.md",
+        "docs/install.md",
+    ):
+        missing = set(devices.values()) - set(
+            re.findall(r"\b(?:TPU )?\w+", (ROOT / name).read_text())
+        )
+        assert not missing, name
+
+
 def test_nobody_is_sent_to_an_index():
     """Advice to install a name that no index has, in a page or in an error's text."""
     folders = ("benchmarks", "docs", "examples", "papers", *check_structure.ROOMS)
@@ -155,11 +265,16 @@ def test_every_extra_is_explained():
     assert {name for row in named for name in row} == set(project["optional-dependencies"])
 
 
-def test_the_changelog_is_complete():
-    """A public name that no entry mentions: a third of them were missing once."""
+def test_entries_of_the_changelog():
+    """A release that is too long to read, an entry of several sentences, or a name since the release without one."""
     log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for release in re.split("^## ", log, flags=re.MULTILINE)[1:]:
+        assert len(release.splitlines()) <= 30
+        entries = re.findall(r"^- (.*(?:\n  .*)*)", release, re.MULTILINE)
+        assert not any(". " in re.sub("`[^`]*`", "", entry) for entry in entries)
     named = {word for code in re.findall("`([^`]+)`", log) for word in re.findall(r"\w+", code)}
-    assert {name for _, name in check_structure.exports(ROOT)} - named == set()
+    released = (ROOT / "tests/repository/released.txt").read_text(encoding="utf-8").split()
+    assert {name for _, name in check_structure.exports(ROOT)} - named - set(released) == set()
 
 
 def test_losses_of_the_trainings_with_penalties():

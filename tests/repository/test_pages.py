@@ -1,26 +1,19 @@
-"""What the documentation shows runs, and says what it says: examples in docstrings, READMEs and pages.
-
-They run as a reader would run them, with JAX's own settings (float32, NumPy's promotion), on the eight CPU devices of
-this suite.
-"""
+"""Examples in docstrings and blocks of pages: they run as a reader would run them, and give what is shown."""
 
 import ast
 import codeop
 import doctest
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import pages
 import pytest
 from check_structure import ROOMS, module_name, sources
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("papers/*/*.md")])
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SITE = re.compile(r"^```python exec=[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# What a newcomer pastes.
+# Pages that a newcomer pastes, which run on the newest JAX, too; and two short ones of the default suite.
 FIRST = ("README.md", "docs/tour.md")
+SHORT = ("README.md", "docs/byte_llama.md")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
@@ -49,95 +42,154 @@ def test_docstring(example, user_settings):
     assert runner.run(example, out=report.append).failed == 0, "".join(report)
 
 
-def program(text: str, blocks: list[re.Match[str]]) -> str:
-    """Blocks in order, with blank lines in place of the prose, so that an error names the line of the page."""
-    code = ""
-    for block in blocks:
-        line = text[: block.start(1)].count("\n")
-        code += "\n" * (line - code.count("\n")) + block[1]
-    return code
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """When the blocks of a page run."""
+    newest = [pytest.mark.readme] if name in FIRST else []
+    return newest if name in SHORT else [pytest.mark.full, *newest]
 
 
-# A newcomer's first pages run on the newest JAX in every landing, all pages in the rotating part.
-@pytest.mark.full
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=name, marks=[pytest.mark.readme] if name in FIRST else [])
-        for page in PAGES
-        if "```python\n" in page.read_text(encoding="utf-8")
+        pytest.param(page, id=name, marks=marks(name))
+        for page in pages.pages()
         for name in [page.relative_to(ROOT).as_posix()]
     ],
 )
-def test_page(page, user_settings, unchecked):
-    """The blocks marked `python` of a page are one program, run from top to bottom."""
-    text = page.read_text(encoding="utf-8")
-    blocks = list(BLOCK.finditer(text))
-    assert len(blocks) == len(re.findall(r"```python(?! exec=)", text)), (
-        "a block is indented or left open"
-    )
-    exec(compile(program(text, blocks), page, "exec"), {"__name__": "page"})
+def test_page(page):
+    """A block that raises, or an output or a figure below it that it does not give."""
+    pytest.importorskip("matplotlib")
+    assert pages.differences(page, pages.run(page)) == []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=page.name)
-        for page in PAGES
-        if SITE.search(page.read_text(encoding="utf-8"))
-    ],
-)
-def test_what_the_site_executes(page, user_settings, unchecked):
-    """A block that stops the documentation when it is published: `make check` builds the pages without running them."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+@pytest.mark.structure
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.name)
+def test_text_of_a_page(page):
+    """A block that is indented or left open, included lines that have changed, or a figure without a description."""
     text = page.read_text(encoding="utf-8")
-    blocks = list(SITE.finditer(text))
-    assert len(blocks) == text.count("```python exec="), "a block is indented or left open"
-    with pyplot.rc_context():
-        exec(compile(program(text, blocks), page, "exec"), {"__name__": "page"})
+    blocks = list(pages.BLOCK.finditer(text))
+    assert len(blocks) == len(re.findall(r"```python\b|<!-- python\b", text))
+    assert sum(bool(block["below"]) for block in blocks) == text.count("<!-- output")
+    assert pages.with_includes(text) == text, "python tools/pages.py --includes"
+    images = [image for block in blocks for image in pages.IMAGE.finditer(block["figures"] or "")]
+    names = [f"{page.stem}-{i}.svg" for i in range(1, len(images) + 1)]
+    assert [image[0].partition("figures/")[2].partition(")")[0] for image in images] == names
+    assert set(names) == {x.name for x in (ROOT / "docs/figures").glob(f"{page.stem}-*")}
+    assert all(image["label"] for image in images)
 
 
 @pytest.mark.parametrize("page", FIRST)
 def test_the_first_pages_can_be_pasted_into_a_prompt(page):
     """Python's prompt until 3.12 takes a line at a time: what is indented wants a blank line behind it, none inside."""
-    blocks = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+    blocks = list(pages.BLOCK.finditer((ROOT / page).read_text(encoding="utf-8")))
     assert blocks
     for block in blocks:
         pending: list[str] = []
-        for line in [*block.splitlines(), ""]:
+        for line in [*pages.code_of(block).splitlines(), ""]:
             pending.append(line)
             if codeop.compile_command("\n".join(pending)) is not None:
                 pending = []
         assert not pending, pending
 
 
-FIGURES = """
-import re
-from figures import INK, svg
-from matplotlib import pyplot as plt
-page = ""
-for label in ("first", 'a "second" < third'):
-    figure, axes = plt.subplots()
-    axes.plot([0, 1], [1, 0], marker="o", label="$\\zeta$")
-    axes.legend()
-    page += svg(figure, label)
-    assert not plt.get_fignums()
-names = re.findall(r'\\bid="([^"]+)"', page)
-assert len(names) == len(set(names)) > 20
-used = re.findall(r'href="#([^"]+)"', page) + re.findall(r"url[(]#([^)]+)[)]", page)
-assert used and set(used) <= set(names)
-assert INK not in page and "currentColor" in page
-assert page.count("<svg ") == page.count("</svg>") == page.count('role="img"') == 2
-assert "<?xml" not in page and "max-width: 100%" in page and "&quot;second&quot; &lt;" in page
+PAGE = """# A page
+
+```python
+import dataclasses
+import matplotlib.pyplot as plt
+
+
+@dataclasses.dataclass
+class Point:
+    x: float
+
+
+print("x is", Point(3.14159).x)
+print("in 12.3 ms")
+```
+
+Prose.
+
+<!-- python
+print("| a |")
+figure = plt.figure()
+figure.add_subplot().plot([0, 1])
+figure.savefig("line.svg")
+-->
 """
 
 
-def test_figures_of_a_page():
-    """Two figures of a page that share identifiers, and so each other's shapes; or black words on a black page."""
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A page in a folder of its own, whose outputs have been written, and what its blocks gave."""
     pytest.importorskip("matplotlib")
-    # in a process of its own: how figures look is a setting of the whole process
-    done = subprocess.run(
-        [sys.executable, "-c", FIGURES], cwd=ROOT / "tools", capture_output=True, text=True
+    monkeypatch.setattr(pages, "DOCS", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    results = pages.run(page)
+    pages.write(page, results)
+    assert pages.differences(page, results) == []
+    return page, results
+
+
+def test_what_the_tool_writes(written):
+    """Outputs in other places, a page that a second run changes, or a figure with a date or without our colours."""
+    page, results = written
+    text = page.read_text()
+    assert "```\n\n<!-- output -->\n\n```text\nx is 3.14159\nin 12.3 ms\n```\n\nProse." in text
+    assert text.endswith(
+        "-->\n\n<!-- output -->\n\n| a |\n\n<!-- end -->\n\n![](figures/page-1.svg)\n"
     )
-    assert done.returncode == 0, done.stderr
+    pages.write(page, results)
+    assert page.read_text() == text
+    svg = (page.parent / "figures/page-1.svg").read_text()
+    assert pages.INK in svg and pages.COLOURS[0] in svg and "<dc:date>" not in svg
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wrong"),
+    [
+        ("x is 3.14159", "x is 3.14152", 1),
+        ("x is 3.14159", "x is 3.14158", 0),
+        ("x is 3", "x was 3", 1),
+        ("in 12.3 ms", "in 99.9 ms", 1),
+        ("| a |", "| b |", 1),
+        ("![](figures/page-1.svg)\n", "", 1),
+    ],
+)
+def test_a_page_that_shows_something_else(written, old, new, wrong):
+    """Outputs, tables and figures that the blocks do not give; the last digit of a number may differ."""
+    page, results = written
+    head, mark, below = page.read_text().partition("<!-- output")
+    assert old in below
+    page.write_text(head + mark + below.replace(old, new))
+    assert len(pages.differences(page, results)) == wrong
+
+
+def test_lines_that_vary(written):
+    """A time of another machine that is compared, or a line beside it that is not."""
+    page, results = written
+    text = page.read_text().replace("<!-- output -->", "<!-- output, varies: ms$ -->", 1)
+    page.write_text(text.replace("in 12.3 ms\n`", "in 99.9 ms\n`"))
+    assert pages.differences(page, results) == []
+    page.write_text(text.replace("x is 3.14159\n", "x is 3\n"))
+    assert len(pages.differences(page, results)) == 1
+
+
+@pytest.mark.parametrize(("old", "new"), [(r"L (\d)", r"L 9\1"), ("<!-- 0.0 -->", "<!-- 0.5 -->")])
+def test_a_figure_that_shows_something_else(written, old, new):
+    """A line that is drawn elsewhere, or another word on an axis."""
+    page, results = written
+    figure = page.parent / "figures/page-1.svg"
+    svg = figure.read_text()
+    figure.write_text(re.sub(old, new, svg))
+    assert figure.read_text() != svg
+    assert len(pages.differences(page, results)) == 1
+
+
+def test_a_block_that_raises(written):
+    """A page whose blocks do not run."""
+    page, _ = written
+    page.write_text(page.read_text().replace("x: float", "y: float"))
+    with pytest.raises(RuntimeError, match="page.md: a block failed(.|\n)*has no attribute 'x'"):
+        pages.run(page)

@@ -42,7 +42,7 @@ from energy_attn.kernels import (
 from energy_attn.models import Encoder, EncoderConfig, ExpertsConfig, Llama, score_continuations
 from energy_attn.prefix_tree import Accepted, PrefixTree, commit, tree_decode
 from energy_attn.solvers import FixedPoint, Newton, Optax
-from tests.support import weights
+from tests.support.arrays import drawn as drawn_module
 from tests.support.llama import CONFIG, build
 
 
@@ -133,7 +133,7 @@ def scored(
     source = arrays.pop("source")
     scale = arrays.pop("scale")
     F = ea.FreeEnergy(scale=scale, score=score, is_causal=True).at(**arrays)
-    at = ready.At(
+    at = ready.ScoreIndices(
         *(np.arange(n, dtype=np.int32).reshape(x) for n, x in ((1, (1, 1, 1)), (2, (2, 1, 1)))),
         *(np.arange(n, dtype=np.int32).reshape(x) for n, x in ((3, (1, 3, 1)), (5, (1, 1, 5)))),
     )
@@ -278,7 +278,7 @@ ROUTED = dataclasses.replace(
 
 def encoder() -> Encoder:
     config = EncoderConfig(8, 6, 1, 2, 5, 8)
-    return weights.drawn(lambda key: Encoder(config, jnp.float64, key=key))
+    return drawn_module(lambda key: Encoder(config, jnp.float64, key=key))
 
 
 def logits(model: Llama, tokens: Any, x: Any) -> Any:
@@ -573,7 +573,7 @@ CASES = {
         lambda: {"block": make_block()} | drawn(20, x=(4, 3)),
     ),
     "Llama": Case(
-        "models.Llama models.Llama.__call__ models.Llama.logits models.DecoderOutput",
+        "models.Llama models.Llama.__call__ models.Llama.logits",
         logits,
         lambda: {"model": build(SMALL), "tokens": TOKENS} | drawn(21, x=(1, 2, 6)),
     ),
@@ -588,12 +588,12 @@ CASES = {
         lambda: {"model": build(ROUTED), "tokens": TOKENS},
     ),
     "Encoder": Case(
-        "models.Encoder models.Encoder.__call__ models.Encoder.embed models.EncoderOutput",
+        "models.Encoder models.Encoder.__call__ models.Encoder.embed",
         lambda model, tokens: (model(tokens).hidden, model.embed(tokens)),
         lambda: {"model": encoder(), "tokens": TOKENS},
     ),
     "score_continuations": Case(
-        """models.score_continuations models.Llama.read_tree models.TreeOutput
+        """models.score_continuations models.Llama.read_tree
         models.DecoderCache""",
         scores,
         lambda: {"model": build(SMALL), "tokens": TOKENS, "continuations": TOKENS[:, None, :2]},
@@ -672,20 +672,18 @@ CASES = {
 # Public names without a derivative, or modules of them; all that has none is here, with the reason.
 WITHOUT = {
     "of types, which differentiate nothing": """kernels.Operands kernels.Settings kernels.KernelCall
-    kernels.Needs kernels.Tokens
-    Result prefix_tree.PrefixTree prefix_tree.Accepted models.Generation models.LlamaConfig
-    models.ModelDrafter models.PromptLookup distributed.Collective""",
+    Result prefix_tree.PrefixTree prefix_tree.Accepted models.LlamaConfig
+    models.ModelDrafter models.PromptLookup""",
     "of solvers, masks and costs, which have no floating arrays": """solvers. kernels.masks.
     distributed.cost. distributed.plan. distributed.methods.""",
     "of text, pictures, files, processes and programs": """citation plot. kernels.implementations
     distributed.collectives distributed.initialize distributed.make_mesh distributed.fetch distributed.place
-    distributed.place_like models.shard models.load models.Tokenizer models.TextStream""",
+    models.shard models.load models.Tokenizer""",
     "of integers: draws, tokens, trees, places and buckets": """Gibbs.sample models.generate
-    kernels.scores.At kernels.scores.t5_buckets prefix_tree.accept_greedy prefix_tree.accept_sampling
-    prefix_tree.verify prefix_tree.grow""",
-    "of constants": """CHECKPOINT_NAMES kernels.CHECKPOINT_NAMES kernels.empty_state models.LinearRope
-    models.Llama3Rope models.YarnRope models.LinearRope.scaled
-    models.Llama3Rope.scaled models.YarnRope.scaled models.DynamicRope models.DynamicRope.scaled models.LongRope
-    models.LongRope.scaled models.ExpertsConfig models.LatentConfig models.EncoderConfig""",
+    kernels.scores.ScoreIndices kernels.scores.RelativeBias.t5_buckets prefix_tree.accept_greedy
+    prefix_tree.accept_sampling prefix_tree.verify prefix_tree.grow""",
+    "of constants": """CHECKPOINT_NAMES kernels.empty_state models.Rope
+    models.Rope.scaled models.Rope.linear models.Rope.llama3 models.Rope.yarn models.Rope.dynamic models.Rope.longrope
+    models.ExpertsConfig models.LatentConfig models.EncoderConfig""",
     "of a loop that ends when it may, which raises in reverse mode": "attribute",
 }

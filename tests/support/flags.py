@@ -1,7 +1,11 @@
-"""What XLA is told for tests: so many simulated devices, and programs that compile in a fifth of the time."""
+"""XLA's flags for tests (simulated devices, cheap compilation), and other processes that have them."""
 
 import os
+import socket
+import subprocess
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 DEVICES = 8
 # How far LLVM optimises. HLO is the same. Whoever asks for another level in XLA_FLAGS gets it, and programs compiled
@@ -32,3 +36,38 @@ def environment(devices: int | None = None) -> dict[str, str]:
         x for x in os.environ["XLA_FLAGS"].split() if x.startswith((LEVEL, EMITTERS, INSTRUCTIONS))
     ]
     return os.environ | {"XLA_FLAGS": flags(devices, " ".join(kept))}
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def spawn(*arguments, devices=None, **variables):
+    """What it prints; one that fails says why."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(devices) | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def launch(*arguments: object, timeout: float = 270) -> subprocess.CompletedProcess:
+    """`python examples/cluster/launch.py …`, and what became of it."""
+    return subprocess.run(
+        [sys.executable, "examples/cluster/launch.py", *map(str, arguments)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

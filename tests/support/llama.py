@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from energy_attn.models import ExpertsConfig, LatentConfig, Llama, LlamaConfig, YarnRope
-from tests.support.weights import drawn
+from energy_attn.models import ExpertsConfig, LatentConfig, Llama, LlamaConfig, Rope
+from tests.support.arrays import drawn
 
 CONFIG = LlamaConfig(
     vocab_size=40,
@@ -42,7 +42,7 @@ DEEPSEEK = replace(
     head_dim=10,
     latent=LATENT,
     experts=SIGMOID,
-    rope_scaling=YarnRope(4.0, 8, mscale=1.0, mscale_all_dim=0.6),
+    rope_scaling=Rope.yarn(4.0, 8, mscale=1.0, mscale_all_dim=0.6),
 )
 CUT = ExpertsConfig(4, 2, 36, bias=True, swiglu_limit=0.6)
 GPT_OSS = replace(

@@ -138,7 +138,7 @@ RULES = {
 
 
 @functools.cache
-def _table() -> masks.BlockTable:
+def _table() -> masks.AbstractMask:
     """When it is asked for, as it computes: processes are connected before."""
     with jax.ensure_compile_time_eval():
         table = jax.jit(lambda rule: masks.tabulate(rule, 12, block=4))(RULES["table"].rule)

@@ -1,17 +1,28 @@
-"""The meshes of these tests: eight devices in a row and as 2 × 4, with axes left to the compiler or part of types."""
+"""The meshes of the tests, problems whose queries are sharded as keys are, and calls inside `shard_map`."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.distributed.merge._strategies import STRATEGIES
+import energy_attn as ea
+from energy_attn.distributed import (
+    SequenceParallel,
+    make_mesh,
+    methods,
+    shard_sequence,
+    sharded_attention,
+    unshard_sequence,
+)
+from energy_attn.distributed.internal import METHOD_OPTIONS, STRATEGIES
 from energy_attn.kernels.dispatch import _attend_and_merge
 from energy_attn.kernels.xla import _blockwise
 from tests.support.compare import close
-from tests.support.problems import Problem, cotangents
+from tests.support.problems import Problem, cotangents, everything
 from tests.support.reference import dense, dense_vjp
 
 # A bug of jax 0.8: `vmap` of any `shard_map` with a psum in it fails.
@@ -53,3 +64,149 @@ def check(found, problem: Problem):
     state, gradients = found
     close(state, dense(problem), f"{problem}: state")
     close(gradients, dense_vjp(problem, *on_host(problem)[1]), f"{problem}: gradient")
+
+
+AXES = ("node", "device")
+METHODS, MERGES = METHOD_OPTIONS, tuple(STRATEGIES)
+ROWS = ("query", "source", "query_positions", "query_segment_ids")
+COLUMNS = ("key", "value", "key_positions", "key_segment_ids")
+
+
+def square(name, length, heads=8, kv_heads=8) -> Problem:
+    """Self-attention with every option; as many heads of keys as devices, for Ulysses."""
+    problem = everything(name, B=2, T=length, S=length)
+    rng = problem.rng("heads")
+
+    def normal(*shape):
+        return rng.standard_normal(shape)
+
+    return replace(
+        problem,
+        query=normal(2, length, heads, 5),
+        key=normal(2, length, kv_heads, 5),
+        value=normal(2, length, kv_heads, 3),
+        source=normal(2, length, heads, 3),
+        bias=normal(1, heads, length, length),
+    )
+
+
+SELF = square("self", 16)
+GROUPED = square("self grouped", 16, heads=4, kv_heads=2)
+ODD = square("self odd", 13)
+DECODE = replace(square("self decode", 16), name="decode")
+
+DECODE = replace(
+    DECODE,
+    query=DECODE.query[:, :1],
+    source=DECODE.source[:, :1],
+    bias=DECODE.bias[:, :, :1],
+    mask=DECODE.mask[:, :, :1],
+    query_seq_lengths=None,
+    query_positions=np.asarray([[12], [9]], np.int32),
+    query_segment_ids=np.asarray([[1], [0]], np.int32),
+)
+
+EMPTY = replace(SELF, name="empty", mask=np.zeros((1, 1, 1, 1), bool))
+
+
+def is_whole(problem):
+    """Whether queries are sharded as keys are."""
+    return problem.query.shape[1] == problem.key.shape[1]
+
+
+def static_options(problem):
+    return {n: x for n, x in problem.options.items() if not isinstance(x, jax.Array)}
+
+
+def laid_out(problem, parallel, arrays):
+    """The arrays, and those among the problem's options, in the layout of `parallel`."""
+    whole = is_whole(problem)
+    given = {n: x for n, x in problem.options.items() if isinstance(x, jax.Array)} | arrays
+    if parallel.layout == "contiguous":
+        return given
+    moved = {}
+    for name, x in given.items():
+        if name in COLUMNS or (whole and name in ROWS):
+            x = shard_sequence(x, parallel)
+        if name in ("bias", "mask"):
+            for axis in (2, 3) if whole else (3,):
+                x = shard_sequence(x, parallel, axis=axis) if x.shape[axis] > 1 else x
+        moved[name] = x
+    return moved
+
+
+def state_and_gradients(problem, parallel):
+    """`(out, energy)` at the problem's source and the gradients of both; in the layout's order, and back.
+
+    A function of the arrays, of cotangents, and of what replaces arrays among the problem's options.
+    """
+    whole, static = is_whole(problem), static_options(problem)
+
+    def pair(arrays, others):
+        arrays = laid_out(problem, parallel, arrays | others)
+        source = arrays.pop("source")
+
+        def total(source):
+            energy = ea.free_energy(**arrays, source=source, **static, parallel=parallel)
+            return energy.sum(), energy
+
+        out, energy = jax.grad(total, has_aux=True)(source)
+        if not whole or parallel.layout == "contiguous":
+            return out, energy
+        return tuple(unshard_sequence(x, parallel) for x in (out, energy))
+
+    def run(arrays, cotangent, others=None):
+        found, back = jax.vjp(lambda arrays: pair(arrays, others or {}), arrays)
+        return found, back(cotangent)[0]
+
+    return run
+
+
+INSIDE = {
+    "ring keys": methods.Ring("keys"),
+    "ring queries": methods.Ring("queries"),
+    "tree": "tree",
+    "tree reduce-scatter": methods.Tree("allreduce"),
+    "ulysses": "ulysses",
+    "hybrid": "hybrid",
+    "gather": "gather",
+}
+
+
+def inside(name, problem, axes):
+    """A function of whole arrays and their options that cuts them for a public function inside `shard_map`."""
+    sequence = P(None, axes)
+    scores = {
+        "ring keys": P(None, None, axes),
+        "gather": P(None, None, axes),
+        "ulysses": P(None, axes),
+        "hybrid": P(None, axes[-1], axes[:-1]),
+    }.get(name, P(None, None, None, axes))
+    options = problem.options
+    given = {n: x for n, x in options.items() if isinstance(x, jax.Array) and n != "mask"}
+    static = {n: x for n, x in options.items() if not isinstance(x, jax.Array)}
+
+    def run(arrays):
+        arrays = arrays | given
+        specs = {n: scores if n == "bias" else sequence for n in arrays}
+        return jax.shard_map(
+            lambda arrays: tuple(
+                sharded_attention(**arrays, **static, axis_name=axes, method=INSIDE[name])
+            ),
+            in_specs=(specs,),
+            out_specs=sequence,
+        )(arrays)
+
+    return run
+
+
+POSITIONED = replace(
+    SELF,
+    name="positioned",
+    mask=None,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    query_positions=np.arange(16, dtype=np.int32)[None] + np.asarray([[0], [2]], np.int32),
+    key_positions=np.where(np.arange(16) % 5 == 3, -1, np.arange(16))[None].astype(np.int32)
+    + np.zeros((2, 1), np.int32),
+)

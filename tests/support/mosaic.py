@@ -11,8 +11,7 @@ from energy_attn.kernels import KernelCall
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import as_read, check_call_of
 from energy_attn.kernels.dispatch._lowering import platform_here
-from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
-from energy_attn.kernels.pallas.mosaic._plan import MosaicSizes
+from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU, MosaicSizes
 from tests.support.compare import close
 from tests.support.problems import Problem, cast
 from tests.support.reference import dense

@@ -1,11 +1,14 @@
-"""All observables by their definitions, over every row's whole distribution."""
+"""All observables by their definitions, the measures that are asked for them, and frequencies of samples."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+import energy_attn as ea
 from tests.support.problems import Problem
 from tests.support.reference import dense, rows, shifted
 
@@ -77,4 +80,83 @@ def exactly(problem: Problem, precision=np.float64) -> dict[str, np.ndarray]:
         "mean score": score.transpose(0, 2, 1),
         "heat capacity": mean(off**2),
         "sensitivity": np.einsum("bnts,bsnv->btnv", P * off, v),
+    }
+
+
+def distribution(logits, temperature=1.0, top_k=None, top_p=None):
+    """The probabilities that one row of logits is drawn with, in float64."""
+    logits = np.asarray(logits, np.float64)
+    scaled = (logits - logits.max()) / temperature
+    order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
+    order = [token for token in order[:top_k] if scaled[token] > -np.inf]
+    weights = np.exp(scaled[order] - scaled[order[0]])
+    weights /= weights.sum()
+    if top_p is not None and top_p < 1:
+        reached = np.flatnonzero(np.cumsum(weights) >= top_p)
+        kept = reached[0] + 1 if len(reached) else len(order)
+        order, weights = order[:kept], weights[:kept] / weights[:kept].sum()
+    P = np.zeros(len(scaled))
+    P[order] = weights
+    return P
+
+
+def statistic(drawn: np.ndarray, weights: np.ndarray) -> float:
+    """Pearson's, standardised: of about unit size if `drawn` `[B, T, N, n]` follows `weights` `[B, N, T, S]`.
+
+    Keys that are expected less than five times are counted together.
+    """
+    weights = weights.transpose(0, 2, 1, 3)
+    number, total, freedom, spread = drawn.shape[-1], 0.0, 0.0, 0.0
+    for index in np.ndindex(drawn.shape[:-1]):
+        P = weights[index]
+        if not P.any():
+            assert (drawn[index] == -1).all()
+            continue
+        counts = np.bincount(drawn[index], minlength=P.size)
+        assert not counts[P == 0].any(), "a key that is not seen"
+        often = P * number >= 5
+        groups = [(counts[a], P[a] * number) for a in np.flatnonzero(often)]
+        groups.append((counts[~often].sum(), P[~often].sum() * number))
+        groups = [(c, e) for c, e in groups if e > 0]
+        total += sum((c - e) ** 2 / e for c, e in groups if e >= 1)
+        freedom += sum(e >= 1 for _, e in groups) - 1
+        spread += 2 * max(sum(e >= 1 for _, e in groups) - 1, 0)
+    return (total - freedom) / np.sqrt(spread)
+
+
+ENERGY = ("scale", "is_causal", "local_window_size", "sink", "implementation", "parallel")
+
+
+def measure(query: Any, key: Any, value: Any, *, source: Any = None, **options: Any) -> ea.Gibbs:
+    """`FreeEnergy(...).at(...)`, tilted by a source if there is one."""
+    own = {name: options.pop(name) for name in ENERGY if name in options}
+    if isinstance(own.get("implementation"), list):
+        own["implementation"] = tuple(own["implementation"])
+    found = ea.FreeEnergy(**own).at(query, key, value, **options)
+    return found if source is None else found.tilt(source)
+
+
+def answers(F: ea.Gibbs, along: Sequence[Any]) -> dict[str, Array]:
+    """All observables, along four tangents; see `few_answers`."""
+    along, scores = list(map(jnp.asarray, along)), F.score_moments()
+    return {
+        "covariance": F.covariance(),
+        "product": F.covariance(along[0]),
+        **{f"cumulant {n}": F.cumulant(along[:n]) for n in (1, 2, 3, 4)},
+        **{f"moment {n}": F.moment(along[:n]) for n in (2, 3)},
+        "entropy": F.entropy(),
+        "mean score": scores.mean,
+        "heat capacity": scores.variance,
+        "sensitivity": F.temperature_sensitivity(),
+    }
+
+
+def few_answers(F: ea.Gibbs, along: Sequence[Any]) -> dict[str, Array]:
+    """One question for each way through a measure: its state, a pullback of it, and a mean over the scores."""
+    out, energy = F.attention(return_energy=True)
+    return {
+        "energy": energy,
+        "attention": out,
+        "product": F.covariance(jnp.asarray(along[0])),
+        "entropy": F.entropy(),
     }

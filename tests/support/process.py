@@ -34,7 +34,7 @@ from energy_attn.distributed import (
     place,
     sharded_attention,
 )
-from energy_attn.distributed.merge._strategies import MERGES
+from energy_attn.distributed.internal import STRATEGIES
 from energy_attn.distributed.runtime import _files
 from energy_attn.models import Llama, LlamaConfig
 from tests.support.problems import Problem, everything, tangents
@@ -241,7 +241,7 @@ def worst(x: jax.Array, exact: np.ndarray) -> float:
 
 
 SCENARIOS = {
-    **{f"decode {merge}": functools.partial(decode, merge) for merge in MERGES},
+    **{f"decode {merge}": functools.partial(decode, merge) for merge in STRATEGIES},
     "prefill": prefill,
     **{method: functools.partial(sequence, method) for method in ("hybrid", "gather")},
     "cache": cache,

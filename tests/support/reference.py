@@ -59,6 +59,17 @@ def visible(problem: Problem) -> np.ndarray:
     return seen if problem.mask is None else seen & problem.mask
 
 
+def blind_rows_and_hidden_keys(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows see no key, `[B, T, N]`, and which keys no row sees, `[B, S, K]`."""
+    seen = visible(problem)  # [B, N, T, S]
+    if problem.bias is not None:
+        seen = seen & (problem.bias > -np.inf)
+    batch, keys, kv_heads, _ = problem.key.shape
+    group = problem.query.shape[2] // kv_heads
+    looked_at = seen.any(axis=2).reshape(batch, kv_heads, group, keys).any(axis=2)
+    return ~seen.any(axis=-1).transpose(0, 2, 1), ~looked_at.transpose(0, 2, 1)
+
+
 def _positions(positions, lengths, batch, size):
     indices = np.broadcast_to(np.arange(size), (batch, size))
     # 64 bits: a window added to the last positions overflows 32

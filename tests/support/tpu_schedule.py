@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from energy_attn.kernels import local_attention
-from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
-from energy_attn.kernels.pallas.tpu._layout import LAYOUT_SIZES
+from energy_attn.kernels.pallas.tpu._kernel import LAYOUT_SIZES, PallasTPU
 from tests.support.tpu import compiled, operands
 
 ALONE = {  # libtpu looks for no TPU and no metadata server, and loads beside another process that has it

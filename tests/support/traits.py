@@ -14,8 +14,7 @@ from energy_attn.kernels.dispatch import _registry
 from energy_attn.kernels.dispatch._lowering import platform_here
 from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
 from energy_attn.kernels.pallas.gpu._plan import KINDS, GPUTiles
-from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
-from energy_attn.kernels.pallas.tpu._layout import LayoutSizes
+from energy_attn.kernels.pallas.tpu._kernel import LayoutSizes, PallasTPU
 from energy_attn.kernels.xla._blockwise import Blockwise
 from energy_attn.kernels.xla._decode import DecodeCPU
 from energy_attn.kernels.xla._grid import BlockSizes
@@ -24,7 +23,7 @@ from tests.support.compare import same
 from tests.support.masks import RULES
 from tests.support.naive import assert_all_close, select
 from tests.support.problems import BLOCKS, HEADS, LARGE, PROBLEMS, Problem, cast, cotangents
-from tests.support.reference import visible
+from tests.support.reference import blind_rows_and_hidden_keys
 
 EVERY = PROBLEMS | BLOCKS | LARGE | HEADS
 ALL = frozenset(EVERY)
@@ -166,17 +165,6 @@ def check(
             assert not found[name][blind].any(), f"{name} is not zero in fully masked rows"
         for name in ("key", "value"):
             assert not found[name][hidden].any(), f"gradient of {name} is not zero at hidden keys"
-
-
-def blind_rows_and_hidden_keys(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows see no key, `[B, T, N]`, and which keys no row sees, `[B, S, K]`."""
-    seen = visible(problem)  # [B, N, T, S]
-    if problem.bias is not None:
-        seen = seen & (problem.bias > -np.inf)
-    batch, keys, kv_heads, _ = problem.key.shape
-    group = problem.query.shape[2] // kv_heads
-    looked_at = seen.any(axis=2).reshape(batch, kv_heads, group, keys).any(axis=2)
-    return ~seen.any(axis=-1).transpose(0, 2, 1), ~looked_at.transpose(0, 2, 1)
 
 
 # Blocks of 8 or 16 queries and keys: many of them, and ragged last ones, in a problem that is quick to compile.

@@ -27,7 +27,6 @@ from energy_attn.distributed import (
     make_mesh,
     merge_across,
     methods,
-    plan,
     shard_sequence,
     sharded_attention,
 )
@@ -426,7 +425,6 @@ COSTS = (
     (partial(cost.Link, 2, 1.0, 1.0, torus="nope"), TypeError, "torus", "'nope'", "True or False"),
     (partial(cost.Link, 2, 1.0, 1.0, 3), TypeError, "name", "int 3", "a text"),
     (partial(cost.Topology, 3, TWO.links), TypeError, "name", "int 3", "a text"),
-    (partial(plan.Chip, 3, 1.0, 1), TypeError, "network", "int 3", "a text"),
     (partial(ea.reproducible, 3), TypeError, "function", "int 3", "a function of arrays"),
 )
 MODULES = (

@@ -8,14 +8,13 @@ import pytest
 from jax.sharding import Mesh
 
 from energy_attn import attention
-from tests.support import tpu_tiles
-from tests.support.canonical_programs import (
+from tests.support.reproducible_programs import (
     gradients_over_a_mesh,
     sent_in_nodes,
     step_over_a_cache,
 )
 from tests.support.tpu import compiled, devices, every_chip
-from tests.support.tpu_schedule import alone
+from tests.support.tpu_listings import CALLS, listed
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
 KERNELS = {"softmax", "to_queries", "to_keys", "tangent"}
@@ -23,9 +22,9 @@ KERNELS = {"softmax", "to_queries", "to_keys", "tangent"}
 
 def test_a_tile_is_one_program():
     """A constant of a tile that depends on the lengths of a call, by which its numbers would be computed otherwise."""
-    found = alone(tpu_tiles.__name__, "v5e", "v5p")
+    found = listed("tiles", "v5e", "v5p")
     for chip, calls in found.items():
-        assert len(calls) == len(tpu_tiles.CALLS)
+        assert len(calls) == len(CALLS)
         for kernels in calls:
             assert kernels.keys() == KERNELS, chip
             assert kernels == calls[0], chip

@@ -258,7 +258,7 @@ def tangent_of_score(make):
 SCORES = {  # a score, and the parameters that it is of
     "soft_cap": (lambda x: scores.SoftCap(x[0]), ("float32", 1)),
     "alibi": (scores.ALiBi, ("float32", 32)),
-    "t5": (lambda x: scores.RelativeBias(x, scores.t5_buckets()), ("float32", 32, 32)),
+    "t5": (lambda x: scores.RelativeBias(x, scores.RelativeBias.t5_buckets()), ("float32", 32, 32)),
 }
 
 

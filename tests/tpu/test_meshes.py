@@ -55,9 +55,7 @@ def test_compiled_for_pods():
         if name.startswith("v4"):  # a device for each chip, as JAX has them there
             found = [device for device in found if device.core_on_chip == 0]
         shape = shape or (len(found),)
-        return cost.topology_of_mesh(
-            make_mesh(shape, ("slice", *NAMES)[-len(shape) :], devices=found)
-        )
+        return cost.topology(make_mesh(shape, ("slice", *NAMES)[-len(shape) :], devices=found))
 
     assert pod("v5p:2x2x2", (2, 2, 2)).links == cost.topology("tpu_v5p", (2, 2, 2)).links
     assert pod("v5p:2x2x2").links == cost.topology("tpu_v5p", (8,)).links

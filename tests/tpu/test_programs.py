@@ -24,8 +24,7 @@ from energy_attn.distributed import (
     sharded_attention,
 )
 from energy_attn.kernels import AttentionState, local_attention, merge
-from tests.support.programs import by_kind, payload
-from tests.support.schedule import check_documents, trained, waits
+from tests.support.programs import by_kind, check_documents, payload, trained, waits
 from tests.support.selection import few
 
 AXES = ("node", "device")

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.support import tpu_schedule
+from tests.support.tpu_listings import listed
 
 pytestmark = pytest.mark.tpu
 
 
 def test_larger_blocks_take_fewer_bundles():
     """Blocks that are larger on a chip where XLA's schedule does not gain by it, or a step that takes longer."""
-    found = tpu_schedule.alone(tpu_schedule.__name__, "v5e", "v6e")
+    found = listed("schedule", "v5e", "v6e")
     small, own = found["v5e"]
     assert small == own < 2600
     small, own = found["v6e"]

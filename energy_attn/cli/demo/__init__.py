@@ -18,8 +18,7 @@ from energy_attn.distributed import SequenceParallel, make_mesh
 
 from ... import attention
 from ...models import Llama, LlamaConfig, shard
-from .._byte_llama import byte_llama, held_out_text
-from .._command import enough_devices, integer, refuse
+from .._command import byte_llama, enough_devices, held_out_text, integer, refuse
 from .._command import table as aligned
 from ._decode import (
     WINDOW,

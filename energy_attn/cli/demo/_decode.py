@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from energy_attn.distributed import SequenceParallel, collectives
-from energy_attn.kernels.internal import Attention, equations, explain, platform_here
+from energy_attn.kernels.internal import derivatives, explain, jaxprs, platform_here
 
 from ... import attention
 from ...models import DecoderCache, Llama, LlamaConfig
@@ -34,9 +34,9 @@ def kernels(traced: jax.stages.Traced) -> str:
     Neither `reference`, which leaves only its operations in a program, nor any under `jax.vmap`.
     """
     found = []
-    for equation in equations(traced.jaxpr):
+    for equation in jaxprs.equations(traced.jaxpr):
         call: Any = equation.params.get("call")
-        if isinstance(getattr(call, "owner", None), Attention):
+        if isinstance(getattr(call, "owner", None), derivatives.Attention):
             avals: Any = (x.aval for x in equation.invars)
             (operands,) = call.split(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
             names, settings = [kernel.name for kernel in call.owner.kernels], call.owner.settings

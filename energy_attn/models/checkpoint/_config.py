@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from energy_attn.distributed.internal import IDENTITY, UNFINISHED, check_file, safetensors
-from energy_attn.kernels.internal import received
+from energy_attn.distributed.internal import files as saved_files
+from energy_attn.distributed.internal import safetensors
+from energy_attn.kernels.internal import checks
 
 from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig
 from ..decoder._decoder import Family
@@ -26,12 +27,12 @@ Kind = TypeVar("Kind")
 def read_json(path: str | os.PathLike[str], kind: str) -> Mapping[str, Any]:
     """The object in a JSON file; `kind` names the file in a `ValueError`."""
     try:
-        check_file(Path(path))
+        saved_files.check_file(Path(path))
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"path: wanted a {kind}, got {path}: {error}") from error
     if not isinstance(entries, Mapping):
-        raise ValueError(f"{path}: wanted a JSON object, got {received(entries)}")
+        raise ValueError(f"{path}: wanted a JSON object, got {checks.received(entries)}")
     return entries
 
 
@@ -60,7 +61,7 @@ def family_of(entries: Mapping[str, Any], families: Mapping[str, Kind]) -> Kind:
     kind = entries.get("model_type")
     if not isinstance(kind, str) or kind not in families:
         names = " or ".join(map(repr, families))
-        raise ValueError(f"model_type: wanted {names}, got {received(kind)}")
+        raise ValueError(f"model_type: wanted {names}, got {checks.received(kind)}")
     return families[kind]
 
 
@@ -137,13 +138,13 @@ _SAME = {
 def check_activation(name: str, entries: Mapping[str, Any], wanted: str) -> None:
     given = entries.get(name, wanted)
     if not isinstance(given, str) or _SAME.get(given, given) != wanted:
-        raise ValueError(f"{name}: wanted {wanted!r}, got {received(given)}")
+        raise ValueError(f"{name}: wanted {wanted!r}, got {checks.received(given)}")
 
 
 def check_only(entries: Mapping[str, Any], only: Mapping[str, Any]) -> None:
     for name, x in only.items():
         if entries.get(name, x) != x:
-            raise ValueError(f"{name}: wanted {x!r}, got {received(entries[name])}")
+            raise ValueError(f"{name}: wanted {x!r}, got {checks.received(entries[name])}")
 
 
 def check_fields(entries: Mapping[str, Any], read: Collection[str]) -> None:
@@ -157,7 +158,7 @@ def check_fields(entries: Mapping[str, Any], read: Collection[str]) -> None:
         first, more = list(unknown)[:3], ", ..." if len(unknown) > 3 else ""
         raise ValueError(
             f"{', '.join(first)}{more}: wanted only fields and values that its family has, got "
-            f"{received(unknown)}; delete from the file what changes nothing"
+            f"{checks.received(unknown)}; delete from the file what changes nothing"
         )
 
 
@@ -176,7 +177,7 @@ DEMO = Path(__file__).parents[2] / "cli" / "demo" / "model"
 
 def checked(directory: object) -> Path:
     if not isinstance(directory, (str, os.PathLike)):
-        raise TypeError(f"directory: wanted the path of a folder, got {received(directory)}")
+        raise TypeError(f"directory: wanted the path of a folder, got {checks.received(directory)}")
     return Path(os.fsdecode(directory))
 
 
@@ -199,13 +200,13 @@ def inside(folder: Path, name: str) -> Path:
         Path(os.path.realpath(file)).is_relative_to(allowed) for allowed in roots
     ):
         raise ValueError(
-            f"directory: wanted files inside {folder}, got {received(name)}, which is not"
+            f"directory: wanted files inside {folder}, got {checks.received(name)}, which is not"
         )
     return file
 
 
 def unfinished(name: str, save: str) -> str:
-    return f"{name}.{save}{UNFINISHED}"
+    return f"{name}.{save}{saved_files.UNFINISHED}"
 
 
 def read_config(
@@ -251,14 +252,14 @@ def identity(folder: Path) -> str | None:
 
 def identity_of(metadata: Mapping[str, Any]) -> str | None:
     save = metadata.get(SAVE)
-    return save if isinstance(save, str) and re.fullmatch(IDENTITY, save) else None
+    return save if isinstance(save, str) and re.fullmatch(saved_files.IDENTITY, save) else None
 
 
 def read_index(folder: Path) -> tuple[dict[str, str], str | None]:
     """The file of each tensor, and the save that the index belongs to; raises `ValueError`."""
     file = inside(folder, INDEX)
     try:
-        check_file(file)
+        saved_files.check_file(file)
         entries = json.loads(file.read_text(encoding="utf-8"))
         files, metadata = entries["weight_map"], entries.get("metadata") or {}
         if not all(isinstance(name, str) for name in files.values()):

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from energy_attn.distributed.internal import Part, Tensor, files, safetensors
-from energy_attn.kernels.internal import FLOATING, check_floating_dtype
+from energy_attn.distributed.internal import files, safetensors
+from energy_attn.kernels.internal import checks
 
 from ...functional._progress import Progress, progress_of
 from ..decoder._config import (
@@ -62,9 +62,9 @@ def load(
             "downloaded"
         )
     if dtype is not None:
-        dtype = check_floating_dtype("dtype", dtype)
+        dtype = checks.check_floating_dtype("dtype", dtype)
 
-    def read() -> tuple[AbstractModelConfig, Family, dict[str, Tensor]]:
+    def read() -> tuple[AbstractModelConfig, Family, dict[str, safetensors.Tensor]]:
         tensors, save = _stored(folder)
         config, family = read_config(folder, families, save)
         return config, family, unpacked(tensors)
@@ -95,7 +95,7 @@ def load(
 
 
 def _array(
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, safetensors.Tensor],
     place: StoredWeight,
     shape: tuple[int, ...],
     sharding: NamedSharding | None,
@@ -110,7 +110,7 @@ def _array(
     return jax.make_array_from_callback(shape, sharding, lambda index: data[_part(index, shape)])
 
 
-def _part(index: Any, shape: tuple[int, ...]) -> Part:
+def _part(index: Any, shape: tuple[int, ...]) -> safetensors.Part:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
@@ -123,7 +123,7 @@ def named(model: AbstractModel) -> dict[str, Any]:
     return found
 
 
-def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
+def _stored(folder: Path) -> tuple[dict[str, safetensors.Tensor], str | None]:
     if os.path.lexists(single := inside(folder, WHOLE)):
         header = safetensors.header(single)
         return header.tensors, identity_of(header.metadata)
@@ -160,7 +160,7 @@ def _stored(folder: Path) -> tuple[dict[str, Tensor], str | None]:
 
 
 def _with_own_head(
-    config: AbstractModelConfig, stored: Mapping[str, Tensor]
+    config: AbstractModelConfig, stored: Mapping[str, safetensors.Tensor]
 ) -> AbstractModelConfig:
     """The configuration without tied embeddings if the files have another head; transformers uses it, too."""
     if not (isinstance(config, AbstractDecoderConfig) and config.tie_word_embeddings):
@@ -176,7 +176,9 @@ def _with_own_head(
     return replaced(config, tie_word_embeddings=False)
 
 
-def _check_layers(folder: Path, config: AbstractModelConfig, stored: Mapping[str, Tensor]) -> None:
+def _check_layers(
+    folder: Path, config: AbstractModelConfig, stored: Mapping[str, safetensors.Tensor]
+) -> None:
     layers = {match[1] for name in stored if (match := _LAYER.search(name))}
     if not layers:
         raise ValueError(
@@ -203,7 +205,7 @@ def _listed(names: list[str]) -> str:
 
 def _matching(
     folder: Path,
-    stored: Mapping[str, Tensor],
+    stored: Mapping[str, safetensors.Tensor],
     places: Mapping[str, StoredWeight],
     leaves: Mapping[str, Any],
     config: AbstractModelConfig,
@@ -243,7 +245,7 @@ def _matching(
     first = next(name for name in shapes if name not in own)
     for name, shape in shapes.items():
         tensor = stored[name]
-        if tensor.dtype is None or tensor.dtype not in FLOATING:
+        if tensor.dtype is None or tensor.dtype not in checks.FLOATING:
             raise ValueError(
                 f"{name}: wanted float16, bfloat16, float32 or float64 in {tensor.file}, "
                 f"got {tensor.code}"
@@ -272,7 +274,7 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = np.array([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
 
 
-def unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def unpacked(tensors: dict[str, safetensors.Tensor]) -> dict[str, safetensors.Tensor]:
     """The tensors of a checkpoint, each pair of blocks and scales as one of bfloat16; raises `ValueError`."""
     found = {}
     for name, tensor in tensors.items():
@@ -288,7 +290,9 @@ def unpacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _weight(name: str, blocks: Tensor, scales: Tensor | None) -> Tensor:
+def _weight(
+    name: str, blocks: safetensors.Tensor, scales: safetensors.Tensor | None
+) -> safetensors.Tensor:
     if scales is None or len(blocks.shape) != 4 or blocks.shape != (*scales.shape, _BLOCK // 2):
         given = None if scales is None else scales.shape
         raise ValueError(
@@ -300,7 +304,7 @@ def _weight(name: str, blocks: Tensor, scales: Tensor | None) -> Tensor:
     experts, out, groups = scales.shape
     shape = experts, groups * _BLOCK, out
     stored = _Packed(name, blocks.stored, scales.stored)
-    return Tensor(blocks.file, stored, shape, jnp.dtype(jnp.bfloat16), "BF16")
+    return safetensors.Tensor(blocks.file, stored, shape, jnp.dtype(jnp.bfloat16), "BF16")
 
 
 class _Packed:

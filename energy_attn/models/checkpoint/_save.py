@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from energy_attn.distributed import fetch
 from energy_attn.distributed.internal import files, safetensors
-from energy_attn.kernels.internal import check_integer, received
+from energy_attn.kernels.internal import checks
 
 from ..decoder._config import AbstractModel, StoredWeight
 from ._config import CONFIG, INDEX, SAVE, WHOLE, checked, in_use, unfinished
@@ -34,11 +34,13 @@ _THEIRS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
     folder = checked(directory)
-    check_integer("max_shard_size", max_shard_size, 1, is_wide=True)
+    checks.check_integer("max_shard_size", max_shard_size, 1, is_wide=True)
     leaves = named(model)
     for name, leaf in leaves.items():
         if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
-            raise TypeError(f"{name}: wanted an array that has been computed, got {received(leaf)}")
+            raise TypeError(
+                f"{name}: wanted an array that has been computed, got {checks.received(leaf)}"
+            )
     tensors: dict[str, _Written] = {}
     for name, leaf in leaves.items():
         place = model.config.stored(name, leaf.shape)

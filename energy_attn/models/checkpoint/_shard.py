@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import received
+from energy_attn.kernels.internal import checks
 
 from ..decoder._config import AbstractExperts, AbstractModel
 
@@ -66,7 +66,7 @@ def shard(model: Model, mesh: Mesh, *, tensor: str = "tensor") -> Model:
         ('tensor',)
     """
     if not isinstance(model, AbstractModel):
-        raise TypeError(f"model: wanted a decoder or an encoder, got {received(model)}")
+        raise TypeError(f"model: wanted a decoder or an encoder, got {checks.received(model)}")
 
     def place(leaf: Leaf, sharding: NamedSharding) -> Leaf:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -91,9 +91,9 @@ def along(model: Model, mesh: Mesh, tensor: str) -> Model:
 def shardings(model: AbstractModel, mesh: object, tensor: object) -> list[NamedSharding]:
     """The sharding of each leaf of a decoder, whose leaves may be abstract; raises as `shard`."""
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh: wanted a jax.sharding.Mesh, got {received(mesh)}")
+        raise TypeError(f"mesh: wanted a jax.sharding.Mesh, got {checks.received(mesh)}")
     if not isinstance(tensor, str):
-        raise TypeError(f"tensor: wanted the name of a mesh axis, got {received(tensor)}")
+        raise TypeError(f"tensor: wanted the name of a mesh axis, got {checks.received(tensor)}")
     size = dict(mesh.shape).get(tensor, 1)
     if size > 1:
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

@@ -20,17 +20,12 @@ from jaxtyping import Array, PyTree
 
 from energy_attn.kernels.internal import (
     CallPolicy,
-    Fold,
+    canonical_tree,
     each,
     evaluated,
-    folded,
-    function_of,
-    insert,
+    jaxprs,
     lse_dtype,
-    result,
-    start,
-    vary_together,
-    varying_axes,
+    mesh_axes,
 )
 
 Axes = tuple[str, ...]
@@ -54,7 +49,7 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
     batch, time = np.broadcast_shapes(*(x.shape[:2] for x in leaves))
     if not batch * time:  # no row, no bit
         return f(*rows)
-    leaves = vary_together([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in leaves])
+    leaves = mesh_axes.vary_together([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in leaves])
     size = min(_MOST, max(_LEAST, 1 << (batch * time - 1).bit_length()))
     axes = _mesh_axes()
 
@@ -220,7 +215,7 @@ def _gradients(
 
     Tiles of a sequence are a whole subtree, so that the sum over a batch is that of the sums over its halves.
     """
-    varying = sorted(frozenset().union(*map(varying_axes, rows)))
+    varying = sorted(frozenset().union(*map(mesh_axes.varying_axes, rows)))
     if varying:
         raise NotImplementedError(
             "reproducible: wanted False for gradients inside jax.shard_map, whose sums over devices have "
@@ -237,7 +232,7 @@ def _gradients(
         def f(*moved: Array) -> list[Array]:
             flat = iter(moved)
             values = [next(flat) if k else x for x, k in zip(inputs, kinds, strict=True)]
-            return function_of(program.jaxpr)(*values)
+            return jaxprs.function_of(program.jaxpr)(*values)
 
         moved = [x for x, kind in zip(inputs, kinds, strict=True) if kind]
         return list(jax.vjp(f, *moved)[1](list(change)))
@@ -253,7 +248,9 @@ def _gradients(
     ) -> tuple[list[Array], list[Array]]:
         """The sum of the weights' gradients, and the rows' gradients of each tile."""
 
-        def one(n: Array, carry: tuple[list[Array], Fold]) -> tuple[list[Array], Fold]:
+        def one(
+            n: Array, carry: tuple[list[Array], canonical_tree.Fold]
+        ) -> tuple[list[Array], canonical_tree.Fold]:
             found, fold = carry
             at = lax.optimization_barrier([x[n] for x in tiles])
             inputs = [*lax.optimization_barrier(consts), *at]
@@ -264,14 +261,14 @@ def _gradients(
                 for xs, x in zip(found, results[weights:], strict=True)
             ]
             item = [x.astype(y.dtype) for x, y in zip(results[:weights], none, strict=True)]
-            return found, insert(fold, numbers[n], item, _plus)
+            return found, canonical_tree.insert(fold, numbers[n], item, _plus)
 
         kinds = backward.out_avals[weights:]
         found = [jnp.zeros((len(numbers), *x.shape), x.dtype) for x in kinds]
         live = (numbers >= 0).sum(dtype=jnp.int32)
-        begin = found, start(none, depth, numbers[0])
+        begin = found, canonical_tree.start(none, depth, numbers[0])
         found, fold = lax.fori_loop(jnp.int32(0), lax.optimization_barrier(live), one, begin)
-        return result(fold, _plus), found
+        return canonical_tree.result(fold, _plus), found
 
     def of_device(
         consts: list[Array], given: tuple[Array, list[Array]]
@@ -315,7 +312,7 @@ def _folded_across(nodes: list[Array], numbers: Array, axes: Axes) -> list[Array
         flat = _padded(flat, 1, -size % devices).reshape(units, devices, -1)
         mine = lax.all_to_all(flat, axes, 1, 0, tiled=False)  # [devices, units, part]
         items = mine.reshape(devices * units, -1)
-        total = folded(everyone, items, jnp.zeros_like(items[0]), jnp.add)
+        total = canonical_tree.folded(everyone, items, jnp.zeros_like(items[0]), jnp.add)
         whole = lax.all_gather(total, axes, tiled=True)
         return whole[:size].reshape(shape)
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from energy_attn.distributed import ForkedCache, KVCache, SequenceParallel
 from energy_attn.distributed.internal import AbstractTokens
-from energy_attn.kernels.internal import check_shape, lse_dtype, received
+from energy_attn.kernels.internal import checks, lse_dtype
 
 from ...prefix_tree import Accepted, commit
 from ...prefix_tree._decode import gather_path
@@ -109,7 +109,7 @@ class DecoderCache(eqx.Module):
             ValueError: `other` has another number of layers, or as that `replace` does.
         """
         if not isinstance(other, DecoderCache):
-            raise TypeError(f"other: wanted a DecoderCache, got {received(other)}")
+            raise TypeError(f"other: wanted a DecoderCache, got {checks.received(other)}")
         _check_layers("other", len(self.layers), len(other.layers))
         pairs = zip(self.unforked("replace"), other.unforked("replace"), strict=True)
         return self.with_layers(mine.replace(rows, theirs) for mine, theirs in pairs)
@@ -168,7 +168,7 @@ class DecoderCache(eqx.Module):
             RuntimeError: (Equinox's, when it runs) a row has no room for its nodes.
         """
         if not isinstance(read, TreeOutput):
-            raise TypeError(f"read: wanted a TreeOutput, got {received(read)}")
+            raise TypeError(f"read: wanted a TreeOutput, got {checks.received(read)}")
         _check_layers("read", len(self.layers), len(read.keys))
         new = zip(self.unforked("commit"), read.keys, read.values, strict=True)
         return self.with_layers(commit(stored, accepted, key, value) for stored, key, value in new)
@@ -201,13 +201,13 @@ def _check_layers(name: str, wanted: int, given: int, of: str = "cache") -> None
 
 def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> None:
     if not isinstance(cache, DecoderCache):
-        raise TypeError(f"cache: wanted a DecoderCache, got {received(cache)}")
+        raise TypeError(f"cache: wanted a DecoderCache, got {checks.received(cache)}")
     _check_layers("cache", config.num_hidden_layers, len(cache.layers), "model")
     prefix = "own." if isinstance(cache.layers[0], ForkedCache) else ""
     stored = growing(cache.layers[0])
     for name, width in (("key", config.head_dim), ("value", config.value_dim)):
         shape = batch, "slots", config.num_key_value_heads, width
-        check_shape(f"cache.layers[0].{prefix}{name}", getattr(stored, name), shape)
+        checks.check_shape(f"cache.layers[0].{prefix}{name}", getattr(stored, name), shape)
 
 
 class DecoderOutput(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any, get_args
 import equinox as eqx
 import numpy as np
 
-from energy_attn.distributed.internal import Part, Tensor, safetensors
-from energy_attn.kernels.internal import check_finite_number, check_flag, check_integer
+from energy_attn.distributed.internal import safetensors
+from energy_attn.kernels.internal import checks
 
 Shape = tuple[int, ...]
 
@@ -39,7 +39,7 @@ class StoredWeight:
             sizes[-2:] = sizes[:-3:-1]
         return tuple(sizes[self.is_split :])
 
-    def _slices(self, part: Part) -> tuple[slice, ...]:
+    def _slices(self, part: safetensors.Part) -> tuple[slice, ...]:
         """The slices of a tensor whose axes are in the weight's order, for a part of what it holds of the weight."""
         slices = [slice(*bounds) for bounds in part]
         if self.axis is not None:
@@ -50,7 +50,9 @@ class StoredWeight:
             slices[axis] = slice(start, stop, self.step)
         return tuple(slices)
 
-    def read(self, tensors: Mapping[str, Tensor], part: Part, dtype: np.dtype) -> np.ndarray:
+    def read(
+        self, tensors: Mapping[str, safetensors.Tensor], part: safetensors.Part, dtype: np.dtype
+    ) -> np.ndarray:
         slices = self._slices(part[self.is_split :])
         bounds = [(x.start, x.stop) for x in slices]
         if self.swapped:
@@ -135,11 +137,11 @@ def check_numbers(
         if x is None and field.default is None:
             continue
         if bool in kinds:
-            check_flag(name, x)
+            checks.check_flag(name, x)
         elif int in kinds:
-            check_integer(name, x, least.get(name, 1))
+            checks.check_integer(name, x, least.get(name, 1))
         elif float in kinds:
-            (check_positive if name in positive else check_finite_number)(name, x)
+            (check_positive if name in positive else checks.check_finite_number)(name, x)
 
 
 def check_that(config: Any, name: str, holds: bool, wanted: str) -> None:
@@ -149,7 +151,7 @@ def check_that(config: Any, name: str, holds: bool, wanted: str) -> None:
 
 
 def check_positive(name: str, x: object) -> float:
-    number = check_finite_number(name, x)
+    number = checks.check_finite_number(name, x)
     if number <= 0:
         raise ValueError(f"{name}: wanted more than 0, got {x}")
     return number

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from energy_attn import attention
 from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.distributed.internal import check_mesh
-from energy_attn.kernels.internal import call_policy, check_integer, received
+from energy_attn.kernels.internal import call_policy, checks
 
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
@@ -116,12 +116,14 @@ class AbstractDecoder(AbstractLayers):
         policy = call_policy(None, reproducible)
         if cache is None:
             if lengths is not None:
-                raise ValueError(f"lengths: wanted None without a cache, got {received(lengths)}")
+                raise ValueError(
+                    f"lengths: wanted None without a cache, got {checks.received(lengths)}"
+                )
             x, trace = read_alone(self, tokens, positions, parallel, policy, attend)
         else:
             if positions is not None:
                 raise ValueError(
-                    f"positions: wanted None beside a cache, which counts, got {received(positions)}"
+                    f"positions: wanted None beside a cache, which counts, got {checks.received(positions)}"
                 )
             check_tokens("tokens", tokens)
             counts, wrong = fitting(self, tokens, cache, lengths, parallel=parallel)
@@ -193,10 +195,10 @@ class AbstractDecoder(AbstractLayers):
             RuntimeError: as a call does.
         """
         time = check_tokens("tokens", tokens).shape[1]
-        check_integer("chunk_size", chunk_size, 1)
+        checks.check_integer("chunk_size", chunk_size, 1)
         policy = call_policy(None, reproducible)
         if time < 1:
-            raise ValueError(f"tokens: wanted at least one token, got {received(tokens)}")
+            raise ValueError(f"tokens: wanted at least one token, got {checks.received(tokens)}")
         counts, wrong = fitting(self, tokens, cache, lengths, chunk_size=chunk_size)
         x, cache = read_chunks(self, tokens, cache, counts, chunk_size, policy, attend)
         x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
@@ -271,7 +273,7 @@ class AbstractDecoder(AbstractLayers):
         leaf = call_policy(None, reproducible).leaf
         if block_size is None:
             devices = 1 if parallel is None else check_mesh(parallel)
-            share = -(-check_integer("slots", slots, 1) // devices)
+            share = -(-checks.check_integer("slots", slots, 1) // devices)
             block_size = min(128, share)
             if leaf is not None and devices > 1:
                 block_size = leaf << ((share - 1) // (_MOST_BLOCKS * leaf)).bit_length()

@@ -18,18 +18,9 @@ from energy_attn.distributed.internal import (
     check_mesh,
     check_reach,
     positions_from,
-    run_of,
     split_along,
 )
-from energy_attn.kernels.internal import (
-    CallPolicy,
-    as_int32,
-    call_policy,
-    check_broadcastable,
-    check_int32,
-    check_shape,
-    received,
-)
+from energy_attn.kernels.internal import CallPolicy, call_policy, checks
 
 from ...functional._tag import placed, recorders
 from ...prefix_tree import PrefixTree, tree_decode
@@ -101,8 +92,8 @@ def read_alone(
     batch, time = check_tokens("tokens", tokens).shape
     token_positions = jnp.arange(time, dtype=jnp.int32)[None]
     if positions is not None:
-        token_positions = positions = as_int32(check_tokens("positions", positions))
-        check_broadcastable("positions", token_positions, (batch, time))
+        token_positions = positions = checks.as_int32(check_tokens("positions", positions))
+        checks.check_broadcastable("positions", token_positions, (batch, time))
     options: Any = {"query_positions": positions, "key_positions": positions, "parallel": parallel}
 
     def see(query: Array, key: Array, value: Array, **own: Any) -> tuple[Array, Trace]:
@@ -148,7 +139,7 @@ def read_on(
             options |= _options_of(policy.bind(attend))
             out, energy = stored.attend(query, query_positions=positions, **options)
             return out, (stored, Trace(query, out, energy))
-        bound = policy.bind(attend, run_of(stored))
+        bound = policy.bind(attend, stored._run_length)
         options |= {"query_positions": positions, "parallel": parallel, "return_energy": True}
         out, energy = _attend_causally(bound, stored.window, query, _stored(stored), **options)
         return out, (stored, Trace(query, out, energy))
@@ -190,7 +181,7 @@ def _options_of(attend: Callable[..., Any]) -> dict[str, Any]:
         return attend.keywords
     raise ValueError(
         "attend: wanted attention, or a functools.partial of it with options, beside a cache that is "
-        f"a fork, got {received(attend)}"
+        f"a fork, got {checks.received(attend)}"
     )
 
 
@@ -318,7 +309,7 @@ def _attend_paths(
             counts = jnp.minimum(counts, room)
         longer = stored._written(key, value, counts)
         own = {**options, "query_positions": positions, "parallel": stored.parallel}
-        bound = policy.bind(attention, run_of(longer))
+        bound = policy.bind(attention, longer._run_length)
         out = _attend_causally(bound, stored.window, query, _stored(longer), **own)
         missing = (slots >= 0) & (positions < 0)
         return jnp.where(missing[:, :, None, None], jnp.nan, out)
@@ -348,13 +339,13 @@ def fitting(
     first = growing(cache.layers[0])
     if parallel is not None and parallel != first.parallel:
         raise ValueError(
-            f"parallel: wanted None or the cache's, {first.parallel}, got {received(parallel)}"
+            f"parallel: wanted None or the cache's, {first.parallel}, got {checks.received(parallel)}"
         )
     needed = time if first.window is None or chunk_size is None else min(time, chunk_size)
     room = first.capacity - (first.window or 0)
     if needed > room:
         raise ValueError(
-            f"cache: wanted room for {needed} tokens at once, of {received(tokens)}, got {room}"
+            f"cache: wanted room for {needed} tokens at once, of {checks.received(tokens)}, got {room}"
         )
     requested = check_counts(lengths, batch, time)
     counts = first._fitting(requested, time)
@@ -363,6 +354,6 @@ def fitting(
 
 def check_tokens(name: str, x: object) -> Any:
     """Returns `x`, integers `[batch, time]`; raises `TypeError` or `ValueError` for anything else."""
-    array = check_int32(name, x)
-    check_shape(name, array, ("batch", "time"))
+    array = checks.check_int32(name, x)
+    checks.check_shape(name, array, ("batch", "time"))
     return array

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Int, PyTree
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.internal import check_integer, received
+from energy_attn.kernels.internal import checks
 
 from ...prefix_tree import PrefixTree, grow
 from ..decoder._cache import DecoderCache
@@ -104,11 +104,11 @@ class PromptLookup(AbstractDrafter):
     def __init__(
         self, ngram: int = 3, candidates: int = 2, length: int = 6, capacity: int | None = None
     ):
-        self.ngram = check_integer("ngram", ngram, 1)
-        self.candidates = check_integer("candidates", candidates, 1)
-        self.depth = check_integer("length", length, 1) + 1
+        self.ngram = checks.check_integer("ngram", ngram, 1)
+        self.candidates = checks.check_integer("candidates", candidates, 1)
+        self.depth = checks.check_integer("length", length, 1) + 1
         most = candidates * length + 1
-        self.capacity = most if capacity is None else check_integer("capacity", capacity, 1)
+        self.capacity = most if capacity is None else checks.check_integer("capacity", capacity, 1)
 
     def start(
         self, tokens: _Tokens, lengths: _Lengths, slots: int, parallel: SequenceParallel | None
@@ -171,10 +171,10 @@ class ModelDrafter(AbstractDrafter):
 
     def __init__(self, model: AbstractDecoder, length: int = 4, nodes: int = 16):
         if not isinstance(model, AbstractDecoder):
-            raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
+            raise TypeError(f"model: wanted an AbstractDecoder, got {checks.received(model)}")
         self.model = model
-        self.depth = check_integer("length", length, 1) + 1
-        self.nodes = check_integer("nodes", nodes, self.depth)
+        self.depth = checks.check_integer("length", length, 1) + 1
+        self.nodes = checks.check_integer("nodes", nodes, self.depth)
 
     def start(
         self, tokens: _Tokens, lengths: _Lengths, slots: int, parallel: SequenceParallel | None

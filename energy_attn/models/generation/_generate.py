@@ -13,21 +13,13 @@ from jaxtyping import Array, Float, Int
 
 from energy_attn.distributed import SequenceParallel, fetch
 from energy_attn.distributed.internal import is_explicit
-from energy_attn.kernels.internal import (
-    as_int32,
-    check_flag,
-    check_int32,
-    check_integer,
-    check_shape,
-    is_concrete,
-    received,
-)
+from energy_attn.kernels.internal import checks
 
 from ...functional._citation import cite
 from ...functional._progress import Progress
+from .._tokenizer import Tokenizer, special_ids
+from .._vocabulary import TextStream, stop_strings
 from ..decoder._decoder import AbstractDecoder
-from ..text._tokenizer import Tokenizer, special_ids
-from ..text._vocabulary import TextStream, stop_strings
 from ._drafters import AbstractDrafter
 from ._loop import Decoding, begin, run, serve
 from ._prompts import Prompts, check_padding, encoded, prompts
@@ -186,15 +178,19 @@ def generate(
         ((4, 5), True)
     """
     if not isinstance(model, AbstractDecoder):
-        raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
+        raise TypeError(f"model: wanted an AbstractDecoder, got {checks.received(model)}")
     if drafter is not None and not isinstance(drafter, AbstractDrafter):
-        raise TypeError(f"drafter: wanted None or an AbstractDrafter, got {received(drafter)}")
+        raise TypeError(
+            f"drafter: wanted None or an AbstractDrafter, got {checks.received(drafter)}"
+        )
     if drafter is not None:
         cite("speculative")
     if stream is not None and not callable(stream):
-        raise TypeError(f"stream: wanted None or a function of tokens, got {received(stream)}")
-    check_integer("max_new_tokens", max_new_tokens, 1)
-    check_integer("chunk_size", chunk_size, 1)
+        raise TypeError(
+            f"stream: wanted None or a function of tokens, got {checks.received(stream)}"
+        )
+    checks.check_integer("max_new_tokens", max_new_tokens, 1)
+    checks.check_integer("chunk_size", chunk_size, 1)
     mesh: Any = jax.sharding.get_abstract_mesh()
     split = tuple(parallel.batch) if isinstance(parallel, SequenceParallel) else ()
     # the loop's own arrays do not agree with the types of rows over explicit axes
@@ -202,13 +198,13 @@ def generate(
         raise ValueError(
             f"parallel: wanted batch= over automatic axes of the mesh, got the explicit {split}"
         )
-    reproducible = check_flag("reproducible", reproducible)
+    reproducible = checks.check_flag("reproducible", reproducible)
     stops = stop_strings(stop)
     if tokenizer is None:
         if stops:
-            raise ValueError(f"tokenizer: wanted one beside stop={received(stop)}, got None")
+            raise ValueError(f"tokenizer: wanted one beside stop={checks.received(stop)}, got None")
     elif not isinstance(tokenizer, Tokenizer):
-        raise TypeError(f"tokenizer: wanted None or a Tokenizer, got {received(tokenizer)}")
+        raise TypeError(f"tokenizer: wanted None or a Tokenizer, got {checks.received(tokenizer)}")
     else:
         check_untraced("tokenizer", tokenizer)
     check_padding(tokens, lengths, tokenizer)
@@ -221,7 +217,10 @@ def generate(
         )
     longest = tokens.shape[1] if given_lengths is None else given_lengths
     context = model.config.context_length
-    if is_concrete(longest) and (last := int(np.asarray(longest).max()) + max_new_tokens) > context:
+    if (
+        checks.is_concrete(longest)
+        and (last := int(np.asarray(longest).max()) + max_new_tokens) > context
+    ):
         warnings.warn(
             f"tokens: wanted prompts that end with max_new_tokens within the {context} positions of "
             f"the model (max_position_embeddings), got up to {last}; what is written beyond may be "
@@ -229,12 +228,12 @@ def generate(
             stacklevel=2,
         )
     chosen = sampling_of(
-        model.config.vocab_size, sampling, check_flag("return_logprobs", return_logprobs)
+        model.config.vocab_size, sampling, checks.check_flag("return_logprobs", return_logprobs)
     )
     ends = _stop_tokens(model.config.eos_token_id if eos_token_id is None else eos_token_id)
     if tokenizer is not None:
         ends = jnp.append(ends, jnp.asarray(special_ids(tokenizer, stops), jnp.int32))
-    rows = len(tokens) if batch_size is None else check_integer("batch_size", batch_size, 1)
+    rows = len(tokens) if batch_size is None else checks.check_integer("batch_size", batch_size, 1)
     is_queue = rows < len(tokens)
     if is_queue:
         _check_queue(rows, (model, drafter, chosen, ends, lengths.sum()), parallel)
@@ -288,11 +287,13 @@ def _stop_tokens(tokens: object) -> Array:
     if isinstance(tokens, (int, np.integer)):
         tokens = (tokens,)
     if isinstance(tokens, (jax.Array, np.ndarray)):
-        check_shape(name, check_int32(name, tokens), ("tokens",))
-        return jnp.asarray(as_int32(tokens))
+        checks.check_shape(name, checks.check_int32(name, tokens), ("tokens",))
+        return jnp.asarray(checks.as_int32(tokens))
     if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes)):
-        raise TypeError(f"{name}: wanted a token or a sequence of tokens, got {received(tokens)}")
-    checked = [check_integer(name, token, 0) for token in tokens]
+        raise TypeError(
+            f"{name}: wanted a token or a sequence of tokens, got {checks.received(tokens)}"
+        )
+    checked = [checks.check_integer(name, token, 0) for token in tokens]
     if max(checked, default=0) > _MOST:
         raise ValueError(f"{name}: wanted integers of 32 bits, got {max(checked)}")
     return jnp.asarray(checked, jnp.int32)

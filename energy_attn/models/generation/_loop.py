@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from energy_attn.distributed import SequenceParallel, fetch
 from energy_attn.distributed.internal import positions_from
-from energy_attn.kernels.internal import CallPolicy, as_int32, call_policy, check_shape
+from energy_attn.kernels.internal import CallPolicy, call_policy, checks
 
 from ...prefix_tree._accept import longest_chosen_path
 from ...prefix_tree._tree import check_tree, gather_slots
@@ -129,12 +129,12 @@ def _verify(by: Decoding, loop: Loop) -> Loop:
     """Adds the nodes of a drafted tree that the model accepts, and the token that it chooses next."""
     assert by.drafter is not None
     tree, state = by.drafter.draft(loop.text, loop.lengths, loop.state)
-    check_shape(
+    checks.check_shape(
         "drafter: its tree's tokens", check_tree("drafter", tree).tokens, (len(loop.lengths), "L")
     )
     root = last_of(loop.text, loop.lengths)[:, 0]
     # The root is always the last token, so that a pass adds at least one token.
-    tokens = as_int32(tree.tokens).at[:, 0].set(root)
+    tokens = checks.as_int32(tree.tokens).at[:, 0].set(root)
     tree = tree._replace(tokens=tokens, size=jnp.maximum(tree.size, 1))
     levels = tree.unpacker.shape[2]
     # Tokens outside the vocabulary are never accepted, but their NaN would spread to all nodes.

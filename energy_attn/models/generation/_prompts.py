@@ -12,22 +12,15 @@ from jaxtyping import Array, Float, Int
 
 from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import check_counts
-from energy_attn.kernels.internal import (
-    as_int32,
-    call_policy,
-    check_integer,
-    check_shape,
-    is_concrete,
-    received,
-)
+from energy_attn.kernels.internal import call_policy, checks
 
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_beam, gather_slots
+from .._tokenizer import Tokenizer
 from ..decoder._by_rows import rows_of
 from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import check_tokens, read_chunks
-from ..text._tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Prompts = (
@@ -50,14 +43,14 @@ def encoded(tokens: object, tokenizer: Tokenizer | None) -> object:
         return tokens
     if tokenizer is None:
         raise TypeError(
-            f"tokens: wanted tokens, or a tokenizer= beside text, got {received(tokens)}"
+            f"tokens: wanted tokens, or a tokenizer= beside text, got {checks.received(tokens)}"
         )
     rows = [tokens_of(text, tokenizer) for text in tokens]
     for index, (row, text) in enumerate(zip(rows, tokens, strict=True)):
         if not row:
             raise ValueError(
                 "tokens: wanted text, as this tokenizer begins one with no token, got "
-                f"{received(text)} as number {index}"
+                f"{checks.received(text)} as number {index}"
             )
     return rows
 
@@ -67,7 +60,9 @@ def tokens_of(text: Any, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(text)
     if _is_chat(text):  # its text has the special tokens that begin it
         return tokenizer.encode(tokenizer.apply_chat_template(text), add_special_tokens=False)
-    raise TypeError(f"tokens: wanted strings and chats beside each other, got {received(text)}")
+    raise TypeError(
+        f"tokens: wanted strings and chats beside each other, got {checks.received(text)}"
+    )
 
 
 def _is_chat(x: object) -> bool:
@@ -76,7 +71,7 @@ def _is_chat(x: object) -> bool:
 
 def check_padding(tokens: object, lengths: object, tokenizer: Tokenizer | None) -> None:
     is_array = isinstance(tokens, (jax.Array, np.ndarray))
-    if tokenizer is None or lengths is not None or not is_array or not is_concrete(tokens):
+    if tokenizer is None or lengths is not None or not is_array or not checks.is_concrete(tokens):
         return
     special = tokenizer.special_tokens
     name = special.get("pad_token")
@@ -102,22 +97,24 @@ def prompts(
     """Prompts as `[B, T]` int32, padded at the end, and their lengths, the argument `name`."""
     if isinstance(tokens, (list, tuple)):
         if lengths is not None:
-            raise ValueError(f"{name}: wanted None beside a list, got {received(lengths)}")
+            raise ValueError(f"{name}: wanted None beside a list, got {checks.received(lengths)}")
         tokens, lengths = _padded(tokens)
     array = check_tokens("tokens", tokens)
     batch, time = array.shape
     if batch < 1 or time < 1:
-        raise ValueError(f"tokens: wanted at least one prompt of one token, got {received(tokens)}")
+        raise ValueError(
+            f"tokens: wanted at least one prompt of one token, got {checks.received(tokens)}"
+        )
     counts = check_counts(lengths, batch, time, name)
-    if is_concrete(counts) and (np.asarray(counts) < 1).any():
+    if checks.is_concrete(counts) and (np.asarray(counts) < 1).any():
         raise ValueError(f"{name}: wanted at least 1, got {np.asarray(counts).tolist()}")
     check_vocabulary("tokens", array, counts, vocab)
-    return jnp.asarray(as_int32(array)), counts
+    return jnp.asarray(checks.as_int32(array)), counts
 
 
 def check_vocabulary(name: str, tokens: Array | np.ndarray, counts: Array, vocab: int) -> None:
     """Raises `ValueError` if one of the first `counts` of `tokens` is known to be outside `vocab`."""
-    if is_concrete(tokens) and is_concrete(counts):
+    if checks.is_concrete(tokens) and checks.is_concrete(counts):
         tokens = np.asarray(tokens)
         exists = np.arange(tokens.shape[-1]) < np.asarray(counts)[..., None]
         outside = tokens[exists & ((tokens < 0) | (tokens >= vocab))]
@@ -136,7 +133,7 @@ def _padded(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         if row.ndim != 1 or row.size == 0 or not np.issubdtype(row.dtype, np.integer):
             raise ValueError(
                 f"tokens: wanted sequences of at least one integer, got "
-                f"{received(rows[index])} as number {index}"
+                f"{checks.received(rows[index])} as number {index}"
             )
     counts = np.array([len(row) for row in arrays], np.int32)
     padded = np.zeros((len(arrays), counts.max(initial=0)), np.int64)
@@ -198,12 +195,12 @@ def score_continuations(
         ((1, 3, 2), True, 0.0)
     """
     if not isinstance(model, AbstractDecoder):
-        raise TypeError(f"model: wanted an AbstractDecoder, got {received(model)}")
-    check_integer("chunk_size", chunk_size, 1)
+        raise TypeError(f"model: wanted an AbstractDecoder, got {checks.received(model)}")
+    checks.check_integer("chunk_size", chunk_size, 1)
     vocab = model.config.vocab_size
     tokens, context_lengths = prompts(tokens, prompt_lengths, vocab, "prompt_lengths")
     beam, counts = check_beam(continuations, lengths, "continuations")
-    check_shape("continuations", beam, (len(tokens), "M", "C"))
+    checks.check_shape("continuations", beam, (len(tokens), "M", "C"))
     check_vocabulary("continuations", continuations, counts, vocab)
     policy = call_policy(None, reproducible)
     # paths over a mesh are written behind the prompt, for a moment
@@ -211,7 +208,14 @@ def score_continuations(
     slots = tokens.shape[1] + (beam.shape[2] if is_written else 0)
     cache = model.empty_cache(len(tokens), slots, parallel=parallel, reproducible=reproducible)
     return _score(
-        model, tokens, context_lengths, as_int32(beam), counts, cache, chunk_size, reproducible
+        model,
+        tokens,
+        context_lengths,
+        checks.as_int32(beam),
+        counts,
+        cache,
+        chunk_size,
+        reproducible,
     )
 
 

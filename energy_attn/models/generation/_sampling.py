@@ -11,19 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from energy_attn.kernels.internal import (
-    check_array,
-    check_finite_number,
-    check_floating,
-    check_integer,
-    check_key,
-    check_options,
-    check_positive,
-    check_shape,
-    is_concrete,
-    lse_dtype,
-    received,
-)
+from energy_attn.kernels.internal import check_options, checks, lse_dtype
 
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._accept import check_sampling, process_logits
@@ -92,16 +80,18 @@ def sampling_of(vocab: int, options: SamplingOptions, is_scored: bool) -> Sampli
     greedy = is_number and temperature == 0
     top_k, top_p, min_p = (options.get(name) for name in ("top_k", "top_p", "min_p"))
     temperature, top_k, top_p = check_sampling(1.0 if greedy else temperature, top_k, top_p)
-    min_p = None if min_p is None else check_positive("min_p", min_p, 1)
+    min_p = None if min_p is None else checks.check_positive("min_p", min_p, 1)
     if key is not None:
-        check_key("key", key)
+        checks.check_key("key", key)
     repetition, presence = options.get("repetition_penalty"), options.get("presence_penalty")
     if repetition is not None:
-        repetition = check_positive("repetition_penalty", repetition)
+        repetition = checks.check_positive("repetition_penalty", repetition)
     if isinstance(presence, (jax.Array, np.ndarray)):
-        check_shape("presence_penalty", check_floating("presence_penalty", presence), ())
+        checks.check_shape(
+            "presence_penalty", checks.check_floating("presence_penalty", presence), ()
+        )
     elif presence is not None:
-        presence = check_finite_number("presence_penalty", presence)
+        presence = checks.check_finite_number("presence_penalty", presence)
     shared: Any = {
         "repetition_penalty": None if _is_number(repetition, 1) else repetition,
         "presence_penalty": None if _is_number(presence, 0) else presence,
@@ -115,7 +105,7 @@ def sampling_of(vocab: int, options: SamplingOptions, is_scored: bool) -> Sampli
             warnings.warn(said, stacklevel=3)
         return Sampling(**shared)
     if key is None:
-        shown = temperature if isinstance(temperature, float) else received(temperature)
+        shown = temperature if isinstance(temperature, float) else checks.received(temperature)
         raise ValueError(f"key: wanted a jax.random.key at temperature {shown}, got None")
     most = None if top_k is None else min(top_k, vocab)
     temperature = jnp.asarray(temperature, jnp.float32)
@@ -131,8 +121,10 @@ def _bias(vocab: int, bias: Any) -> Array | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        check_shape(name, check_floating(name, check_array(name, bias)), (vocab,))
-        if is_concrete(bias):
+        checks.check_shape(
+            name, checks.check_floating(name, checks.check_array(name, bias)), (vocab,)
+        )
+        if checks.is_concrete(bias):
             wrong = np.asarray(bias, np.float64)
             wrong = wrong[np.isnan(wrong) | (wrong == np.inf)]
             if wrong.size:
@@ -140,10 +132,12 @@ def _bias(vocab: int, bias: Any) -> Array | None:
         return jnp.asarray(bias)
     array = np.zeros(vocab, np.float32)
     for token, number in bias.items():
-        if check_integer(f"{name}: a token", token, 0) >= vocab:
+        if checks.check_integer(f"{name}: a token", token, 0) >= vocab:
             raise ValueError(f"{name}: wanted tokens from 0 to {vocab - 1}, got {token}")
         excluded = isinstance(number, (float, np.floating)) and number == -np.inf
-        array[token] = number if excluded else check_finite_number(f"{name}[{token}]", number)
+        array[token] = (
+            number if excluded else checks.check_finite_number(f"{name}[{token}]", number)
+        )
     return jnp.asarray(array)
 
 

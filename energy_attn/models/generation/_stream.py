@@ -13,10 +13,10 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import received
+from energy_attn.kernels.internal import checks
 
 from ...functional._progress import Progress, progress_of
-from ..text._vocabulary import TextStream
+from .._vocabulary import TextStream
 
 # Compiled programs call the functions below with the number of a listener, so that another listener
 # does not compile the program again. Listeners are registered here while they listen.
@@ -90,7 +90,7 @@ class _Listener:
 
 def check_untraced(name: str, argument: object) -> None:
     if isinstance(jnp.zeros((), jnp.int32) + 1, jax.core.Tracer):
-        raise ValueError(f"{name}: wanted none inside of jax.jit, got {received(argument)}")
+        raise ValueError(f"{name}: wanted none inside of jax.jit, got {checks.received(argument)}")
 
 
 @contextlib.contextmanager

@@ -7,14 +7,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from energy_attn.kernels.internal import check_choice, check_integer, received
+from energy_attn.kernels.internal import checks
 
 from ..checkpoint._config import naming, read_json
 from ..decoder._config import AbstractDecoderConfig, StoredWeight, check_numbers, check_that
-from ..families._variant import FULL, SLIDING, ExpertsConfig, LatentConfig
-from ..families._variants import VARIANTS
 from ._json import read_fields, write_fields
-from ._rope import AbstractRope, DynamicRope, LinearRope
+from ._rope import DynamicRope, LinearRope, Rope
+from ._variant import FULL, SLIDING, ExpertsConfig, LatentConfig
+from ._variants import VARIANTS
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -44,12 +44,7 @@ class LlamaConfig(AbstractDecoderConfig):
         max_position_embeddings: the context that the model is meant for; no array has this size.
         attention_bias: whether the four projections around attention have biases.
         mlp_bias: whether the three projections of the MLP have biases.
-        rope_scaling: how the rotary frequencies are lowered for longer contexts,
-            [`LinearRope`][energy_attn.models.LinearRope],
-            [`Llama3Rope`][energy_attn.models.Llama3Rope],
-            [`YarnRope`][energy_attn.models.YarnRope],
-            [`DynamicRope`][energy_attn.models.DynamicRope],
-            [`LongRope`][energy_attn.models.LongRope] or None.
+        rope_scaling: the [scaling][energy_attn.models.Rope] of the rotary frequencies for longer contexts, or None.
         eos_token_id: the tokens that end a text, where
             [`generate`][energy_attn.models.generate] stops by default.
         model_type: the family whose checkpoints are written, one of those that
@@ -105,7 +100,7 @@ class LlamaConfig(AbstractDecoderConfig):
     max_position_embeddings: int = 2048
     attention_bias: bool = False
     mlp_bias: bool = False
-    rope_scaling: AbstractRope | None = None
+    rope_scaling: Rope | None = None
     eos_token_id: tuple[int, ...] = ()
     model_type: str = "llama"
     output_bias: bool | None = None
@@ -131,7 +126,7 @@ class LlamaConfig(AbstractDecoderConfig):
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        check_integer("num_attention_heads", heads, 1)
+        checks.check_integer("num_attention_heads", heads, 1)
         fill = functools.partial(object.__setattr__, self)
         fill("num_key_value_heads", heads if kv_heads is None else kv_heads)
         check_numbers(self, _POSITIVE, {"head_dim": 2})
@@ -144,15 +139,13 @@ class LlamaConfig(AbstractDecoderConfig):
             wanted = f"a multiple of the {heads} heads where head_dim is not given"
             check_that(self, "hidden_size", self.hidden_size % heads == 0, wanted)
             fill("head_dim", self.hidden_size // heads)
-        is_even = check_integer("head_dim", self.head_dim, 2) % 2 == 0
+        is_even = checks.check_integer("head_dim", self.head_dim, 2) % 2 == 0
         check_that(self, "head_dim", is_even, "an even number")
         check_that(self, "rms_norm_eps", self.rms_norm_eps >= 0, "at least 0.0")
         check_that(self, "rope_theta", self.rope_theta >= 1, "at least 1.0")
         scaling = self.rope_scaling
-        if not isinstance(scaling, AbstractRope | None):
-            raise TypeError(
-                f"rope_scaling: wanted an AbstractRope or None, got {received(scaling)}"
-            )
+        if not isinstance(scaling, Rope | None):
+            raise TypeError(f"rope_scaling: wanted a Rope or None, got {checks.received(scaling)}")
         name, part = "partial_rotary_factor", self.partial_rotary_factor
         wanted = "1 beside latent attention" if self.latent else "more than 0 and at most 1"
         check_that(self, name, part == 1 if self.latent else 0 < part <= 1, wanted)
@@ -160,14 +153,16 @@ class LlamaConfig(AbstractDecoderConfig):
         check_that(self, name, is_even, f"an even part of a head of {self.head_dim}")
         if not isinstance(self.experts, ExpertsConfig | None):
             raise TypeError(
-                f"experts: wanted an ExpertsConfig or None, got {received(self.experts)}"
+                f"experts: wanted an ExpertsConfig or None, got {checks.received(self.experts)}"
             )
         if not isinstance(self.eos_token_id, tuple):  # hashable, as the configuration is static
-            raise TypeError(f"eos_token_id: wanted a tuple, got {received(self.eos_token_id)}")
+            raise TypeError(
+                f"eos_token_id: wanted a tuple, got {checks.received(self.eos_token_id)}"
+            )
         for token in self.eos_token_id:
-            check_integer("eos_token_id", token, 0)
-        check_choice("model_type", self.model_type, tuple(VARIANTS))
-        check_choice("hidden_act", self.hidden_act, _ACTIVATIONS)
+            checks.check_integer("eos_token_id", token, 0)
+        checks.check_choice("model_type", self.model_type, tuple(VARIANTS))
+        checks.check_choice("hidden_act", self.hidden_act, _ACTIVATIONS)
         has_norms = self.pre_norms or self.post_norms
         check_that(self, "post_norms", has_norms, "True where pre_norms is False")
         self._check_layers("layer_types", (FULL, SLIDING))
@@ -177,7 +172,7 @@ class LlamaConfig(AbstractDecoderConfig):
 
     def _check_latent(self, latent: object) -> None:
         if not isinstance(latent, LatentConfig):
-            raise TypeError(f"latent: wanted a LatentConfig or None, got {received(latent)}")
+            raise TypeError(f"latent: wanted a LatentConfig or None, got {checks.received(latent)}")
         wanted: dict[str, tuple[Any, ...]] = {
             "num_key_value_heads": (self.num_attention_heads,),
             "head_dim": (None, latent.head_dim),
@@ -187,13 +182,13 @@ class LlamaConfig(AbstractDecoderConfig):
         for name, allowed in wanted.items():
             if (given := getattr(self, name)) not in allowed:
                 raise ValueError(
-                    f"{name}: wanted {allowed[-1]} beside latent attention, got {received(given)}"
+                    f"{name}: wanted {allowed[-1]} beside latent attention, got {checks.received(given)}"
                 )
 
     def _check_layers(self, name: str, kinds: tuple[Any, ...]) -> None:
         given, count = getattr(self, name), self.num_hidden_layers
         if not isinstance(given, tuple | None):
-            raise TypeError(f"{name}: wanted a tuple or None, got {received(given)}")
+            raise TypeError(f"{name}: wanted a tuple or None, got {checks.received(given)}")
         if given is not None and (len(given) != count or any(x not in kinds for x in given)):
             wanted = " or ".join(map(repr, kinds))
             raise ValueError(f"{name}: wanted {wanted} for each of {count} layers, got {given}")
@@ -284,7 +279,7 @@ class LlamaConfig(AbstractDecoderConfig):
             (500000.0, 8.0)
         """
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"path: wanted the path of a config.json, got {received(path)}")
+            raise TypeError(f"path: wanted the path of a config.json, got {checks.received(path)}")
         entries = read_json(path, "config.json")
         with naming(path):
             return cls(**read_fields(entries))
@@ -341,8 +336,8 @@ class LlamaConfig(AbstractDecoderConfig):
         """The number of positions that the model is meant for, with a linear scaling applied.
 
         Examples:
-            >>> from energy_attn.models import LinearRope, LlamaConfig
-            >>> LlamaConfig(rope_scaling=LinearRope(factor=4.0)).context_length
+            >>> from energy_attn.models import LlamaConfig, Rope
+            >>> LlamaConfig(rope_scaling=Rope.linear(4.0)).context_length
             8192
         """
         if isinstance(self.rope_scaling, LinearRope | DynamicRope):

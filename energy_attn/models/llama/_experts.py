@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.internal import is_static, lse_dtype, rows_of_groups, vary_together
+from energy_attn.kernels.internal import is_static, lse_dtype, mesh_axes, rows_of_groups
 
 from ..decoder._config import AbstractExperts
-from ..families._variant import ExpertsConfig
 from ._config import LlamaConfig
 from ._layers import LlamaMLP, activated, dot
+from ._variant import ExpertsConfig
 
 _DIMENSIONS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())),
@@ -35,7 +35,7 @@ def grouped_dot(
 ) -> Float[Array, "rows out"]:
     """Multiplies each row by the transpose of its group's matrix, in float32 or wider; zeros behind all groups."""
     # inside a `shard_map` the derivative of what is on all devices is a sum over them
-    return _grouped_dot(*vary_together((x, weight, sizes)))
+    return _grouped_dot(*mesh_axes.vary_together((x, weight, sizes)))
 
 
 @jax.custom_jvp
@@ -224,7 +224,7 @@ def _through(gate: Router, experts: Experts, x: Array, *, axis: str | None) -> A
         index = index - own * lax.axis_index(axis)
         index = jnp.where((index < 0) | (index >= own), own, index)
     # each device takes other tokens, whose derivatives are summed over the axis (red without: `test_over_devices`)
-    index, tokens = vary_together((index, tokens))
+    index, tokens = mesh_axes.vary_together((index, tokens))
     order = jnp.argsort(index, stable=True)
     out = experts(tokens[order // count], index[order])
     # back in the order of tokens, so that a token's experts are added in one order

@@ -4,12 +4,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from energy_attn.kernels.internal import check_integer, received
+from energy_attn.kernels.internal import checks
 
 from ..checkpoint._config import check_activation, check_fields, end_tokens, family_of, renaming
-from ..families._variant import FULL, SLIDING, Variant, as_tuple
-from ..families._variants import VARIANTS
-from ._rope import AbstractRope, DynamicRope, LinearRope, Llama3Rope, LongRope, YarnRope
+from ._rope import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+from ._variant import FULL, SLIDING, Variant, as_tuple
+from ._variants import VARIANTS
 
 # Attributes that every family has in its file, and fields that are read in addition.
 _SHARED = (
@@ -35,7 +35,7 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
         known = variant.quantized
         if known is None or method != known:
             wanted = "weights that are not quantized" + (f", or by {known!r}" if known else "")
-            raise ValueError(f"quantization_config: wanted {wanted}, got {received(method)}")
+            raise ValueError(f"quantization_config: wanted {wanted}, got {checks.received(method)}")
     rope, local = read_rope(entries, variant)
     local_name = () if variant.local_theta is None else ("rope_local_base_freq",)
     read = *_SHARED, *_OTHERS, _PART, "eos_token_id", *variant.names, *local_name
@@ -46,7 +46,7 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
     fields["eos_token_id"] = end_tokens(entries)
     if _PART in rope:
         if rope[_PART] != 1 and _PART not in variant.names:
-            raise ValueError(f"{_PART}: wanted 1, got {received(rope[_PART])}")
+            raise ValueError(f"{_PART}: wanted 1, got {checks.received(rope[_PART])}")
         fields[_PART] = rope[_PART]
     sizes = {**_DEFAULTS, **fields}
     own = variant.attributes({**{x: entries[x] for x in variant.names if x in entries}, **sizes})
@@ -93,7 +93,7 @@ def write_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # The scalings by transformers' names, and the numbers that each has to have.
-_KINDS: Mapping[str, tuple[type[AbstractRope], tuple[str, ...]]] = {
+_KINDS: Mapping[str, tuple[type[Rope], tuple[str, ...]]] = {
     "linear": (LinearRope, ("factor",)),
     "llama3": (Llama3Rope, ("factor", "low_freq_factor", "high_freq_factor")),
     "yarn": (YarnRope, ("factor",)),
@@ -113,11 +113,11 @@ _OBJECTS = ("rope_scaling", "rope_parameters")
 _OLDER = ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)
 
 
-def rope_entries(scaling: AbstractRope) -> dict[str, Any]:
+def rope_entries(scaling: Rope) -> dict[str, Any]:
     kind = next((name for name, (x, _) in _KINDS.items() if type(scaling) is x), None)
     if kind is None:
         raise ValueError(
-            f"rope_scaling: wanted one of {', '.join(_KINDS)} in a checkpoint, got {received(scaling)}"
+            f"rope_scaling: wanted one of {', '.join(_KINDS)} in a checkpoint, got {checks.received(scaling)}"
         )
     return {"rope_type": kind} | {
         _THEIRS.get(name, name): list(x) if isinstance(x, tuple) else x
@@ -158,14 +158,14 @@ def _named(name: str, given: object, variant: Variant) -> dict[str, Any]:
     if kinds:
         kind = kinds[0]
         if not isinstance(kind, str):
-            raise TypeError(f"rope_type: wanted a string in {name}, got {received(kind)}")
+            raise TypeError(f"rope_type: wanted a string in {name}, got {checks.received(kind)}")
         rope["rope_type"] = {**_TEXT, **variant.rope_types}.get(kind, kind)
     return rope
 
 
 def _object(name: str, given: object) -> Mapping[str, Any]:
     if given is not None and not isinstance(given, Mapping):
-        raise TypeError(f"{name}: wanted a JSON object, got {received(given)}")
+        raise TypeError(f"{name}: wanted a JSON object, got {checks.received(given)}")
     return given or {}
 
 
@@ -174,18 +174,16 @@ def _add(found: dict[str, Any], more: Mapping[str, Any]) -> None:
         if found.setdefault(name, value) != value:
             raise ValueError(
                 f"{name}: wanted one value in {', '.join(_OBJECTS)} and beside them, got "
-                f"{received(found[name])} and {received(value)}"
+                f"{checks.received(found[name])} and {checks.received(value)}"
             )
 
 
-def read_scaling(
-    rope: Mapping[str, Any], context: int, original: int | None = None
-) -> AbstractRope | None:
+def read_scaling(rope: Mapping[str, Any], context: int, original: int | None = None) -> Rope | None:
     """The scaling of a rotary embedding, for a model with this context, and an original one if the file has it."""
     kind = rope.get("rope_type", "default")
     if kind != "default" and kind not in _KINDS:
         names = ", ".join(map(repr, ("default", *_KINDS)))
-        raise ValueError(f"rope_type: wanted one of {names}, got {received(kind)}")
+        raise ValueError(f"rope_type: wanted one of {names}, got {checks.received(kind)}")
     scaling, needed = _KINDS.get(kind, (None, ()))
     own = () if scaling is None else inspect.signature(scaling).parameters
     names = {name: _THEIRS.get(name, name) for name in own}
@@ -194,7 +192,7 @@ def read_scaling(
         return None
     for name in needed:
         if rope.get(name) is None:
-            raise ValueError(f"rope_scaling: wanted its {name}, got {received(dict(rope))}")
+            raise ValueError(f"rope_scaling: wanted its {name}, got {checks.received(dict(rope))}")
     values = {name: rope[x] for name, x in names.items() if rope.get(x) is not None}
     if _CONTEXT in own:
         values.setdefault(_CONTEXT, context)
@@ -203,7 +201,7 @@ def read_scaling(
         values[_LIMIT] = context
     if kind == "longrope":
         lists = {name: as_tuple(name, values[name]) for name in needed}
-        original = check_integer(_CONTEXT, values[_CONTEXT], 1)
+        original = checks.check_integer(_CONTEXT, values[_CONTEXT], 1)
         values = {"factor": context / original, **values, **lists}
     with renaming(_THEIRS):
         return scaling(**values)

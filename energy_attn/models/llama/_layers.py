@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.kernels.internal import lse_dtype
 
-from ..families._variant import LatentConfig
 from ._config import LlamaConfig
 from ._rope import YarnRope, rotate
+from ._variant import LatentConfig
 
 
 class Linear(eqx.Module):
@@ -262,4 +262,4 @@ def attention_scale(config: LlamaConfig) -> float | None:
     scaling = config.rope_scaling
     if config.latent is None or not isinstance(scaling, YarnRope) or not scaling.mscale_all_dim:
         return None
-    return config.head_dim**-0.5 * scaling.grown(scaling.mscale_all_dim) ** 2
+    return config.head_dim**-0.5 * scaling.magnitude(scaling.mscale_all_dim) ** 2

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.internal import check_floating_dtype, check_key, lse_dtype, received
+from energy_attn.kernels.internal import checks, lse_dtype
 from energy_attn.kernels.scores import SoftCap
 
 from ...functional._citation import cite
@@ -154,11 +154,11 @@ class Llama(AbstractDecoder):
 
     def __init__(self, config: LlamaConfig, dtype: DTypeLike = jnp.float32, *, key: PRNGKeyArray):
         if not isinstance(config, LlamaConfig):
-            raise TypeError(f"config: wanted a LlamaConfig, got {received(config)}")
-        check_floating_dtype("dtype", dtype)
+            raise TypeError(f"config: wanted a LlamaConfig, got {checks.received(config)}")
+        checks.check_floating_dtype("dtype", dtype)
         cite("llama")
         self.config = config
-        embed, layers, head = jax.random.split(check_key("key", key), 3)
+        embed, layers, head = jax.random.split(checks.check_key("key", key), 3)
         vocab, width = config.vocab_size, config.hidden_size
         scale = width**0.5 if config.scaled_embeddings else 1.0
         self.embed_tokens = Embedding(vocab, width, dtype, scale=scale, key=embed)

@@ -18,7 +18,7 @@ from .._rows import pairs_of
 from .._score_program import Target
 from ..gpu._plan import TARGET as gpu_target
 from ..gpu._plan import named_gpu
-from ..tpu._layout import TARGET as tpu_target
+from ..tpu._kernel import TARGET as tpu_target
 from ._schedule import PallasSchedule
 from ._sides import FormatSizes, scores_of
 

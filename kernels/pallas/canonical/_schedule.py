@@ -14,7 +14,7 @@ from ...call._operands import KernelCall, Operands
 from ...fold._call import AbstractRowsFold, AbstractSchedule, rounded
 from ...fold._programs import Arithmetic, Blocks, FoldProgram, FoldResult, Partial
 from ...masks._visibility import visible
-from ...program._read import evaluate_by
+from ...program._jaxpr import evaluate_by
 from .._rows import block_spans, features_of, pairs_of
 from .._score import score_numbers
 from .._tiles import dot

@@ -144,7 +144,7 @@ class ChipScores(AbstractTileScores):
         assert self.program is not None
         shape, are_own = raw.shape, pairs.query.shape[0] == raw.shape[0]
         places = {}
-        if self.program.compares:
+        if self.program.uses_positions:
             places = {"query": pairs.query, "key": pairs.key}
             places = {name: jnp.broadcast_to(x, shape) for name, x in places.items()}
 

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from ..._varying import result_like
 from ...fold._programs import Blocks, FoldProgram
 from ...fold._tree import is_below
-from ..tpu._layout import LEAST_GRANTED, target_chip
+from ..tpu._kernel import LEAST_GRANTED, target_chip
 from ._sides import OfPairs, Side, Walk
 
 # Nodes that may wait: one a level of the tree over 2^16 tiles in a row; else of that over all positions.

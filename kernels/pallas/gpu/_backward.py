@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
-from ...xla._blockwise import backward_rows, row_cotangents
+from ...xla._blockwise_derivatives import backward_rows, row_cotangents
 from .._score import score_cotangents, score_numbers
 from .._score_program import Numbers
 from .._tiles import LOG2_E

@@ -38,7 +38,7 @@ class TritonScores:
         if self._score is None:
             return None
         position, positions = rows.time, self._program.visibility.row_positions
-        if self._score.compares and positions is not None:
+        if self._score.uses_positions and positions is not None:
             position = self._program.read(positions, rows.time, rows.in_bounds)
         return RowInputs(rows, position, self.row_numbers(self._numbers, rows))
 
@@ -133,7 +133,7 @@ class TritonScores:
         """Positions, numbers and entries in the shape of a tile, and the indices of the entries."""
         assert self._score is not None
         places = {}
-        if self._score.compares and row_inputs.position is not None:
+        if self._score.uses_positions and row_inputs.position is not None:
             key = self._program.key_numbers(tile)
             if (positions := self._program.visibility.key_positions) is not None:
                 key = self._program.read(positions, key, None)

@@ -19,10 +19,10 @@ from jaxtyping import Array, Float
 from ..._varying import result_like
 from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
-from ...xla._blockwise import BackwardRows, backward_rows, row_cotangents
+from ...xla._blockwise_derivatives import BackwardRows, backward_rows, row_cotangents
 from .._tiles import LOG2_E, divide
 from . import _tile as tiles
-from ._plan import (
+from ._kernel import (
     ROWS,
     MosaicPlan,
     aligned,

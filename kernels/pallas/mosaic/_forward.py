@@ -27,7 +27,7 @@ from ...call._state import AttentionState, merge_all
 from .._rows import moving_arrays, pad_to_blocks
 from .._tiles import LOG2_E, divide
 from . import _tile as tiles
-from ._plan import (
+from ._kernel import (
     ROWS,
     MosaicPlan,
     aligned,

@@ -1,28 +1,277 @@
-"""The mosaic_gpu implementation: our own kernels for NVIDIA's Hopper GPUs, in Pallas on Mosaic GPU."""
+"""The mosaic_gpu implementation: kernels for NVIDIA's Hopper GPUs, in Pallas on Mosaic GPU, and the plans of calls."""
 
 import dataclasses
+import math
+from collections.abc import Container
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from ...call._kernel import AbstractKernel, check_capability, check_operands, cuda_version
-from ...call._operands import KernelCall, Operands
+from ...call._operands import KernelCall, Operands, Settings, hide_unreachable, zero_absent
 from ...call._state import AttentionState
 from ...masks._structure import WINDOWS
 from ...xla._blockwise import Blockwise
-from .._rows import moving_arrays
-from ._plan import (
-    TILE_SIZES,
-    MosaicPlan,
-    MosaicSizes,
-    key_plan,
-    make_plan,
-    query_plan,
-    tangent_plan,
-)
+from .._rows import moving_arrays, pad_to_blocks
+from .._tiles import TilePlan, sizes_of, split
 
 _DTYPES = ("float16", "bfloat16")
 # CUDA's compiler miscompiles loops with masks in these versions of the runtime, 12.8.0 to 12.9; see
 # `jax.experimental.pallas.ops.gpu.attention_mgpu`, which refuses them.
 _MISCOMPILED = range(12080, 12091)
 PREFERRED_ROWS = 256
+ROWS = 64  # the rows that one group of warps multiplies at a time
+# Bytes of shared memory for tiles, of the 227 KiB that a program may use; the rest is for barriers, and for
+# sums over the warps of a group.
+SHARED = 225 * 1024
+# The registers of a thread for the tiles of a gradient, where one group of warps computes and where two do.
+# The rest, of 255 and of 168, is for addresses, masks and numbers of rows: CUDA 13 ignores
+# `set_max_registers`, which would move registers between the groups.
+REGISTERS, REGISTERS_OF_TWO = 208, 144
+# The keys or rows of a step of a gradient; the least that products of rows of 128 bytes take.
+STEP = 64
+NUMBERS = 8  # the bytes of a row's lse and delta in the backward
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicSizes:
+    """How large tiles are, and how many programs a call is split into; static."""
+
+    consumers: int = 2  # warp groups of a program that compute, each on 64 rows of its own
+    keys: int = 128  # of a tile at most, in the forward pass
+    stages: int = 2  # tiles of keys that are on their way or in use at most
+    stages_backward: int = 4  # the same for keys or rows in the backward
+    stages_of_few: int = 5  # the same for programs of one consumer, which are bound by memory
+    # Programs that fill a chip, one for each of the 132 multiprocessors of an H100. Where tiles of rows are fewer,
+    # several programs share the keys of one, of which each has at least so many tiles.
+    programs: int = 132
+    least_steps: int = 4
+
+
+TILE_SIZES = MosaicSizes()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MosaicPlan(TilePlan):
+    """A plan whose programs have several groups of warps that compute, each on 64 rows of one head.
+
+    They compute on 64 keys in the kernel of the gradients of keys and values. The tiles of a program are shared by its
+    groups, and those that it iterates over are copied: `stages` of them are in shared memory. Sizes are those of the
+    packed call.
+    """
+
+    # whether the queries that share a key head are rows of one head, which is so where they are few: a tile then
+    # reads each key once for all of them
+    packed: bool
+    consumers: int  # the warp groups that compute
+
+    def hides(self, key_positions: Any) -> bool:
+        """Whether there may be keys that no row of the call sees, whose values may be NaN."""
+        mask = self.settings.mask
+        return key_positions is not None or self.key_len > self.query_len + mask.window[1]
+
+
+def make_plan(
+    operands: Operands, settings: Settings, sizes: MosaicSizes = TILE_SIZES
+) -> MosaicPlan:
+    """The plan of the forward pass of a call."""
+    plan = _rows_plan(operands, settings, sizes)
+    value_width = plan.value_width
+    # sums and scores are in registers: each thread has half a number for every column
+    if value_width > 128:
+        plan = dataclasses.replace(plan, consumers=1, row_times=ROWS)
+    single = plan.consumers == 1
+    keys = min(sizes.keys, ROWS if single else 128)
+    itemsize = operands.value.dtype.itemsize
+    bytes_per_row = plan.width * itemsize + chunk(value_width) * 4  # results in float32
+    row_bytes, bytes_per_key = plan.row_times * bytes_per_row, (plan.width + value_width) * itemsize
+    while keys > ROWS and row_bytes + 2 * keys * bytes_per_key > SHARED:
+        keys //= 2
+    most = sizes.stages_of_few if single else sizes.stages
+    stages = fitting(row_bytes, keys * bytes_per_key, most)
+    return _split(dataclasses.replace(plan, keys=keys, stages=stages), sizes)
+
+
+def query_plan(
+    operands: Operands, settings: Settings, sizes: MosaicSizes = TILE_SIZES
+) -> MosaicPlan:
+    """The plan of the kernel of the gradient of the queries."""
+    plan = _rows_plan(operands, settings, sizes)
+    bytes_per_key = (plan.width + plan.value_width) * operands.value.dtype.itemsize
+    most = _consumers(sizes, plan.width)
+    return _over_keys(plan, sizes, most, bytes_per_key + chunk(plan.width) * 4, bytes_per_key)
+
+
+def tangent_plan(
+    operands: Operands,
+    settings: Settings,
+    moving: Container[str],
+    sizes: MosaicSizes = TILE_SIZES,
+) -> MosaicPlan:
+    """The plan of the kernel of the derivative in directions of the operands of these names."""
+    plan = _rows_plan(operands, settings, sizes)
+    width, value_width = plan.width, plan.value_width
+    itemsize = operands.value.dtype.itemsize
+    bytes_per_row = (1 + ("query" in moving)) * width * itemsize + chunk(value_width) * 4
+    widths = width, value_width * scores_move(moving)
+    widths += width * ("key" in moving), value_width * ("value" in moving)
+    # rows wider than 128 leave neither the memory nor the registers for a second group
+    excess = max(width - 128, 0)
+    most = min(_consumers(sizes, value_width + excess // 4), 1 if excess else sizes.consumers)
+    return _over_keys(plan, sizes, most, bytes_per_row, sum(widths) * itemsize)
+
+
+def scores_move(moving: Container[str]) -> bool:
+    return "query" in moving or "key" in moving
+
+
+def key_plan(operands: Operands, settings: Settings, sizes: MosaicSizes = TILE_SIZES) -> MosaicPlan:
+    """The plan of the kernel of the gradients of keys and values."""
+    plan = _rows_plan(operands, settings, sizes)
+    width, value_width, itemsize = plan.width, plan.value_width, operands.value.dtype.itemsize
+    most = 1 if plan.key_len <= ROWS else sizes.consumers
+    consumers = min(most, _consumers(sizes, width + value_width))
+    bytes_per_key = (width + value_width) * itemsize
+    stages = _stages(sizes, consumers * ROWS * bytes_per_key, bytes_per_key + NUMBERS)
+    return dataclasses.replace(
+        plan, consumers=consumers, row_times=STEP, keys=consumers * ROWS, stages=stages
+    )
+
+
+def _over_keys(
+    plan: MosaicPlan, sizes: MosaicSizes, consumers: int, bytes_per_row: int, bytes_per_key: int
+) -> MosaicPlan:
+    """A plan whose programs iterate over keys, by the bytes of shared memory of a row and of a key."""
+    consumers = min(plan.consumers, consumers)
+    rows = consumers * ROWS
+    stages = _stages(sizes, rows * bytes_per_row, bytes_per_key)
+    plan = dataclasses.replace(plan, consumers=consumers, row_times=rows, keys=STEP, stages=stages)
+    return _split(plan, sizes)
+
+
+def _rows_plan(operands: Operands, settings: Settings, sizes: MosaicSizes) -> MosaicPlan:
+    """A plan whose programs have rows, packed where these are few."""
+    of_call = sizes_of(operands)
+    # of the instructions for copies and products
+    for name, key, most in (("query", "width", 512), ("value", "value_width", 256)):
+        if (size := of_call[key]) % 16 or size > most:
+            raise NotImplementedError(
+                f"{name}: wanted a width that 16 divides, of at most {most}, got {size}"
+            )
+    query_len, group = of_call["query_len"], of_call["group"]
+    packed = group > 1 and query_len < ROWS * sizes.consumers
+    if packed:
+        of_call |= {"query_len": query_len * group, "group": 1}
+    consumers = 1 if of_call["query_len"] <= ROWS else sizes.consumers
+    return MosaicPlan(
+        settings=settings,
+        packed=packed,
+        consumers=consumers,
+        row_times=consumers * ROWS,
+        keys=sizes.keys,
+        **of_call,
+    )
+
+
+def _split(plan: MosaicPlan, sizes: MosaicSizes) -> MosaicPlan:
+    """A plan that splits the keys of each tile of rows over programs if the tiles alone do not fill the chip."""
+    kept = plan.batch * plan.heads * plan.row_tiles
+    return split(plan, kept, plan.key_tiles, sizes.programs, sizes.least_steps)
+
+
+def _consumers(sizes: MosaicSizes, columns: int) -> int:
+    """How many groups of warps of a gradient compute, at most, by the columns of their sums.
+
+    Raises `NotImplementedError` if not even one has the registers.
+    """
+    # besides the sums there are two tiles of products, and one of 16 bits
+    registers = columns // 2 + STEP + STEP // 4
+    if registers > REGISTERS:
+        raise NotImplementedError(
+            f"query: wanted widths whose sums fit into {REGISTERS} registers, got {registers}"
+        )
+    return 1 if registers > REGISTERS_OF_TWO else sizes.consumers
+
+
+def _stages(sizes: MosaicSizes, resident_bytes: int, bytes_per_item: int) -> int:
+    return fitting(resident_bytes, STEP * bytes_per_item, sizes.stages_backward)
+
+
+def fitting(resident_bytes: int, step_bytes: int, most: int) -> int:
+    """The number of tiles of `step_bytes` that fit into shared memory with `resident_bytes`: 2 to `most`.
+
+    Raises `NotImplementedError` if two do not.
+    """
+    stages = min((SHARED - resident_bytes) // step_bytes, most)
+    if stages < 2:
+        raise NotImplementedError(
+            f"query: wanted widths whose tiles fit into {SHARED >> 10} KiB of shared memory, "
+            f"got {resident_bytes} bytes of rows beside {step_bytes} of keys and values"
+        )
+    return stages
+
+
+def chunk(width: int) -> int:
+    """The number of columns of a result that are written through shared memory at a time."""
+    return math.gcd(width, 64)
+
+
+def pack_heads(operands: Operands, settings: Settings) -> Operands:
+    """The operands with the queries that share a key head as rows of one head, in order (time, head).
+
+    Positions and segments are repeated.
+    """
+    kv_heads = operands.key.shape[2]
+    group = operands.query.shape[2] // kv_heads
+    tokens = operands.positioned(settings.uses_positions).tokens
+    return operands._replace(
+        query=stack_heads(operands.query, kv_heads),
+        tokens=tokens.map_queries(lambda x: jnp.repeat(x, group, axis=1)),
+    )
+
+
+def stack_heads(x: Array, kv_heads: int) -> Array:
+    """`[B, T, N, ...]` to `[B, T * N / K, K, ...]`."""
+    batch, query_len, heads, *trailing = x.shape
+    group = heads // kv_heads
+    x = x.reshape(batch, query_len, kv_heads, group, *trailing).swapaxes(2, 3)
+    return x.reshape(batch, query_len * group, kv_heads, *trailing)
+
+
+def unstack_heads(x: Array, query_len: int) -> Array:
+    batch, rows, kv_heads, *trailing = x.shape
+    x = x.reshape(batch, query_len, rows // query_len, kv_heads, *trailing).swapaxes(2, 3)
+    return x.reshape(batch, query_len, rows // query_len * kv_heads, *trailing)
+
+
+def aligned(x: Array) -> Array:
+    """`[B, L, N, H]` padded to a multiple of 8 tokens, as copies need, unless there are fewer than 8."""
+    return x if x.shape[1] < 8 else pad_to_blocks(x, 1, 8, 0)
+
+
+def zero_hidden_keys(operands: Operands, plan: MosaicPlan, arrays: Operands) -> Operands:
+    """Operands, or directions, with zeros for keys that no row of the call sees, which may be NaN."""
+    if not plan.hides(operands.tokens.key_positions):
+        return arrays
+    hidden = hide_unreachable(operands, plan.settings)
+    return zero_absent(hidden._replace(query=arrays.query, key=arrays.key, value=arrays.value))
+
+
+def numbers_of_rows(
+    x: Float[Array, "B T N"], plan: MosaicPlan, fill: float
+) -> Float[Array, "B N R"]:
+    """One float32 number for each row, padded to whole tiles."""
+    x = x.astype(jnp.float32).swapaxes(1, 2)
+    return pad_to_blocks(x, 2, plan.row_times, fill)
+
+
+def sum_of_parts(x: Array, plan: MosaicPlan, dtype: DTypeLike) -> Array:
+    """The sum of the results of the programs that share the keys of a tile."""
+    if plan.splits == 1:
+        return x
+    return x.reshape(plan.splits, plan.batch, *x.shape[1:]).sum(0).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

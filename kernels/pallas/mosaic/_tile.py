@@ -29,7 +29,7 @@ from .._tiles import (
     tile_ranges,
     visibility_of,
 )
-from ._plan import ROWS, MosaicPlan
+from ._kernel import ROWS, MosaicPlan
 
 # The registers of a thread, of 65536 in a multiprocessor: 168 for each of three groups of warps, until
 # the one that only starts copies leaves most of its own to the two that compute.

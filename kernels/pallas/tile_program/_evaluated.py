@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ...call._state import lse_dtype, unfused
-from ...program._read import CALLS_WITH_RULES, as_array, bind, interpret, without_shardings
+from ...program._jaxpr import CALLS_WITH_RULES, as_array, bind, interpret, without_shardings
 from ...xla._loops import rows_of_groups, sums_of_groups
 
 _ROWS_OF_A_GROUP = 64  # in a product of a group's matrix, of which each is read once

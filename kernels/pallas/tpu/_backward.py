@@ -12,21 +12,25 @@ from jaxtyping import Array
 from ..._varying import result_like
 from ...call._operands import Operands, cotangents
 from ...call._state import AttentionState
-from ...xla._blockwise import backward_rows, row_cotangents
+from ...xla._blockwise_derivatives import backward_rows, row_cotangents
 from .._score_program import Numbers
 from .._tiles import dot
-from ._grid import TPUGrid, hide, load_present, visit, zero_past_end
-from ._layout import Layout, fold_keys, fold_rows, unfold_keys, unfold_rows
-from ._score import (
+from ._grid import TPUGrid, load_present, visit, zero_past_end
+from ._kernel import Layout, fold_keys, fold_rows, unfold_keys, unfold_rows
+from ._scores import (
+    BlockRanges,
     BlockScores,
+    TPUVisibility,
     block_cotangents,
     block_numbers,
+    block_ranges,
+    block_visibility,
+    hide,
     sums_like,
     sums_scratch,
     write_sums,
     zero_sums,
 )
-from ._visibility import BlockRanges, TPUVisibility, block_ranges, block_visibility
 
 
 def backward(

@@ -20,10 +20,18 @@ from ...fold._tree import as_written
 from .._rows import moving_arrays
 from .._score_program import Numbers
 from .._tiles import dot
-from ._grid import HIDDEN, TPUGrid, hide, load_present, visit, zero_past_end
-from ._layout import Layout, fold_keys, fold_rows, unfold_rows
-from ._score import BlockScores, block_directions, block_numbers
-from ._visibility import BlockRanges, block_ranges, block_visibility
+from ._grid import TPUGrid, load_present, visit, zero_past_end
+from ._kernel import Layout, fold_keys, fold_rows, unfold_rows
+from ._scores import (
+    HIDDEN,
+    BlockRanges,
+    BlockScores,
+    block_directions,
+    block_numbers,
+    block_ranges,
+    block_visibility,
+    hide,
+)
 
 
 def forward(operands: Operands, layout: Layout, *, interpret: bool) -> AttentionState:

@@ -1,26 +1,21 @@
 """The grids of the TPU kernels, the blocks of arrays that a step has, and the parts of a step."""
 
 import functools
-import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Ref, lax
+from jax import Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ..._varying import result_like
-from ...masks._visibility import visible
 from .._score_program import Numbers
-from ._layout import Layout
-from ._visibility import BlockRanges, feature
-
-HIDDEN = -math.inf
+from ._kernel import Layout
+from ._scores import BlockRanges
 
 # A single block of rows reads its keys in two parts at once, as v4 and v5p have two cores.
 SPLITS = 2
@@ -186,46 +181,6 @@ def visit(
         pl.when((index < stop) & jnp.logical_not(is_open))(lambda: do(block, visibility))
 
     return run
-
-
-def hide(
-    scores: Array, visibility: dict[str, Ref], key_block: Array, layout: Layout, *, turned: bool
-) -> Array:
-    """Scores `[rows, keys]` of a block, or `[keys, rows]` if `turned`, -inf where hidden."""
-
-    def pair(name: str) -> tuple[Array, Array]:
-        row, key = visibility[f"row_{name}"][...], visibility[f"key_{name}"][...]
-        return (row, key.T) if turned else (row.T, key)
-
-    conditions: list[Any] = []
-    if "row_positions" in visibility:
-        if layout.pairs is None:
-            conditions.append(visible(layout.settings.mask.bind(), *pair("positions")))
-        else:
-            conditions.append(
-                layout.pairs.visible(*pair("positions"), *_features(visibility, layout, turned))
-            )
-    if layout.bounded:
-        shape, axis = ((layout.key_block, 1), 0) if turned else ((1, layout.key_block), 1)
-        number = key_block * layout.key_block + lax.broadcasted_iota(jnp.int32, shape, axis)
-        conditions.append(number < layout.keys)
-    for name in ("segments", "heads"):
-        if f"row_{name}" in visibility:
-            conditions.append(operator.eq(*pair(name)))
-    if not conditions:
-        return scores
-    return jnp.where(functools.reduce(operator.and_, conditions), scores, HIDDEN)
-
-
-def _features(
-    visibility: dict[str, Ref], layout: Layout, turned: bool
-) -> tuple[list[Array], list[Array]]:
-    """Numbers that the mask compares, as columns and rows that broadcast."""
-    if layout.pairs is None:
-        return [], []
-    rows = [visibility[feature("row", i)][...] for i in range(layout.pairs.of_queries)]
-    keys = [visibility[feature("key", i)][...] for i in range(layout.pairs.of_keys)]
-    return ([x if turned else x.T for x in rows], [x.T if turned else x for x in keys])
 
 
 def zero_past_end(x: Ref, key_block: Array, layout: Layout, *, tall: bool) -> None:

@@ -21,7 +21,7 @@ from energy_attn.distributed.cache._cache import KVCache
 from energy_attn.distributed.cache._tokens import quantize
 from energy_attn.kernels.internal import dequantize
 from tests.support.arrays import array
-from tests.support.cache_model import (
+from tests.support.caches import (
     B,
     H,
     K,

@@ -16,15 +16,15 @@ from energy_attn import scores
 from energy_attn.distributed import KVCache, SequenceParallel, make_mesh
 from energy_attn.prefix_tree import PrefixTree, tree_decode
 from tests.support.arrays import array
-from tests.support.eight_bits import read_as_stored
+from tests.support.caches import read_as_stored
 from tests.support.masks import RULES
 from tests.support.meshes import mesh_of, parallel_of
 from tests.support.naive import assert_all_close
 from tests.support.problems import Problem
 from tests.support.programs import sent
 from tests.support.reference import rows
+from tests.support.scores import with_key
 from tests.support.selection import few
-from tests.support.sinks import with_key
 
 B, K, N, T, WIDTHS = 3, 2, 4, 2, (24, 40)
 ROUNDING = 32 * float(jnp.finfo(jnp.float32).eps)

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from energy_attn.distributed import KVCache
 from energy_attn.distributed.cache._files import write
 from energy_attn.distributed.runtime import _files
-from tests.support.cache_model import (
+from tests.support.caches import (
     B,
     started,
     tokens,

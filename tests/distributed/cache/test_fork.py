@@ -22,12 +22,12 @@ from energy_attn.distributed import (
     methods,
 )
 from tests.support.arrays import array
-from tests.support.cache_model import B, H, K, Model, N, V, empty, started, tokens
+from tests.support.caches import B, H, K, Model, N, V, empty, started, tokens
 from tests.support.compare import close
 from tests.support.meshes import mesh_of, parallel_of
 from tests.support.reference import dense, dense_vjp
+from tests.support.scores import with_key
 from tests.support.selection import few, few_rows
-from tests.support.sinks import with_key
 
 COUNT = 2  # of rows that share a prompt
 PROMPTS = 11, 4, 0  # tokens of each

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 
 from energy_attn.distributed import ForkedCache, KVCache
 from energy_attn.prefix_tree import Accepted, commit
-from tests.support.cache_model import (
+from tests.support.caches import (
     B,
     H,
     Model,

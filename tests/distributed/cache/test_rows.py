@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, make_mesh
 from tests.support.arrays import array
-from tests.support.cache_model import (
+from tests.support.caches import (
     B,
     H,
     K,

@@ -64,7 +64,7 @@ def seen(topology):
 def test_every_machine_is_known(kind, platform, name, inside):
     """A preset that no device leads to; a mesh of one machine taken for another."""
     coords = [(x, y, 0) for x in range(2) for y in range(4)] if platform == "tpu" else None
-    found = cost.topology_of_mesh(mesh((2, 4), kind, platform, coords=coords))
+    found = cost.topology(mesh((2, 4), kind, platform, coords=coords))
     assert seen(found) == (name, [inside] * 2)
     assert seen(of_sizes((2, 4), platform, kind, 1)) == seen(found)
     assert found.platform == ("tpu" if platform == "tpu" else "gpu")
@@ -73,19 +73,19 @@ def test_every_machine_is_known(kind, platform, name, inside):
 def test_axes_between_hosts():
     """A slow axis that is not the first, or one that a mesh of one host has; an axis over hosts and devices."""
     hosts = mesh((4, 8), "NVIDIA H100 80GB HBM3")
-    assert seen(cost.topology_of_mesh(hosts)) == ("dgx_h100", ["400 Gbit/s", "NVLink 4"])
+    assert seen(cost.topology(hosts)) == ("dgx_h100", ["400 Gbit/s", "NVLink 4"])
     turned = Mesh(hosts.devices.T, NAMES[1:])
-    assert seen(cost.topology_of_mesh(turned))[1] == ["NVLink 4", "400 Gbit/s"]
-    assert [link.devices for link in cost.topology_of_mesh(turned).links] == [8, 4]
-    both = cost.topology_of_mesh(mesh((16,), "NVIDIA H100 80GB HBM3"))
+    assert seen(cost.topology(turned))[1] == ["NVLink 4", "400 Gbit/s"]
+    assert [link.devices for link in cost.topology(turned).links] == [8, 4]
+    both = cost.topology(mesh((16,), "NVIDIA H100 80GB HBM3"))
     assert seen(both)[1] == ["400 Gbit/s"]
-    assert cost.topology_of_mesh(hosts, "device").links[0].name == "NVLink 4"
+    assert cost.topology(hosts, axes="device").links[0].name == "NVLink 4"
     # a process for each GPU of a host
     alone = mesh((8,), "NVIDIA H200", per_process=1, slices=[0] * 8)
-    assert seen(cost.topology_of_mesh(alone)) == ("dgx_h200", ["NVLink 4"])
+    assert seen(cost.topology(alone)) == ("dgx_h200", ["NVLink 4"])
     # processes of several CPU devices share a card
     # (JAX gives those of one machine one slice)
-    cpu = cost.topology_of_mesh(mesh((2, 2, 2), "cpu", "cpu", per_process=4, slices=[0] * 8))
+    cpu = cost.topology(mesh((2, 2, 2), "cpu", "cpu", per_process=4, slices=[0] * 8))
     assert [link.name for link in cpu.links] == ["Ethernet", "loopback", "loopback"]
     assert (cpu.links[0].sharing, cpu.links[0].bandwidth) == (4, 1.25e8 / 4)
 
@@ -101,7 +101,7 @@ def test_slices_are_networks_of_their_own():
         coords=[*corners, *corners],
         per_process=4,
     )
-    found = cost.topology_of_mesh(two)
+    found = cost.topology(two)
     assert seen(found) == ("tpu_v5p", ["data-centre network", "ICI"])
     assert [link.torus for link in found.links] == [False, True]
     # XLA finds a ring among the eight, whatever their order
@@ -112,15 +112,15 @@ def test_coordinates():
     """A line of chips taken for a ring; two devices of a chip that each have all of its links."""
     ici = cost.topology("tpu_v5e", (4,)).links[0]
     line = [(x, 0, 0) for x in range(4)]
-    found = cost.topology_of_mesh(mesh((4,), "TPU v5 lite", "tpu", coords=line)).links[0]
+    found = cost.topology(mesh((4,), "TPU v5 lite", "tpu", coords=line)).links[0]
     assert found == dataclasses.replace(ici, latency=2 * ici.latency, bandwidth=ici.bandwidth / 2)
-    joined = cost.topology_of_mesh(mesh((4,), "TPU v5", "tpu", coords=line)).links[0]
+    joined = cost.topology(mesh((4,), "TPU v5", "tpu", coords=line)).links[0]
     assert joined == cost.topology("tpu_v5p", (4,)).links[0]
     every_second = mesh((2, 2), "TPU v5", "tpu", coords=[line[i] for i in (0, 2, 1, 3)])
-    found = cost.topology_of_mesh(every_second).links
+    found = cost.topology(every_second).links
     assert [link.latency for link in found] == [joined.latency, 2 * joined.latency]
     cores = [place for place in line for _ in range(2)]
-    shared = cost.topology_of_mesh(mesh((4, 2), "TPU7x", "tpu", coords=cores))
+    shared = cost.topology(mesh((4, 2), "TPU7x", "tpu", coords=cores))
     whole = cost.topology("tpu_7x", (4, 2))
     assert shared.links[0].bandwidth == whole.links[0].bandwidth / 2
 
@@ -184,7 +184,7 @@ def test_numbers_of_ones_own():
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (("token_ring", (2,)), {}, ValueError, "name: wanted one of 'dgx_h100', .*'token_ring'"),
+        (("token_ring", (2,)), {}, ValueError, "machine: wanted one of 'dgx_h100', .*'token_ring'"),
         (("tpu_v5p", 3), {}, TypeError, "sizes: wanted one for each mesh axis, got int 3"),
         (("tpu_v5p", (2, 0)), {}, ValueError, "sizes: .*at least 1, got 0"),
         (("tpu_v5p",), {}, ValueError, "links: wanted one for each mesh axis, got none"),

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
-from energy_attn.distributed import KVCache, SequenceParallel, cost, make_mesh, methods
-from tests.support.meshes import mesh_of
+from energy_attn.distributed import KVCache, SequenceParallel, make_mesh, methods
+from tests.support.meshes import MERGES, mesh_of
 from tests.support.problems import _make, cast
 from tests.support.reference import dense, dense_vjp
 
 AXES = ("node", "device")
 ROTATED = "queries rotate"
 WAYS = {
-    **{merge: {"merge": merge} for merge in cost.MERGES},
+    **{merge: {"merge": merge} for merge in MERGES},
     "keys rotate": {"method": "ring"},
     "queries and keys": {"queries_sharded": True},
     ROTATED: {"queries_sharded": True, "method": "ring"},

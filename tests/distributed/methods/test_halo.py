@@ -24,7 +24,7 @@ from energy_attn.scores import SoftCap
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
-from tests.support.schedule import shared_keys
+from tests.support.programs import shared_keys
 
 S = 64
 

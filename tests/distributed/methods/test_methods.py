@@ -18,12 +18,10 @@ from energy_attn import masks
 from energy_attn.distributed import (
     SequenceParallel,
     collectives,
-    cost,
     shard_sequence,
     unshard_sequence,
 )
-from energy_attn.distributed.methods._layout import sequence_order
-from energy_attn.distributed.methods._plan import sharding_plan
+from energy_attn.distributed.internal import sequence_order, sharding_plan
 from energy_attn.kernels import local_attention
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.call._tokens import Tokens
@@ -31,20 +29,24 @@ from energy_attn.kernels.masks._structure import window_structure
 from energy_attn.kernels.xla._blocks import BlockedOperands
 from tests.support.compare import close
 from tests.support.masks import RULES
-from tests.support.meshes import check, in_parts, mesh_of, on_host
-from tests.support.methods import (
+from tests.support.meshes import (
     AXES,
     COLUMNS,
     DECODE,
     EMPTY,
     GROUPED,
     INSIDE,
+    MERGES,
     METHODS,
     ODD,
     POSITIONED,
     ROWS,
     SELF,
+    check,
+    in_parts,
     inside,
+    mesh_of,
+    on_host,
     square,
     state_and_gradients,
 )
@@ -141,7 +143,7 @@ def test_states_are_rounded_once():
     assert (np.asarray(out) == once).mean() > 0.98
 
 
-@pytest.mark.parametrize("merge", few(cost.MERGES, "hierarchical"))
+@pytest.mark.parametrize("merge", few(MERGES, "hierarchical"))
 def test_merges(merge):
     """A merge strategy that is right only in the middle of its range: few keys, none, and fully masked rows.
 

@@ -12,18 +12,21 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.distributed import KVCache, SequenceParallel, cost, unshard_sequence
+from energy_attn.distributed import KVCache, SequenceParallel, unshard_sequence
 from energy_attn.distributed.merge._abstract import moved
-from tests.support import drafts
+from tests.support import caches
 from tests.support.compare import close
-from tests.support.meshes import SHAPES, mesh_of, parallel_of
-from tests.support.methods import (
+from tests.support.meshes import (
     COLUMNS,
     INSIDE,
+    MERGES,
     POSITIONED,
+    SHAPES,
     inside,
     is_whole,
     laid_out,
+    mesh_of,
+    parallel_of,
     static_options,
 )
 from tests.support.naive import naive
@@ -100,8 +103,8 @@ def cached(arrays):
 
 def drafted(arrays):
     """`tree_decode`, of a context that was appended before."""
-    counts = jnp.asarray(drafts.COUNTS, jnp.int32)
-    return drafts.decoded(drafts.empty("2x4"), arrays, counts)
+    counts = jnp.asarray(caches.COUNTS, jnp.int32)
+    return caches.decoded(caches.empty("2x4"), arrays, counts)
 
 
 # Small, as programs of second order are large: what is seen is the other tests' business. Some devices have no keys.
@@ -113,7 +116,7 @@ GRID = ("node", "device")
 CASES = {
     **{
         f"tree {merge}": ("2x4", LINE, everywhere(LINE, SequenceParallel(GRID, "tree", merge)))
-        for merge in cost.MERGES
+        for merge in MERGES
     },
     **{
         f"{method} {layout}": (
@@ -132,7 +135,7 @@ CASES = {
     **{f"inside, {name}": ("2x4", POSITIONED, inside(name, POSITIONED, GRID)) for name in INSIDE},
     "explicit": ("2x4 explicit", LINE, typed(LINE, "2x4 explicit")),
     "cache": ("2x4", CACHED, cached),
-    "prefix tree": ("2x4", drafts.problem_of("modes"), drafted),
+    "prefix tree": ("2x4", caches.problem_of("modes"), drafted),
 }
 TRACED_SCALE = "explicit", "ring zigzag"
 # The derivative of a fold is one function for all merges; what exchanges heads is linear; and inside `shard_map` most

@@ -12,13 +12,12 @@ import energy_attn as ea
 from energy_attn.distributed import (
     KVCache,
     SequenceParallel,
-    cost,
     logsumexp_across,
     merge_across,
 )
 from energy_attn.kernels import AttentionState, CovarianceState
 from tests.support.compare import close, same
-from tests.support.meshes import mesh_of
+from tests.support.meshes import MERGES, mesh_of
 from tests.support.problems import Problem
 from tests.support.reference import dense, dense_vjp
 from tests.support.selection import few
@@ -103,7 +102,7 @@ def test_every_merge(broken):
         return sum(x.sum() for x in jax.tree.leaves(spread(("butterfly",), out, lse)))
 
     def run(out, lse):
-        return spread(cost.MERGES, out, lse), jax.grad(total, (0, 1))(out, lse)
+        return spread(MERGES, out, lse), jax.grad(total, (0, 1))(out, lse)
 
     with jax.set_mesh(mesh_of("2x4")):
         found = jax.jit(run)(out, lse)

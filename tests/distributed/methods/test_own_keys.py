@@ -75,7 +75,7 @@ def test_halves_of_a_gather(layout):
     )
     arrays, given = on_host(problem)
     bias = arrays.pop("bias")
-    parallel = SequenceParallel("device", methods.Gather(), layout=layout)
+    parallel = SequenceParallel("device", "gather", layout=layout)
 
     @jax.jit
     def run(arrays, bias, cotangent):

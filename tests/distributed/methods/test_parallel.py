@@ -18,11 +18,11 @@ import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.kernels import local_attention
 from tests.support.compare import close
+from tests.support.flags import spawn
 from tests.support.meshes import SHAPES, batches_psum, check, mesh_of, on_host, parallel_of
 from tests.support.problems import PROBLEMS, Problem, _make, cast, cotangents, everything
 from tests.support.reference import dense, dense_vjp
 from tests.support.selection import few, few_rows
-from tests.support.spawn import spawn
 
 EVEN = everything("even", B=2, T=5, S=16)  # S divides by 8, as arrays sharded by their types must
 

@@ -15,9 +15,9 @@ from jax import P, lax
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, make_mesh, shard_sequence, unshard_sequence
 from tests.support.compare import close
-from tests.support.measures import measure
 from tests.support.meshes import mesh_of
 from tests.support.naive import naive
+from tests.support.observables import measure
 from tests.support.problems import cast, everything
 from tests.support.reference import dense, dense_vjp, rows
 from tests.support.selection import few, few_rows
@@ -164,7 +164,7 @@ def test_a_ring_inside_stages():
 
 
 def test_limits_of_jax():
-    """What docs/guide.md says that JAX cannot differentiate: if this fails, newer JAX can, and the page may say so."""
+    """What docs/devices.md says that JAX cannot differentiate; if this fails, newer JAX can: update the page."""
     with jax.set_mesh(make_mesh((2, 4), ("stage", "device"))):
         with pytest.raises(ValueError, match="(?i)manual"):
             gradient_of_stages("tree").lower(jnp.ones((2, 8, 1, 2)))

@@ -22,9 +22,7 @@ from energy_attn.distributed import (
 from energy_attn.kernels import AttentionState
 from energy_attn.prefix_tree import PrefixTree, tree_decode
 from tests.support.compare import close
-from tests.support.measures import answers, measure
-from tests.support.meshes import mesh_of, on_host
-from tests.support.methods import (
+from tests.support.meshes import (
     AXES,
     DECODE,
     EMPTY,
@@ -32,13 +30,15 @@ from tests.support.methods import (
     SELF,
     is_whole,
     laid_out,
+    mesh_of,
+    on_host,
     static_options,
 )
-from tests.support.observables import directions, exactly
+from tests.support.observables import answers, directions, exactly, measure
 from tests.support.problems import Problem, _make, cast
 from tests.support.reference import dense, dense_vjp, rows
+from tests.support.scores import gradient_of, sink_of, with_key
 from tests.support.selection import few, few_rows
-from tests.support.sinks import gradient_of, sink_of, with_key
 
 
 def check(problem: Problem, parallel: SequenceParallel, mesh: str, batched=False, place=None):

@@ -13,7 +13,7 @@ from tests.support.complaints import refused
 from tests.support.selection import few
 
 LAYOUTS = "contiguous", "zigzag", "striped"
-CHIP = plan.Chip("tpu_v5p", 1e3, 1, 1.0)
+CHIP = dataclasses.replace(plan.chip("v5p"), flops=1e3, memory=1, efficiency=1.0)
 
 
 def network(*sizes, bandwidth=1.0, platform="tpu"):
@@ -228,9 +228,9 @@ COMPLAINTS = {
         "tree", "gather", SHAPE, TWO, CHIP, gradient=True
     ),
     "ValueError name: wanted .*'h200', got str 'v9'": lambda: plan.chip("v9"),
-    "ValueError flops: wanted": lambda: plan.Chip("tpu_v5p", 0.0, 1),
-    "ValueError memory: wanted": lambda: plan.Chip("tpu_v5p", 1.0, 0),
-    "ValueError efficiency: wanted": lambda: plan.Chip("tpu_v5p", 1.0, 1, 1.5),
+    "ValueError flops: wanted": lambda: dataclasses.replace(CHIP, flops=0.0),
+    "ValueError memory: wanted": lambda: dataclasses.replace(CHIP, memory=0),
+    "ValueError efficiency: wanted": lambda: dataclasses.replace(CHIP, efficiency=1.5),
 }
 
 

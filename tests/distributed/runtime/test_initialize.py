@@ -9,9 +9,8 @@ import jax
 import pytest
 
 from energy_attn.distributed.runtime import _initialize
-from energy_attn.distributed.runtime._initialize import initialize
-from energy_attn.distributed.runtime._rendezvous import Participant, coordinate, join
-from tests.support.ports import free_port
+from energy_attn.distributed.runtime._initialize import Participant, coordinate, initialize, join
+from tests.support.flags import free_port
 
 JOB = {"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 0}
 VARIABLES = ("COORDINATOR_ADDRESS", "COORDINATOR_BIND_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from energy_attn.distributed import fetch, make_mesh, place, place_like
+from energy_attn.distributed import fetch, make_mesh, place
 from tests.support.complaints import refused
 
 AXES = ("node", "device")
@@ -68,7 +68,7 @@ def test_a_tree_that_was_read_lies_like_the_old_one():
     read = eqx.tree_deserialise_leaves(file, state)
     assert len(read["layer"].weight.sharding.device_set) == 1
     for like in (state, eqx.filter_eval_shape(lambda: state) | {"layer": abstract(layer)}):
-        placed = place_like(read | {"keys": keys[:]}, like | {"keys": keys})
+        placed = place(read | {"keys": keys[:]}, like=like | {"keys": keys})
         keys_there = placed.pop("keys")
         assert placed["step"] == 7 and placed["act"] is jax.nn.relu
         assert keys_there.sharding == keys.sharding
@@ -105,7 +105,7 @@ def test_a_tree_of_another_form(wanted):
     """Weights of another model, placed as far as they go."""
     like = {"a": place(np.ones(8, np.float32), NamedSharding(make_mesh(), jax.P(AXES))), "b": 1}
     with refused(wanted):
-        place_like(OTHERS[wanted], like)
+        place(OTHERS[wanted], like=like)
 
 
 @pytest.mark.parametrize(

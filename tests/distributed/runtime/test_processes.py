@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.flags import environment
-from tests.support.launch import launch
-from tests.support.ports import free_port
+from tests.support.flags import environment, free_port, launch
 from tests.support.process import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[3]

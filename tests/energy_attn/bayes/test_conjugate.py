@@ -20,7 +20,7 @@ from energy_attn.distributed import SequenceParallel
 from energy_attn.solvers import Newton, Optax
 from tests.support.compare import close
 from tests.support.complaints import complains
-from tests.support.measures import measure
+from tests.support.observables import measure
 from tests.support.problems import Problem
 from tests.support.reference import dense, dense_covariance, dense_jvp, dense_vjp, rows, visible
 from tests.support.selection import few

@@ -22,7 +22,7 @@ from energy_attn.bayes import gamma, saddle_attention
 from energy_attn.distributed import SequenceParallel
 from energy_attn.solvers import Newton, Optax
 from tests.support.arrays import array
-from tests.support.measures import measure
+from tests.support.observables import measure
 from tests.support.reference import dense, dense_vjp, rows
 from tests.support.solvers import CONVERGED, NO_KEYS, POINT, PROBLEM, SEEN, SOLID, kl
 

@@ -17,7 +17,7 @@ from energy_attn.bayes import gamma, saddle_attention
 from energy_attn.solvers import Extragradient, Mirror, Newton, Optax, Optimistic
 from tests.support.arrays import array
 from tests.support.complaints import complains
-from tests.support.measures import measure
+from tests.support.observables import measure
 from tests.support.reference import dense, dense_vjp, rows, visible
 from tests.support.selection import few
 from tests.support.solvers import (

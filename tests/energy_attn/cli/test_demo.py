@@ -15,7 +15,7 @@ import pytest
 import energy_attn as ea
 import energy_attn.cli.demo as demo
 from energy_attn import __main__ as command
-from energy_attn.cli import _byte_llama, _command
+from energy_attn.cli import _command
 from energy_attn.cli.demo import _decode
 from energy_attn.cli.info import EXAMPLES, choice
 from energy_attn.distributed import SequenceParallel, make_mesh
@@ -65,7 +65,7 @@ def pieces():
     """The computations of a run of the demo, made once."""
     with jax.enable_x64(False):
         model = jax.jit(lambda key: Llama(TINY, key=key))(jax.random.key(0))
-    text, decode, compile_loop = _byte_llama.held_out_text(), demo.decode, demo.compile_loop
+    text, decode, compile_loop = _command.held_out_text(), demo.decode, demo.compile_loop
     made: dict = {}
 
     def remember(name, function):
@@ -233,8 +233,8 @@ def test_without_matplotlib(run, monkeypatch):
 
 def test_broken_weights(run, monkeypatch, tmp_path):
     """A traceback instead of the name of the file."""
-    monkeypatch.setattr(_byte_llama, "FOLDER", tmp_path)
-    monkeypatch.setattr(demo, "byte_llama", _byte_llama.byte_llama)
+    monkeypatch.setattr(_command, "MODEL", tmp_path)
+    monkeypatch.setattr(demo, "byte_llama", _command.byte_llama)
     status, out, err = run()
     assert (
         status == 2 and out == "" and f"model.safetensors.index.json in it, got {tmp_path}" in err
@@ -244,14 +244,14 @@ def test_broken_weights(run, monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def peer():
     transformers = pytest.importorskip("transformers")
-    return transformers.LlamaForCausalLM.from_pretrained(_byte_llama.FOLDER, dtype="float32")
+    return transformers.LlamaForCausalLM.from_pretrained(_command.MODEL, dtype="float32")
 
 
 @pytest.mark.full
 def test_weights(peer, user_settings):
     """Committed weights other than the trained ones, or weights that this library reads wrongly."""
     torch = pytest.importorskip("torch")
-    held = _byte_llama.held_out_text()
+    held = _command.held_out_text()
     starts = np.linspace(0, len(held) - 513, 16).astype(int)
     pieces = held[starts[:, None] + np.arange(513)].astype(np.int64)
     with torch.inference_mode():
@@ -259,13 +259,13 @@ def test_weights(peer, user_settings):
     scores = wanted - np.log(np.exp(wanted).sum(-1, keepdims=True))
     loss = -np.take_along_axis(scores, pieces[:, 1:, None], 2).mean()
     assert loss < BOUND
-    model = _byte_llama.byte_llama()
+    model = _command.byte_llama()
     tokens = jnp.asarray(pieces, jnp.int32)
     np.testing.assert_allclose(jax.jit(_decode.surprise)(model, tokens).mean(), loss, atol=1e-5)
     ours = jax.jit(lambda model, x: model(x).logits)(model, tokens[:2, :-1])
     np.testing.assert_allclose(ours, wanted[:2], atol=2e-6 * np.abs(wanted).max())
     assert _decode.parameters(model) == 918_656
-    files = {path.name: path.stat().st_size for path in _byte_llama.FOLDER.iterdir()}
+    files = {path.name: path.stat().st_size for path in _command.MODEL.iterdir()}
     assert set(files) == {"config.json", "model.safetensors"} and sum(files.values()) <= 2e6
 
 
@@ -309,10 +309,10 @@ def test_held_out_text(tmp_path, monkeypatch):
         return read(path)
 
     monkeypatch.setattr(Path, "read_bytes", forbidden)
-    assert _byte_llama.held_out_text(tmp_path).tobytes() == b"kept"
+    assert _command.held_out_text(tmp_path).tobytes() == b"kept"
     (tmp_path / "typing.py").unlink()
     with pytest.raises(FileNotFoundError, match="no sources of the standard library"):
-        _byte_llama.held_out_text(tmp_path)
+        _command.held_out_text(tmp_path)
 
 
 def test_table():

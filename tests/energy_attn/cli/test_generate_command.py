@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from energy_attn.__main__ import main
-from energy_attn.cli._byte_llama import byte_llama
+from energy_attn.cli._command import byte_llama
 from energy_attn.models import Llama, LlamaConfig, Tokenizer, generate, load
 from tests.support.flags import environment
 from tests.support.selection import few

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from energy_attn.__main__ import main
-from energy_attn.cli._byte_llama import FOLDER
+from energy_attn.cli._command import MODEL
 from energy_attn.cli.plan import Job, weights
 from energy_attn.distributed import cost
 from energy_attn.distributed import plan as planner
@@ -65,7 +65,7 @@ def test_seconds_and_bytes(plan):
 def test_the_model_that_comes_with_the_library(capsys):
     """A name that is taken for a file."""
     found = []
-    for model in "demo", str(FOLDER):
+    for model in "demo", str(MODEL):
         assert main(["plan", *MESH, "--tokens", "2K", "--model", model, "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0] == found[1]

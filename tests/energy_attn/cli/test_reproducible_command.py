@@ -6,7 +6,7 @@ import pytest
 
 from energy_attn.__main__ import main
 from energy_attn.cli.reproducible import EqualBits, _table
-from tests.support.spawn import ROOT, spawn
+from tests.support.flags import ROOT, spawn
 
 
 def test_page():

@@ -8,9 +8,8 @@ import pytest
 import energy_attn as ea
 from energy_attn.distributed import KVCache
 from tests.support.compare import close
-from tests.support.measures import answers, few_answers
 from tests.support.meshes import mesh_of, parallel_of
-from tests.support.observables import directions, exact
+from tests.support.observables import answers, directions, exact, few_answers
 from tests.support.problems import Problem, cast, cotangents
 from tests.support.reference import dense_vjp
 from tests.support.selection import few_rows

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 import energy_attn as ea
 from tests.support.compare import close
 from tests.support.complaints import a, complains
-from tests.support.measures import answers, few_answers, measure
-from tests.support.observables import directions, exact
+from tests.support.observables import answers, directions, exact, few_answers, measure
 from tests.support.problems import PROBLEMS, Problem, cast, cotangents
 from tests.support.reference import dense_vjp
 from tests.support.selection import few, few_rows

@@ -11,7 +11,7 @@ import pytest
 import energy_attn as ea
 from energy_attn import scores
 from tests.support.compare import close
-from tests.support.measures import answers
+from tests.support.observables import answers
 from tests.support.problems import Problem
 from tests.support.reference import dense, rows
 from tests.support.scores import CASES

@@ -17,14 +17,20 @@ from hypothesis import strategies as st
 import energy_attn as ea
 from tests.support.compare import close
 from tests.support.complaints import B, H, K, N, S, T, V, a, complains
-from tests.support.distributions import statistic
-from tests.support.measures import answers, few_answers, measure
-from tests.support.observables import directions, exact, exactly
+from tests.support.observables import (
+    answers,
+    directions,
+    exact,
+    exactly,
+    few_answers,
+    measure,
+    statistic,
+)
 from tests.support.problems import PROBLEMS, Problem, cast, cotangents
 from tests.support.programs import instructions
 from tests.support.reference import dense, dense_vjp, rows
+from tests.support.scores import gradient_of, sink_of, with_key
 from tests.support.selection import few, few_rows
-from tests.support.sinks import gradient_of, sink_of, with_key
 
 
 def state(problem: Problem, implementation=None):

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 import energy_attn as ea
 from energy_attn import masks
 from energy_attn.distributed import SequenceParallel, make_mesh, shard_sequence, unshard_sequence
+from tests.support.arrays import drawn
 from tests.support.compare import close
 from tests.support.complaints import a, complains
 from tests.support.selection import few, few_rows
-from tests.support.weights import drawn
 
 B, T, D, HEADS, Y = 2, 16, 6, 2, 3
 X = np.random.default_rng(0).standard_normal((B, T, D))

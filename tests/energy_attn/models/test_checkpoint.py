@@ -18,13 +18,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import make_mesh
-from energy_attn.models import LinearRope, Llama, Llama3Rope, LlamaConfig, YarnRope, shard
+from energy_attn.models import Llama, LlamaConfig, Rope, shard
 from tests.support.compare import same
 from tests.support.complaints import refused
 from tests.support.disk import Killed, contents, failing, meanwhile
+from tests.support.flags import spawn
 from tests.support.llama import build
 from tests.support.selection import few, few_rows
-from tests.support.spawn import spawn
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
 load_file = pytest.importorskip("safetensors.numpy").load_file
@@ -40,7 +40,7 @@ SIZES = {
     "head_dim": 6,
     "attention_bias": True,
 }
-SCALING = Llama3Rope(8.0, original_max_position_embeddings=16)
+SCALING = Rope.llama3(8.0, original_max_position_embeddings=16)
 CONFIG = LlamaConfig(**SIZES, rope_scaling=SCALING, eos_token_id=(3, 5))
 SAID = {"model_type": "llama", "eos_token_id": [3, 5], **SIZES}
 LLAMA3 = {
@@ -111,22 +111,22 @@ ROPES = {  # the rotary embedding as config.json says it: theta, and how positio
     """"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2},
     "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2}""": (
         5e5,
-        LinearRope(2),
+        Rope.linear(2),
     ),
-    '"rope_theta": 100, "rope_scaling": {"type": "linear", "factor": 4.0}': (100, LinearRope(4.0)),
+    '"rope_theta": 100, "rope_scaling": {"type": "linear", "factor": 4.0}': (100, Rope.linear(4.0)),
     """"max_position_embeddings": 64, "rope_scaling": {"rope_type": "llama3", "factor": 2.0,
-    "low_freq_factor": 1.0, "high_freq_factor": 2.0}""": (1e4, Llama3Rope(2.0, 1.0, 2.0, 64)),
+    "low_freq_factor": 1.0, "high_freq_factor": 2.0}""": (1e4, Rope.llama3(2.0, 1.0, 2.0, 64)),
     '"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 5e5}': (
         5e5,
-        LinearRope(2),
+        Rope.linear(2),
     ),
-    '"rope_scaling": {"rope_type": null, "type": "linear", "factor": 2}': (1e4, LinearRope(2)),
+    '"rope_scaling": {"rope_type": null, "type": "linear", "factor": 2}': (1e4, Rope.linear(2)),
     '"hidden_act": "swish", "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}': (
         1e4,
         None,
     ),
     """"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 16,
-    "attn_factor": 1.0, "extrapolation_factor": 1}""": (1e4, YarnRope(2, 16)),
+    "attn_factor": 1.0, "extrapolation_factor": 1}""": (1e4, Rope.yarn(2, 16)),
 }
 
 
@@ -244,7 +244,7 @@ def test_bad_config(wanted, said, tmp_path, unchecked):
 
 def test_bad_rope_scaling(unchecked):
     """A dictionary as `rope_scaling`: the field of a static configuration must be hashable."""
-    with pytest.raises(TypeError, match="rope_scaling: wanted an AbstractRope or None"):
+    with pytest.raises(TypeError, match="rope_scaling: wanted a Rope or None"):
         LlamaConfig(rope_scaling={"factor": 2.0})
     with pytest.raises(TypeError, match="eos_token_id: wanted a tuple, got list"):
         LlamaConfig(eos_token_id=[2])
@@ -254,7 +254,7 @@ def test_frequencies():
     """Llama 3's scaling as a function of each pair's wavelength, one pair at a time."""
     from energy_attn.models.llama._rope import frequencies
 
-    scaling = Llama3Rope(8.0, 1.0, 4.0, 8192)
+    scaling = Rope.llama3(8.0, 1.0, 4.0, 8192)
     got = frequencies(128, 5e5, scaling, np.dtype("float64"), 9000)
     kinds = set()
     for i, frequency in enumerate(got):
@@ -270,7 +270,7 @@ def test_frequencies():
         kinds.add(kind)
         np.testing.assert_allclose(frequency, want, rtol=1e-14)
     assert kinds == {"kept", "divided", "between"}
-    half = frequencies(8, 100.0, LinearRope(2.0), np.dtype("float64"), 9000)
+    half = frequencies(8, 100.0, Rope.linear(2.0), np.dtype("float64"), 9000)
     np.testing.assert_allclose(half, 100.0 ** (-np.arange(4) / 4) / 2, rtol=1e-14)
 
 

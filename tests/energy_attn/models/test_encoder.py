@@ -12,10 +12,9 @@ from safetensors.numpy import load_file, save_file
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import Encoder, EncoderConfig, load, shard
-from tests.support.arrays import array
+from tests.support.arrays import array, drawn
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
-from tests.support.weights import drawn
 
 CONFIG = EncoderConfig(
     vocab_size=40,

@@ -10,7 +10,7 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
-from energy_attn.models import LinearRope, LlamaConfig, YarnRope, load
+from energy_attn.models import LlamaConfig, Rope, load
 from energy_attn.prefix_tree import PrefixTree
 from tests.support.arrays import array
 from tests.support.compare import close
@@ -104,7 +104,7 @@ def test_defaults(tmp_path):
         tmp_path, model_type="gemma3_text", rope_scaling={"type": "linear", "factor": 8.0}, **bases
     )
     assert (old.rope_theta, old.rope_local_base_freq) == (7e5, 5e3)
-    assert old.rope_scaling == LinearRope(8.0)
+    assert old.rope_scaling == Rope.linear(8.0)
 
 
 REFUSED = {
@@ -214,14 +214,14 @@ def test_refused(said, tmp_path, unchecked):
 
 def test_yarn(tmp_path):
     """A field of the scaling that is lost between a file and the configuration."""
-    scaling = YarnRope(4.0, 64, 16.0, 2.0, mscale=0.7, mscale_all_dim=0.9, truncate=False)
+    scaling = Rope.yarn(4.0, 64, 16.0, 2.0, mscale=0.7, mscale_all_dim=0.9, truncate=False)
     config = LlamaConfig(rope_scaling=scaling, num_attention_heads=4)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config.to_json()))
     assert LlamaConfig.from_json(path) == config
     given = {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}
     found = read(tmp_path, model_type="llama", max_position_embeddings=96, rope_scaling=given)
-    assert found.rope_scaling == YarnRope(2.0, 96, scale=1.5)
+    assert found.rope_scaling == Rope.yarn(2.0, 96, scale=1.5)
 
 
 LOST = {

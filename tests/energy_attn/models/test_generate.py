@@ -12,11 +12,10 @@ import pytest
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.models import (
     AbstractDrafter,
-    LinearRope,
     LlamaConfig,
     ModelDrafter,
     PromptLookup,
-    TreeOutput,
+    Rope,
     generate,
     score_continuations,
 )
@@ -195,7 +194,7 @@ def test_warnings():
     with pytest.warns(UserWarning, match="within the 6 positions .* got up to 7"):
         traced(4)
     with pytest.warns(UserWarning, match="within the 9 positions .* got up to 10"):
-        traced(7, replace(SMALL, rope_scaling=LinearRope(1.5)))
+        traced(7, replace(SMALL, rope_scaling=Rope.linear(1.5)))
     for name, value in ("top_k", 3), ("top_p", 0.5):
         with pytest.warns(UserWarning, match=f"{name}: wanted a temperature above 0"):
             traced(2, **{name: value})
@@ -399,6 +398,10 @@ class Treeless(Wrong):
         return text, state
 
 
+def read_one(model):
+    return model.read_tree(pack(ones(1, 1, 1)), model.empty_cache(1, 4))
+
+
 def ones(*shape):
     return np.ones(shape, np.int32)
 
@@ -448,7 +451,7 @@ BAD = {
     ),
     "ValueError read: wanted the 1 layers of the cache, got 2": lambda m: m.empty_cache(
         1, 4
-    ).commit(None, TreeOutput(TOKENS[None] / 1, (TOKENS,) * 2, (TOKENS,) * 2)),
+    ).commit(None, (read := read_one(m))._replace(keys=2 * read.keys, values=2 * read.values)),
     "ValueError parallel": lambda m: generate(m, TOKENS, 3, parallel=SequenceParallel()),
     "ValueError ngram: wanted at least 1": lambda m: PromptLookup(ngram=0),
     "TypeError model: .*AbstractDecoder.* got LlamaConfig": lambda m: ModelDrafter(m.config),

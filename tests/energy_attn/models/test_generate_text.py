@@ -18,8 +18,8 @@ from energy_attn.models import (
 from energy_attn.models.generation import _generate, _sampling, _stream
 from energy_attn.prefix_tree import PrefixTree
 from tests.support.complaints import refused
-from tests.support.distributions import distribution
 from tests.support.llama import build
+from tests.support.observables import distribution
 from tests.support.selection import few
 from tests.support.tokenizers import byte_level, sentence_piece, write
 

@@ -11,7 +11,7 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.models import LinearRope, Llama
+from energy_attn.models import Llama, Rope
 from tests.support.compare import close
 from tests.support.complaints import refused
 from tests.support.llama import CONFIG, build, numpy_llama
@@ -22,7 +22,7 @@ VARIANTS = {
     "multi-query": dataclasses.replace(CONFIG, num_key_value_heads=1),
     "tied": dataclasses.replace(CONFIG, tie_word_embeddings=True),
     "wide heads, biases, scaled rope": dataclasses.replace(
-        CONFIG, head_dim=10, attention_bias=True, mlp_bias=True, rope_scaling=LinearRope(3.0)
+        CONFIG, head_dim=10, attention_bias=True, mlp_bias=True, rope_scaling=Rope.linear(3.0)
     ),
     "one layer": dataclasses.replace(CONFIG, num_hidden_layers=1),
     "large eps": dataclasses.replace(CONFIG, rms_norm_eps=0.3),

@@ -14,10 +14,9 @@ from safetensors.numpy import load_file, save_file
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.models import (
-    DynamicRope,
     ExpertsConfig,
-    LongRope,
     PromptLookup,
+    Rope,
     generate,
     load,
     shard,
@@ -439,10 +438,10 @@ def test_layers_behind_the_last(drafts, tmp_path):
             load(tmp_path, progress=False)
 
 
-LONG = LongRope((1.0, 1.5, 2.0, 1.0), (3.0, 5.0, 9.0, 2.0), 20, factor=4.0)
+LONG = Rope.longrope((1.0, 1.5, 2.0, 1.0), (3.0, 5.0, 9.0, 2.0), 20, factor=4.0)
 
 
-@pytest.mark.parametrize("scaling", [LONG, DynamicRope(3.0, 20)], ids=["long", "dynamic"])
+@pytest.mark.parametrize("scaling", [LONG, Rope.dynamic(3.0, 20)], ids=["long", "dynamic"])
 def test_ropes_of_a_length(scaling):
     """Keys of a chunk, a step, a tree or a fork that are turned by another length than the text's."""
     model = build(replace(CONFIG, rope_scaling=scaling))

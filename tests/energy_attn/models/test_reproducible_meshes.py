@@ -24,9 +24,9 @@ from energy_attn.models import (
 )
 from energy_attn.prefix_tree import PrefixTree
 from tests.support.compare import same
+from tests.support.flags import spawn
 from tests.support.llama import GPT_OSS, build
 from tests.support.selection import few_rows
-from tests.support.spawn import spawn
 
 SMALL = LlamaConfig(
     40, 48, 72, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8

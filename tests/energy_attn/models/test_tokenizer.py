@@ -382,7 +382,7 @@ def test_a_library_that_is_missing(name, tmp_path, monkeypatch):
     """An ImportError that does not say what to install."""
     write(tmp_path, byte_level())
     tokenizer = Tokenizer.load(tmp_path, chat_template="a") if name == "jinja2" else None
-    from energy_attn.models.text import _tokenizer
+    from energy_attn.models import _tokenizer
 
     _tokenizer._environment.cache_clear()
     _tokenizer._program.cache_clear()

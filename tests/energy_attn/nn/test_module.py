@@ -15,12 +15,12 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
+from tests.support.arrays import drawn
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
 from tests.support.problems import PROBLEMS, _make, cast
 from tests.support.reference import dense, dense_vjp
 from tests.support.selection import few, few_rows
-from tests.support.weights import drawn
 
 T, S, HEADS = 5, 7, 3
 # All different, so that no size can stand for another.

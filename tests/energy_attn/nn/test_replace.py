@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
+from tests.support.arrays import drawn
 from tests.support.compare import close
-from tests.support.weights import drawn
 
 T, S = 5, 7
 ALL = {

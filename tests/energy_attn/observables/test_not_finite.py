@@ -9,7 +9,7 @@ import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.functional import shifted_energy
 from energy_attn.solvers import Newton
-from tests.support.measures import measure
+from tests.support.observables import measure
 from tests.support.selection import few
 
 BROKEN = 2  # the query whose row is NaN

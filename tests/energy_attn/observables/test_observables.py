@@ -13,9 +13,8 @@ import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from tests.support.compare import close
 from tests.support.complaints import complains
-from tests.support.measures import answers, measure
 from tests.support.meshes import mesh_of, parallel_of
-from tests.support.observables import directions, exact, exactly, slopes
+from tests.support.observables import answers, directions, exact, exactly, measure, slopes
 from tests.support.problems import BLOCKS, PROBLEMS, Problem, cast, lse_dtype, tangents
 from tests.support.reference import rows
 from tests.support.selection import few, few_rows

@@ -13,13 +13,12 @@ import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
 from tests.support.compare import close
 from tests.support.complaints import complains
-from tests.support.measures import measure
 from tests.support.meshes import mesh_of, parallel_of
-from tests.support.observables import slopes
+from tests.support.observables import measure, slopes
 from tests.support.problems import BLOCKS, LARGE, PROBLEMS, Problem, cast, tangents
 from tests.support.reference import rows
+from tests.support.scores import sink_of, with_key
 from tests.support.selection import few, few_rows
-from tests.support.sinks import sink_of, with_key
 
 ROWS, KEYS = [-1, 0, 0], slice(1, None, 3)
 

@@ -11,13 +11,12 @@ import pytest
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
 from tests.support.compare import close
-from tests.support.measures import measure
 from tests.support.meshes import mesh_of
-from tests.support.observables import slopes
+from tests.support.observables import measure, slopes
 from tests.support.problems import PROBLEMS, cast, tangents
 from tests.support.reference import rows
+from tests.support.scores import sink_of, with_key
 from tests.support.selection import few_rows
-from tests.support.sinks import sink_of, with_key
 
 ORDERS = (0, 0.5, 1, 2, 7.5, math.inf)
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
-from tests.support.distributions import statistic
-from tests.support.measures import measure
 from tests.support.meshes import mesh_of, parallel_of
+from tests.support.observables import measure, statistic
 from tests.support.problems import BLOCKS, LARGE, PROBLEMS, cast
 from tests.support.reference import rows
 

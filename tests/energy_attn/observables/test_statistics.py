@@ -11,14 +11,13 @@ import pytest
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
 from tests.support.compare import close
-from tests.support.measures import measure
 from tests.support.meshes import mesh_of
-from tests.support.observables import exactly, slopes
+from tests.support.observables import exactly, measure, slopes
 from tests.support.problems import PROBLEMS, Problem, cast, tangents
 from tests.support.programs import instructions
 from tests.support.reference import dense, rows
+from tests.support.scores import sink_of, with_key
 from tests.support.selection import few, few_rows
-from tests.support.sinks import sink_of, with_key
 
 
 def exact_statistics(problem: Problem) -> dict[str, np.ndarray]:

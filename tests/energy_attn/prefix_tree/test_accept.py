@@ -15,7 +15,7 @@ from energy_attn.prefix_tree import PrefixTree, accept_greedy, accept_sampling, 
 from energy_attn.prefix_tree._accept import longest_chosen_path
 from tests.support.compare import same
 from tests.support.complaints import complains
-from tests.support.distributions import distribution
+from tests.support.observables import distribution
 from tests.support.selection import few
 
 B, M, C, V = 2, 4, 3, 3

@@ -10,7 +10,7 @@ import pytest
 from energy_attn.prefix_tree._accept import check_sampling, process_logits, sample_tokens
 from tests.support.compare import close
 from tests.support.complaints import complains
-from tests.support.distributions import distribution
+from tests.support.observables import distribution
 
 
 def rows_of_logits():

@@ -18,9 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, make_mesh
 from energy_attn.prefix_tree import Accepted, commit, tree_decode
-from tests.support.compare import close, same
-from tests.support.complaints import complains
-from tests.support.drafts import (
+from tests.support.caches import (
     COUNTS,
     PARENTS,
     B,
@@ -35,6 +33,8 @@ from tests.support.drafts import (
     problem_of,
     tree_of,
 )
+from tests.support.compare import close, same
+from tests.support.complaints import complains
 from tests.support.meshes import mesh_of
 from tests.support.naive import assert_all_close
 from tests.support.problems import cast
@@ -101,7 +101,7 @@ def test_precision(dtype):
     problem = problem_of("precise")
     arrays, _ = cast(problem, dtype)
     with jax.set_mesh(mesh_of("2x4")):
-        state = jax.jit(decoded)(empty("2x4", dtype), arrays, jnp.asarray(COUNTS, jnp.int32))
+        state = jax.jit(decoded)(empty("2x4", dtype=dtype), arrays, jnp.asarray(COUNTS, jnp.int32))
     assert_all_close(state._asdict(), problem, dtype, "both", label="tree_decode")
 
 
@@ -112,7 +112,7 @@ def test_names():
     arrays, rounded = cast(replace(problem, source=None), jnp.float32)
     key, value, query = arrays["key"][:, S:], arrays["value"][:, S:], arrays["query"]
     counts = jnp.asarray(COUNTS, jnp.int32)
-    cache = empty("1", jnp.float32).append(
+    cache = empty("1", dtype=jnp.float32).append(
         arrays["key"][:, :S], arrays["value"][:, :S], lengths=counts
     )
     run = jax.jit(functools.partial(by_place, scale=0.7, implementation="pallas_tpu"))
@@ -185,7 +185,7 @@ def test_quantized():
     arrays, rounded = cast(problem, jnp.float32)
     key, value = arrays["key"], arrays["value"]
     with jax.set_mesh(mesh_of("8")):
-        cache = empty("8", jnp.float32, quantize="int8")
+        cache = empty("8", dtype=jnp.float32, quantize="int8")
         cache = append(cache, key[:, :S], value[:, :S], lengths=counts)
         step = jax.jit(functools.partial(by_place, scale=0.7))
         args = arrays["query"], key[:, S:], value[:, S:], tree_of(), cache, arrays["source"]

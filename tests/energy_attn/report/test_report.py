@@ -13,14 +13,13 @@ import pytest
 import energy_attn as ea
 from energy_attn.models import LlamaConfig
 from energy_attn.report._report import EnergyReport
+from tests.support.arrays import drawn
 from tests.support.compare import close
 from tests.support.llama import build
-from tests.support.measures import measure
-from tests.support.observables import exactly
+from tests.support.observables import exactly, measure
 from tests.support.problems import PROBLEMS, Problem, cast
 from tests.support.reference import dense
 from tests.support.selection import few
-from tests.support.weights import drawn
 
 FIELDS = ("energy", "entropy", "heat_capacity", "variance", "effective_keys")
 CONFIG = LlamaConfig(11, 16, 8, 2, 4, 2, rope_theta=100.0)

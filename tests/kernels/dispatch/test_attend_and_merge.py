@@ -13,7 +13,7 @@ from energy_attn.kernels.dispatch import _attend_and_merge
 from energy_attn.kernels.dispatch._attend_and_merge import attend_and_merge
 from energy_attn.kernels.dispatch._registry import attend
 from energy_attn.kernels.xla import _blockwise
-from energy_attn.kernels.xla._blockwise import backward_by_head, row_cotangents
+from energy_attn.kernels.xla._blockwise_derivatives import backward_by_head, row_cotangents
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.naive import assert_all_close, assert_close, longer

@@ -9,7 +9,7 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.program._read import equations
+from energy_attn.kernels.program._jaxpr import equations
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
 

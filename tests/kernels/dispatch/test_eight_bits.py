@@ -18,14 +18,14 @@ from energy_attn.kernels.internal import (
     GPUTiles,
     PallasGPU,
     Scales,
+    arguments,
     attend,
     candidates,
-    check_call,
     dequantized,
 )
 from tests.support.arrays import array
+from tests.support.caches import read_as_stored, read_by_kernels
 from tests.support.compare import close, same
-from tests.support.eight_bits import read_as_stored, read_by_kernels
 from tests.support.naive import assert_all_close
 from tests.support.problems import HEADS, PROBLEMS, Problem, cast, tangents
 from tests.support.selection import few, few_rows
@@ -67,7 +67,7 @@ def call(arrays, problem, attend=attend, names=None, **options):
     """The state of stored arrays."""
     scales = Scales(arrays["key_scale"], arrays["value_scale"])
     given = (arrays.get(name) for name in ("query", "key", "value", "source", "bias"))
-    checked = check_call(*given, scales=scales, **problem.options | options)
+    checked = arguments.check_call(*given, scales=scales, **problem.options | options)
     return attend(candidates(names), checked.settings, checked.operands)
 
 
@@ -254,7 +254,7 @@ def test_cpus_dequantize_block_by_block():
     scale = jax.ShapeDtypeStruct((1, 8192, 1), jnp.float32)
 
     def step(query, key, value, *scales):
-        checked = check_call(query, key, value, scales=Scales(*scales))
+        checked = arguments.check_call(query, key, value, scales=Scales(*scales))
         return attend(candidates(None), checked.settings, checked.operands)
 
     memory = jax.jit(step).lower(query, key, key, scale, scale).compile().memory_analysis()

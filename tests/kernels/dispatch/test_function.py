@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from energy_attn.kernels.internal import AbstractFunction, function_call
+from energy_attn.kernels.internal import autodiff
 from tests.support.compare import close
 
 
-class Sine(AbstractFunction):
+class Sine(autodiff.AbstractFunction):
     """The sine, of which only the rule has a derivative."""
 
     def apply(self, args):
@@ -20,12 +20,12 @@ class Sine(AbstractFunction):
 
     def jvp(self, primals, tangents):
         assert tangents["by"] is None  # a zero that is not known to be one
-        out = function_call(self, primals)
+        out = autodiff.function_call(self, primals)
         return out, jnp.cos(primals["x"]) * primals["by"] * tangents["x"]
 
 
 def sine(x):
-    return function_call(Sine(), {"x": jnp.asarray(x), "by": jnp.asarray(2.0)})
+    return autodiff.function_call(Sine(), {"x": jnp.asarray(x), "by": jnp.asarray(2.0)})
 
 
 @pytest.mark.smoke
@@ -69,21 +69,21 @@ def test_of_many():
     close(run(x), (*of_sines, np.full(5, 2 * np.sin(0.5))), tolerance=1e-12)
 
 
-class Sum(AbstractFunction):
+class Sum(autodiff.AbstractFunction):
     """The sum over an axis of `jax.vmap`."""
 
     def apply(self, args):
         return lax.psum(args, "i")
 
     def jvp(self, primals, tangents):
-        return function_call(self, primals), lax.psum(tangents, "i")
+        return autodiff.function_call(self, primals), lax.psum(tangents, "i")
 
 
 def test_over_a_named_axis():
     """The name of a mapped axis that is not bound in the function, or in its rule."""
 
     def both(x):
-        return jax.jvp(lambda x: function_call(Sum(), x), (x,), (2 * x,))
+        return jax.jvp(lambda x: autodiff.function_call(Sum(), x), (x,), (2 * x,))
 
     found = jax.jit(jax.vmap(both, axis_name="i"))(np.arange(4.0))
     close(found, (np.full(4, 6.0), np.full(4, 12.0)))

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from energy_attn.kernels.internal import AbstractLinearMap, linear_call
+from energy_attn.kernels.internal import autodiff
 from tests.support.compare import close
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixed(AbstractLinearMap):
+class Mixed(autodiff.AbstractLinearMap):
     """`sin(x) u + x² w`, of which JAX could differentiate `plain` alone."""
 
     def apply(self, fixed, moving):
@@ -24,11 +24,11 @@ class Mixed(AbstractLinearMap):
         return sum(f * x for f, x in zip(factors, moving, strict=True) if x is not None)
 
     def transpose(self, fixed, moving, cotangent):
-        return linear_call(Both(tuple(x is not None for x in moving)), fixed, cotangent)
+        return autodiff.linear_call(Both(tuple(x is not None for x in moving)), fixed, cotangent)
 
 
 @dataclasses.dataclass(frozen=True)
-class Both(AbstractLinearMap):
+class Both(autodiff.AbstractLinearMap):
     """The transpose of `Mixed`."""
 
     moved: tuple[bool, bool]
@@ -41,11 +41,11 @@ class Both(AbstractLinearMap):
         return tuple(x if some else None for x, some in zip(found, self.moved, strict=True))
 
     def transpose(self, fixed, moving, cotangent):
-        return linear_call(Mixed(), fixed, cotangent)
+        return autodiff.linear_call(Mixed(), fixed, cotangent)
 
 
 def mine(x, u, w):
-    return linear_call(Mixed(), x, (u, w))
+    return autodiff.linear_call(Mixed(), x, (u, w))
 
 
 def exact(x, u, w):

@@ -18,19 +18,16 @@ from energy_attn.kernels.call._operands import cotangents as directions_of
 from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
 from energy_attn.kernels.pallas.gpu._plan import make_plan
 from energy_attn.kernels.pallas.tpu._grid import TPUGrid
-from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
-from energy_attn.kernels.pallas.tpu._layout import make_layout
-from energy_attn.kernels.vendor._cudnn import CuDNN
-from energy_attn.kernels.vendor._fa4 import FA4
-from energy_attn.kernels.vendor._flash_attn import FlashAttn
+from energy_attn.kernels.pallas.tpu._kernel import PallasTPU, make_layout
+from energy_attn.kernels.vendor._gpu import FA4, CuDNN, FlashAttn
 from energy_attn.kernels.vendor._splash import Splash
 from energy_attn.kernels.xla._decode import Decode
 from tests.support.arrays import array
 from tests.support.compare import close
+from tests.support.naive import ARGUMENTS, check_tangent
 from tests.support.problems import BLOCKS, HEADS, PROBLEMS, _make, cast, tangents
 from tests.support.reference import dense, dense_jvp
 from tests.support.selection import few_rows
-from tests.support.tangents import ALL, check_tangent
 from tests.support.traits import SMALL, SMALL_LAYOUT, SMALL_TILES
 
 # Lengths, a window and documents at once; queries and keys that no other sees.
@@ -52,15 +49,15 @@ KERNELS = {
 }
 CASES = [
     *(
-        pytest.param(kernel, problem, ALL, marks=pytest.mark.smoke)
+        pytest.param(kernel, problem, ARGUMENTS, marks=pytest.mark.smoke)
         for kernel, problem in (("gpu", PREDICATES), ("tpu", PREDICATES), ("decode", RAGGED))
     ),
-    ("blockwise", PREDICATES, ALL),
+    ("blockwise", PREDICATES, ARGUMENTS),
     ("gpu", HEADS["heads_16_2"], ("query", "key")),  # keys split over programs
     ("tpu, keys split", HEADS["heads_8_8"], ("query", "value")),
     ("tpu, keys last", BLOCKS["blocks_causal"], ("key",)),
-    ("gpu", BLOCKS["blocks_rule"], ALL),
-    ("tpu", BLOCKS["blocks_rule"], ALL),
+    ("gpu", BLOCKS["blocks_rule"], ARGUMENTS),
+    ("tpu", BLOCKS["blocks_rule"], ARGUMENTS),
     ("gpu", PROBLEMS["value_narrower"], ("key", "value")),
     ("tpu", PROBLEMS["value_narrower"], ("query",)),  # the last block of keys is not full
     ("gpu", PROBLEMS["positions"], ("value",)),
@@ -69,13 +66,13 @@ CASES = [
     ("gpu", BLOCKS["blocks_segments"], ("key",)),
     ("tpu", BLOCKS["blocks_window"], ("key", "value")),
     ("gpu", RAGGED, ("query",)),
-    ("tpu, keys last", RAGGED, ALL),
+    ("tpu, keys last", RAGGED, ARGUMENTS),
     ("tpu", HEADS["heads_8_1"], ("query", "key")),
     ("blockwise", PROBLEMS["positions"], ("key", "value")),
     ("blockwise", RAGGED, ("query",)),
-    ("blockwise", PROBLEMS["mask"], ALL),
+    ("blockwise", PROBLEMS["mask"], ARGUMENTS),
     ("decode", PROBLEMS["positions"], ("key", "value")),
-    ("decode", PROBLEMS["mask"], ALL),
+    ("decode", PROBLEMS["mask"], ARGUMENTS),
     ("decode", PROBLEMS["value_narrower"], ("query",)),
 ]
 # `test_vendors` runs our own for GPUs in 16 bits
@@ -99,7 +96,7 @@ def test_tangent(kernel, problem, moving):
 def test_narrow(kernel, dtype):
     """Sums in, or energies rounded to, a narrow dtype."""
     problem = RAGGED if kernel == "decode" else PREDICATES
-    check_tangent(KERNELS[kernel], problem, ALL, jnp.dtype(dtype), kernel)
+    check_tangent(KERNELS[kernel], problem, ARGUMENTS, jnp.dtype(dtype), kernel)
 
 
 @pytest.mark.parametrize("kernel", ["gpu", "tpu"])
@@ -110,12 +107,12 @@ def test_products(kernel):
 
     def products(*moving):
         directions = directions_of(
-            *(x if n in moving else None for n, x in zip(ALL, call.operands.qkv, strict=True))
+            *(x if n in moving else None for n, x in zip(ARGUMENTS, call.operands.qkv, strict=True))
         )
         run = functools.partial(KERNELS[kernel].tangent, call, state)
         return str(jax.make_jaxpr(run)(directions)).count("dot_general")
 
-    loops = products(*ALL) // 5  # over tiles with a mask and over others
+    loops = products(*ARGUMENTS) // 5  # over tiles with a mask and over others
     wanted = {("key",): 3, ("value",): 2, ("query", "key"): 4}
     assert {moving: products(*moving) / loops for moving in wanted} == wanted
 
@@ -124,7 +121,7 @@ def test_products(kernel):
 @pytest.mark.parametrize(("kernel", "dtype"), few_rows(BORROWED))
 def test_vendors(kernel, dtype, problem):
     """A vendor's kernel, which has no tangent, without ours; or lengths that the vendor's takes and ours does not."""
-    check_tangent(KERNELS[kernel], PROBLEMS[problem], ALL, jnp.dtype(dtype), kernel)
+    check_tangent(KERNELS[kernel], PROBLEMS[problem], ARGUMENTS, jnp.dtype(dtype), kernel)
 
 
 def test_declined():

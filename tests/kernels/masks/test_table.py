@@ -17,8 +17,8 @@ from energy_attn.kernels.masks._abstract import Interval
 from energy_attn.kernels.pallas._rows import block_run, block_spans
 from energy_attn.kernels.pallas._tiles import tile_ranges, visibility_of
 from energy_attn.kernels.pallas.gpu._plan import make_plan
-from energy_attn.kernels.pallas.tpu._layout import make_layout
-from energy_attn.kernels.pallas.tpu._visibility import block_ranges, block_visibility
+from energy_attn.kernels.pallas.tpu._kernel import make_layout
+from energy_attn.kernels.pallas.tpu._scores import block_ranges, block_visibility
 from energy_attn.kernels.xla._blocks import BlockedOperands
 from energy_attn.kernels.xla._grid import BlockSizes, Index
 from tests.support.arrays import array

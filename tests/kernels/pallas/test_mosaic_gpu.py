@@ -18,8 +18,8 @@ from energy_attn.kernels.call._kernel import AssumedGPU, as_read, check_call_of,
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.call._state import AttentionState
 from energy_attn.kernels.masks._structure import window_structure
-from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU
-from energy_attn.kernels.pallas.mosaic._plan import (
+from energy_attn.kernels.pallas.mosaic._kernel import (
+    MosaicGPU,
     key_plan,
     make_plan,
     query_plan,
@@ -37,10 +37,9 @@ from tests.support.mosaic import (
     smoke,
     state_of,
 )
-from tests.support.naive import assert_all_close, select
+from tests.support.naive import ARGUMENTS, assert_all_close, check_tangent, select
 from tests.support.problems import cast, cotangents
 from tests.support.selection import few, few_rows
-from tests.support.tangents import ALL, check_tangent
 
 
 def state_and_gradients(given, dtype, which="both"):
@@ -101,13 +100,17 @@ def test_gradients_of_one_result(which):
 
 
 TANGENTS = [
-    ("decode_cache", ALL),
-    ("segments", ALL),
-    ("blind_rows", ALL),
+    ("decode_cache", ARGUMENTS),
+    ("segments", ARGUMENTS),
+    ("blind_rows", ARGUMENTS),
     ("window", ("value",)),
     ("value_wider", ("key",)),
     ("ragged", ("query", "value")),
-    *((name, ALL) for name in PROBLEMS if name not in ("segments", "decode_cache", "blind_rows")),
+    *(
+        (name, ARGUMENTS)
+        for name in PROBLEMS
+        if name not in ("segments", "decode_cache", "blind_rows")
+    ),
 ]
 
 
@@ -241,7 +244,7 @@ def test_keys_fit_the_chip():
             assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
             if width > 128:
                 continue  # the sums of a gradient do not fit into the registers
-            plan = tangent_plan(operands, Settings(1.0, window_structure()), ALL)
+            plan = tangent_plan(operands, Settings(1.0, window_structure()), ARGUMENTS)
             held = plan.row_times * (4 * width + 4 * 64) + plan.stages * plan.keys * 8 * width
             assert plan.stages >= 2 and held <= 225 * 1024, (width, rows)
             plan = query_plan(operands, Settings(1.0, window_structure()))

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
-from energy_attn.kernels.pallas.tpu._layout import chip_of, make_layout, sizes_on
+from energy_attn.kernels.pallas.tpu._kernel import PallasTPU, chip_of, make_layout, sizes_on
 from tests.support.problems import BLOCKS, HEADS, cast
 from tests.support.selection import few_rows
 from tests.support.traits import SMALL_LAYOUT, check

@@ -77,7 +77,7 @@ def test_definitions(name):
     case, rng = CASES[name], np.random.default_rng(0)
     x = array(rng.standard_normal((BATCH, HEADS, 5, 7))), jax.tree.map(array, case.parameters)
     places = [np.arange(n).reshape(np.roll([n, 1, 1, 1], i)) for i, n in enumerate(x[0].shape)]
-    at = scores.At(*(array(n, np.int32) for n in places))
+    at = scores.ScoreIndices(*(array(n, np.int32) for n in places))
 
     def ours(raw, parameters):
         return case.make(parameters)(raw, at)
@@ -274,9 +274,11 @@ def test_memory():
 def test_buckets():
     """Buckets other than those of T5, whose tables people load."""
     i, j = np.meshgrid(np.arange(300), np.arange(300), indexing="ij")
-    found = scores.t5_buckets()(jnp.asarray(j - i, jnp.int32))
+    found = scores.RelativeBias.t5_buckets()(jnp.asarray(j - i, jnp.int32))
     np.testing.assert_array_equal(found, _t5(i, j, 32, 128))
-    before = scores.t5_buckets(16, 128, bidirectional=False)(jnp.asarray(j - i, jnp.int32))
+    before = scores.RelativeBias.t5_buckets(16, 128, bidirectional=False)(
+        jnp.asarray(j - i, jnp.int32)
+    )
     np.testing.assert_array_equal(before, np.where(j > i, 0, _t5(np.maximum(i, j), j, 32, 128)))
 
 

@@ -19,16 +19,16 @@ from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import AssumedGPU, check_call_of, lowered_for
 from energy_attn.kernels.dispatch import _probe, _registry
 from energy_attn.kernels.dispatch._lowering import platform_here
-from energy_attn.kernels.vendor import _adapter, _cudnn, _fa4, _flash_attn, _splash
+from energy_attn.kernels.vendor import _adapter, _gpu, _splash
 from tests.support.naive import assert_all_close, select
 from tests.support.problems import _make, cast, cotangents
 from tests.support.reference import visible
 from tests.support.selection import few, few_rows
 
 KERNELS = {
-    "cudnn": _cudnn.CuDNN,
-    "flash": _flash_attn.FlashAttn,
-    "fa4": _fa4.FA4,
+    "cudnn": _gpu.CuDNN,
+    "flash": _gpu.FlashAttn,
+    "fa4": _gpu.FA4,
     "splash": _splash.Splash,
 }
 
@@ -203,11 +203,11 @@ def vendor(monkeypatch):
         if name == "fa4":
             calls = FakeFA4()
             package = SimpleNamespace(Config=SimpleNamespace, backend=lambda _: calls)
-            monkeypatch.setattr(_fa4, "_package", lambda: package)
+            monkeypatch.setattr(_gpu, "fa4_package", lambda: package)
             return probed(kernel, calls)
         calls = FakeFlash()
         package = SimpleNamespace(forward=calls.forward, backward=calls.backward)
-        monkeypatch.setattr(_flash_attn, "_package", lambda: package)
+        monkeypatch.setattr(_gpu, "flash_package", lambda: package)
         return probed(kernel, calls)
 
     def probed(kernel, calls):
@@ -496,8 +496,8 @@ DECLINED = [
 )
 def test_declines(name, changes, reason, dtype, monkeypatch):
     """A call that the kernel takes and computes wrongly, or fails at."""
-    for module in (_flash_attn, _fa4):
-        monkeypatch.setattr(module, "_package", lambda: None)
+    for package in ("flash_package", "fa4_package"):
+        monkeypatch.setattr(_gpu, package, lambda: None)
     problem = replace(BASE, **changes)
     call = check_call(**cast(problem, dtype)[0], **problem.options)
     with pytest.raises(NotImplementedError, match=reason):
@@ -522,8 +522,8 @@ def test_declines(name, changes, reason, dtype, monkeypatch):
 )
 def test_capabilities(name, found, width, reason, monkeypatch):
     """A GPU that a vendor's library does not know, or a width that it has on others: XLA would fail at it."""
-    for module in (_flash_attn, _fa4):
-        monkeypatch.setattr(module, "_package", lambda: None)
+    for package in ("flash_package", "fa4_package"):
+        monkeypatch.setattr(_gpu, package, lambda: None)
     shape = (1, 128, 2, width)
     call = check_call(*(jnp.zeros(shape, jnp.bfloat16),) * 3)
     with gpu(found):
@@ -555,7 +555,7 @@ def declined(kernel, call, reason):
 )
 def test_versions_of_cudnn(found, width, reason, monkeypatch):
     """A version that computes wrongly; one refused that is right; or none, where another machine compiles."""
-    monkeypatch.setattr(_cudnn, "cuda_version", lambda library: found)
+    monkeypatch.setattr(_gpu, "cuda_version", lambda library: found)
     declined(
         KERNELS["cudnn"](), check_call(*(jnp.zeros((1, 64, 1, width), jnp.float16),) * 3), reason
     )
@@ -563,8 +563,8 @@ def test_versions_of_cudnn(found, width, reason, monkeypatch):
 
 def test_fa4_for_the_gpu_at_hand(monkeypatch):
     """Kernels for one GPU in a program for another: the package compiles for the default device."""
-    monkeypatch.setattr(_fa4, "_package", lambda: None)
-    monkeypatch.setattr(_fa4.jax, "devices", lambda: [SimpleNamespace(compute_capability="10.0")])
+    monkeypatch.setattr(_gpu, "fa4_package", lambda: None)
+    monkeypatch.setattr(_gpu.jax, "devices", lambda: [SimpleNamespace(compute_capability="10.0")])
     for found, width, reason in (
         ((10, 0), 128, None),
         ((10, 0), 192, "up to 128, got 192"),
@@ -579,7 +579,7 @@ def test_no_package(monkeypatch):
     """An ImportError from a call, or advice that omits the missing package."""
     for package in ("fa4_jax", "flash_attn_jax"):
         monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(_flash_attn, "_package", _flash_attn._package.__wrapped__)
+    monkeypatch.setattr(_gpu, "flash_package", _gpu.flash_package.__wrapped__)
     _private.private_names.cache_clear()
     call = check_call(**cast(BASE, "bfloat16")[0], **BASE.options)
     declined(KERNELS["fa4"](), call, "pip install 'fa4-jax")

@@ -14,7 +14,7 @@ from jax import lax
 from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.xla._canonical import Canonical
 from tests.support.compare import close
-from tests.support.flags import LEVEL, flags
+from tests.support.flags import LEVEL, flags, spawn
 from tests.support.problems import Problem, cotangents
 from tests.support.prompts import (
     DTYPES,
@@ -37,7 +37,6 @@ from tests.support.prompts import (
 )
 from tests.support.reference import dense, dense_jvp, dense_vjp
 from tests.support.selection import few, few_rows
-from tests.support.spawn import spawn
 
 
 def rows(*first: tuple[str, str], options: Any = OPTIONS):

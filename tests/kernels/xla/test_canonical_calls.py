@@ -29,8 +29,8 @@ from tests.support.prompts import (
     same_bytes,
 )
 from tests.support.reference import dense, dense_jvp, dense_vjp
+from tests.support.scores import gradient_of, sink_of, with_key
 from tests.support.selection import few, few_rows
-from tests.support.sinks import gradient_of, sink_of, with_key
 
 QUICK = "everything", "no_keys", "predicates", "scale_zero_source", "bias_infinite", "mask_heads"
 
@@ -123,7 +123,9 @@ def test_terms_of_scores(dtype):
     score = scores.Compose(
         scores.ALiBi(array(np.linspace(0.01, 0.3, HEADS), dtype)),
         scores.SoftCap(7.3),
-        scores.RelativeBias(array(rng.standard_normal((HEADS, 32)), dtype), scores.t5_buckets()),
+        scores.RelativeBias(
+            array(rng.standard_normal((HEADS, 32)), dtype), scores.RelativeBias.t5_buckets()
+        ),
         scores.Function(wave, array(np.linspace(0.2, 1.7, HEADS), dtype)),
     )
     d_out = array(rng.standard_normal((length, HEADS, 24)), dtype)

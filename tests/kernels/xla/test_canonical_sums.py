@@ -11,10 +11,9 @@ from energy_attn.kernels.dispatch._registry import attend as attend_operands
 from energy_attn.kernels.xla._canonical import Canonical
 from tests.support.arrays import array
 from tests.support.compare import close
-from tests.support.flags import LEVEL, flags
+from tests.support.flags import LEVEL, flags, spawn
 from tests.support.prompts import same_bytes
 from tests.support.selection import few, few_rows
-from tests.support.spawn import spawn
 
 BATCH, ROWS, KEYS, HEADS = 2, 300, 530, 4
 BIASES = [(BATCH, HEADS, ROWS, KEYS), (1, 1, ROWS, 1), (BATCH, 1, 1, KEYS), (1, HEADS, 1, 1)]
@@ -31,7 +30,9 @@ def learned(dtype, shape):
     rng = np.random.default_rng(1)
     score = scores.Compose(
         scores.ALiBi(array(np.linspace(0.01, 0.3, HEADS), dtype)),
-        scores.RelativeBias(array(rng.standard_normal((HEADS, 32)), dtype), scores.t5_buckets()),
+        scores.RelativeBias(
+            array(rng.standard_normal((HEADS, 32)), dtype), scores.RelativeBias.t5_buckets()
+        ),
         scores.Function(wave, array(np.linspace(0.2, 1.7, HEADS), dtype)),
     )
     bias, sink = rng.standard_normal(shape), rng.standard_normal(HEADS)
@@ -114,7 +115,9 @@ def test_values(shape):
         raw = jnp.einsum("btnh,bsnh->bnts", q, k) / 4
         own, other = jnp.asarray(rows[0, None, :, None]), jnp.asarray(keys[0, None, None])
         heads = jnp.arange(HEADS)[:, None, None]
-        raw = jnp.stack([score(x, scores.At(b, heads, own, other)) for b, x in enumerate(raw)])
+        raw = jnp.stack(
+            [score(x, scores.ScoreIndices(b, heads, own, other)) for b, x in enumerate(raw)]
+        )
         raw = jnp.where((other <= own)[None], raw + bias, -jnp.inf)
         energy = jax.nn.logsumexp(raw, 3)
         energy = jnp.logaddexp(energy, sink[None, :, None])

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from energy_attn import scores
 from energy_attn.distributed import collectives
 from energy_attn.kernels import KernelCall, local_attention
-from energy_attn.kernels.internal import PartIndices, check_call
+from energy_attn.kernels.internal import PartIndices, arguments
 from energy_attn.kernels.xla import _decode
 from energy_attn.kernels.xla._decode import DecodeCPU
 from energy_attn.kernels.xla._products import scores_of
@@ -121,7 +121,7 @@ def test_scores_of_blocks():
         return s * (1 + at.batch).astype(s.dtype) - 0.1 * (at.key - at.query).astype(s.dtype)
 
     score = scores.Function(of_place)
-    call = check_call(*map(jnp.asarray, (query, key, key)), score=score)
+    call = arguments.check_call(*map(jnp.asarray, (query, key, key)), score=score)
     operands = call.operands._replace(indices=PartIndices(batch=jnp.array([5, 2])))
     found = SMALL_PIECES.forward(KernelCall(operands, call.settings, "cpu"))
     raw = np.einsum("btnh,bsnh->btns", query.astype(float), key) / 2

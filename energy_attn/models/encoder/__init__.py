@@ -1,1 +1,0 @@
-"""Encoders, whose tokens see each other in both directions."""

@@ -1,1 +1,0 @@
-"""Families of decoders, and how each differs from a Llama."""
