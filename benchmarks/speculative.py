@@ -12,7 +12,7 @@ from jaxtyping import Array
 from energy_attn.cli.demo import byte_llama, held_out_text
 from energy_attn.distributed import KVCache, SequenceParallel, make_mesh
 from energy_attn.models import AbstractDrafter, Llama, ModelDrafter, PromptLookup, generate
-from energy_attn.prefix_tree import PrefixTree, pack, tree_decode
+from energy_attn.prefix_tree import PrefixTree, tree_decode
 from tests.support.tries import pack_by_tries
 
 from .runner import JAX_NN, OURS, Case, Output, Sides
@@ -28,7 +28,7 @@ def _pack(dtype: str, B: int, M: int, C: int) -> Sides:
     tokens = [rng.integers(0, 2 + 4**level, (B, M)) for level in range(C)]
     beam = jnp.asarray(np.stack(tokens, -1), dtype)
     return {
-        OURS: lambda: functools.partial(jax.jit(pack), beam),
+        OURS: lambda: functools.partial(jax.jit(PrefixTree.from_beam), beam),
         PYTHON: lambda: functools.partial(pack_by_tries, beam),
     }
 
@@ -42,7 +42,7 @@ def _verify(dtype: str, L: int, S: int, N: int, K: int, H: int) -> Sides:
         for draw, size in zip(draws, sizes, strict=True)
     )
     # eight paths without a common node, so that all nodes are used
-    tree = pack(jnp.arange(L, dtype=jnp.int32).reshape(1, 8, L // 8))
+    tree = PrefixTree.from_beam(jnp.arange(L, dtype=jnp.int32).reshape(1, 8, L // 8))
     cache = KVCache.empty(1, S, K, H, dtype=dtype).append(old_key, old_value)
 
     def dense(query: Array, key: Array, value: Array, tree: PrefixTree, cache: KVCache) -> Array:

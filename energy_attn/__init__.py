@@ -7,7 +7,7 @@ Free energies of disjoint key sets add by logaddexp, so attention over keys that
 devices is one associative reduction.
 """
 
-from . import _interrupt as _interrupt  # first, as the others take seconds
+from . import _interrupt as _interrupt  # first: the others take seconds to import
 
 # isort: split
 import typing as _typing
@@ -36,9 +36,6 @@ from .nn._penalty import entropy_penalty as entropy_penalty
 from .nn._penalty import lse_penalty as lse_penalty
 from .nn._replace import replace_attention as replace_attention
 from .nn._replace import restore_attention as restore_attention
-from .observables._entropy import AttentionStatistics as AttentionStatistics
-from .observables._entropy import ScoreMoments as ScoreMoments
-from .record._attribute import Attribution as Attribution
 from .record._attribute import attribute as attribute
 from .record._record import record as record
 from .record._weigh import weigh as weigh
@@ -54,9 +51,7 @@ if _typing.TYPE_CHECKING:
     from . import models as models
     from . import plot as plot
     from . import prefix_tree as prefix_tree
-    from .report._landscape import Landscape as Landscape
     from .report._landscape import landscape as landscape
-    from .report._report import EnergyReport as EnergyReport
     from .report._report import energy_report as energy_report
 else:
     __getattr__, __dir__ = _lazy(
@@ -68,9 +63,7 @@ else:
             "prefix_tree": ".prefix_tree",
         },
         names={
-            "Landscape": ".report._landscape",
             "landscape": ".report._landscape",
-            "EnergyReport": ".report._report",
             "energy_report": ".report._report",
         },
     )

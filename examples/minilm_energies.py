@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Array, PyTree
 
 import energy_attn as ea
 
@@ -142,7 +143,7 @@ def example_words(example: dict[str, Any]) -> Iterator[str]:
 
 def measure(
     model: Bert, encodings: list[Encoding], directory: Path
-) -> tuple[dict[str, Any], ea.EnergyReport]:
+) -> tuple[dict[str, Any], PyTree[Array]]:
     """All numbers, for JSON, and the energy report. Raises what `worked_example` raises."""
     encoded = encode(model, encodings)
     cosines = np.asarray(encoded.embeddings @ encoded.embeddings.T, np.float64)
@@ -159,7 +160,7 @@ def measure(
     return plain(result), report
 
 
-def write(out: Path, result: dict[str, Any], report: ea.EnergyReport) -> None:
+def write(out: Path, result: dict[str, Any], report: PyTree[Array]) -> None:
     """Writes numbers and pictures. Raises `OSError`."""
     out.mkdir(parents=True, exist_ok=True)
     lines = [f" {json.dumps(name)}: {json.dumps(x)}" for name, x in result.items()]

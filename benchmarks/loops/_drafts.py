@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.distributed import KVCache
-from energy_attn.prefix_tree import Accepted, PrefixTree, commit, tree_decode, tree_from_parents
+from energy_attn.prefix_tree import Accepted, PrefixTree, commit, tree_decode
 
 from ..runner import JAX_NN, OURS, PYTORCH, Run, Sides, torch
 from ._steps import KERNELS, Inputs, draw, filled, in_place, of_torch, rewound, write
@@ -27,7 +27,7 @@ def _binary(nodes: int) -> PrefixTree:
     """The tree in which node `n` has the children `2n + 1` and `2n + 2`."""
     parent = (np.arange(nodes, dtype=np.int32) - 1) // 2
     tokens = jnp.arange(nodes, dtype=jnp.int32)
-    return tree_from_parents(tokens[None], jnp.asarray(parent)[None], nodes.bit_length())
+    return PrefixTree.from_parents(tokens[None], jnp.asarray(parent)[None], nodes.bit_length())
 
 
 def _ours(inputs: Inputs, tree: PrefixTree, implementation: str | None = None) -> Run:

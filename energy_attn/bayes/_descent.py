@@ -35,10 +35,12 @@ class Trial(NamedTuple):
 class Descent(NamedTuple):
     """The state of a descent."""
 
-    last: Trial  # that each row has accepted
-    steps: Array  # int32 [*B, T, N], how many it has accepted
+    last: Trial  # the last accepted trial of each row
+    steps: Array  # int32 [*B, T, N], the number of accepted steps
     inner_steps: Array  # int32 [*B, T, N], the sum over all its trials
-    path: Array  # [recorded + 1, *B, T, N], the value after each step; of a row that has ended, its last one
+    path: (
+        Array  # [recorded + 1, *B, T, N], the value after each step; constant after a row has ended
+    )
     passes: Array  # the number of evaluations of all rows together
 
 
@@ -52,12 +54,12 @@ def descend(
 ) -> Descent:
     """Repeats `step(found, state)` until no row is running, with a path that has room for `recorded` steps."""
     path = jnp.broadcast_to(first.value[None], (recorded + 1, *first.value.shape))
-    found = Descent(first, jnp.zeros_like(first.status), first.inner_steps, path, jnp.int32(1))
+    descent = Descent(first, jnp.zeros_like(first.status), first.inner_steps, path, jnp.int32(1))
 
     def any_running(carry: tuple[Descent, Any]) -> Array:
         return (carry[0].last.status == RUNNING).any()
 
-    return lax.while_loop(any_running, lambda carry: step(*carry), (found, state))[0]
+    return lax.while_loop(any_running, lambda carry: step(*carry), (descent, state))[0]
 
 
 def newton_descent(evaluate: Evaluate, start: Array, max_steps: int) -> Descent:
@@ -71,37 +73,38 @@ def newton_descent(evaluate: Evaluate, start: Array, max_steps: int) -> Descent:
     its step length falls below the precision of the dtype.
     """
 
-    def step(found: Descent, step_length: Array) -> tuple[Descent, Array]:
-        last = found.last
+    def step(descent: Descent, step_length: Array) -> tuple[Descent, Array]:
+        last = descent.last
         active = last.status == RUNNING
         move = jnp.where(active[..., None], step_length[..., None] * last.direction, 0.0)
-        trial = evaluate(last.point + move, found.passes)
+        trial = evaluate(last.point + move, descent.passes)
         slope = (last.gradient * last.direction).sum(-1)
         enough = trial.value <= last.value + 0.1 * step_length * slope + last.noise
         # a certificate ends a row whether or not the value has decreased
-        moved = active & (enough | (trial.status == Result.outside_hull))
-        found = advance(found, trial, moved, max_steps)
-        lost = active & ~moved & (step_length < jnp.finfo(step_length.dtype).eps)
-        status = jnp.where(lost, Result.max_steps_reached, found.last.status)
-        found = found._replace(last=found.last._replace(status=status))
-        return found, jnp.where(moved, jnp.minimum(1.0, 8 * step_length), 0.35 * step_length)
+        accepted = active & (enough | (trial.status == Result.outside_hull))
+        descent = advance(descent, trial, accepted, max_steps)
+        lost = active & ~accepted & (step_length < jnp.finfo(step_length.dtype).eps)
+        status = jnp.where(lost, Result.max_steps_reached, descent.last.status)
+        descent = descent._replace(last=descent.last._replace(status=status))
+        return descent, jnp.where(accepted, jnp.minimum(1.0, 8 * step_length), 0.35 * step_length)
 
     first = evaluate(start, jnp.int32(0))
     return descend(step, first, max_steps, jnp.ones_like(first.value))
 
 
-def advance(found: Descent, trial: Trial, moved: Array, max_steps: int) -> Descent:
-    active = found.last.status == RUNNING
-    inner_steps = found.inner_steps + jnp.where(active, trial.inner_steps, 0)
-    last = select(moved, trial, found.last)
-    steps = found.steps + moved.astype(found.steps.dtype)
+def advance(descent: Descent, trial: Trial, accepted: Array, max_steps: int) -> Descent:
+    active = descent.last.status == RUNNING
+    inner_steps = descent.inner_steps + jnp.where(active, trial.inner_steps, 0)
+    last = select(accepted, trial, descent.last)
+    steps = descent.steps + accepted.astype(descent.steps.dtype)
     over = (steps >= max_steps) & (last.status == RUNNING)
     last = last._replace(status=jnp.where(over, Result.max_steps_reached, last.status))
     later = (
-        jnp.arange(len(found.path), dtype=steps.dtype).reshape(-1, *[1] * steps.ndim) >= steps[None]
+        jnp.arange(len(descent.path), dtype=steps.dtype).reshape(-1, *[1] * steps.ndim)
+        >= steps[None]
     )
-    path = jnp.where(later, last.value[None], found.path)
-    return Descent(last, steps, inner_steps, path, found.passes + 1)
+    path = jnp.where(later, last.value[None], descent.path)
+    return Descent(last, steps, inner_steps, path, descent.passes + 1)
 
 
 def select(rows: Array, new: Tree, old: Tree) -> Tree:
@@ -144,8 +147,8 @@ def optax_descent(
             updates, state = optimiser.update(gradient, state, x, **more)
             return optax.apply_updates(x, updates), state
 
-    def step(found: Descent, state: Any) -> tuple[Descent, Any]:
-        last = found.last
+    def step(descent: Descent, state: Any) -> tuple[Descent, Any]:
+        last = descent.last
         x = flat(last.point)
         new, new_state = jax.vmap(update, (0, 0, 0, 0, None))(
             flat(last.gradient), state, x, flat(last.value), inputs
@@ -153,8 +156,8 @@ def optax_descent(
         active = last.status == RUNNING
         new = select(flat(active), new, x)
         state = select(flat(active), new_state, state)
-        trial = evaluate(new.reshape(shape), found.passes)
-        return advance(found, trial, active, solver.max_steps), state
+        trial = evaluate(new.reshape(shape), descent.passes)
+        return advance(descent, trial, active, solver.max_steps), state
 
     most = solver.max_steps if recorded is None else recorded
     state = jax.vmap(optimiser.init)(flat(start))

@@ -1,4 +1,4 @@
-"""The minimiser of the smoothed rate function; its derivative, and where to start, also for `saddle_attention`."""
+"""The minimiser of the smoothed rate function, its derivative, and the default start of the solvers."""
 
 import dataclasses
 import functools
@@ -45,14 +45,14 @@ def minimise(static: SolverOptions, inputs: SolverInputs) -> Solution:
         return -last.value, last.point
 
     if isinstance(static.solver, Optax):
-        found = optax_descent(static.solver, evaluate, objective, inputs, inputs.point)
+        result = optax_descent(static.solver, evaluate, objective, inputs, inputs.point)
     elif isinstance(static.solver, Mirror):
-        found = _mirror(static, inputs)
+        result = _mirror(static, inputs)
     else:
-        found = newton_descent(evaluate, inputs.point, static.solver.max_steps)
-    last = found.last
-    stats = {"steps": found.steps, "inner_steps": found.inner_steps}
-    stats |= {"residual": last.residual, "path": found.path}
+        result = newton_descent(evaluate, inputs.point, static.solver.max_steps)
+    last = result.last
+    stats = {"steps": result.steps, "inner_steps": result.inner_steps}
+    stats |= {"residual": last.residual, "path": result.path}
     point = jnp.where((last.status == Result.no_keys)[..., None], 0.0, last.point)
     return Solution(last.value, last.gradient, point, last.status, stats)
 
@@ -63,20 +63,20 @@ def _source(static: SolverOptions, inputs: SolverInputs) -> Descent:
 
 
 def _trial(static: SolverOptions, inputs: SolverInputs) -> Trial:
-    found = _source(static, inputs)
-    last = found.last
+    result = _source(static, inputs)
+    last = result.last
     ended = jnp.where(last.status == Result.converged, RUNNING, last.status)
-    last = last._replace(status=ended, inner_steps=found.steps)
+    last = last._replace(status=ended, inner_steps=result.steps)
     return _at_source(static, inputs, last, last.point)
 
 
 # Mirror descent with the mirror map ∇F_λ*: its gradient step of length 1/2 is ζ ← ζ - ζ/2.
 def _mirror(static: SolverOptions, inputs: SolverInputs) -> Descent:
-    def step(found: Descent, _: None) -> tuple[Descent, None]:
-        last = found.last
+    def step(result: Descent, _: None) -> tuple[Descent, None]:
+        last = result.last
         none = last._replace(inner_steps=jnp.zeros_like(last.inner_steps))
         trial = _at_source(static, inputs, none, 0.5 * last.gradient)
-        return advance(found, trial, last.status == RUNNING, most), None
+        return advance(result, trial, last.status == RUNNING, most), None
 
     most = static.solver.max_steps
     return descend(step, _trial(static, inputs), most, None)
@@ -86,7 +86,6 @@ def _mirror(static: SolverOptions, inputs: SolverInputs) -> Descent:
 # So every trial is moved to the point of the source that was found. There ∇M_λ(z) = ζ and
 # ∇²M_λ = (Σ(ζ) + λ)⁻¹, and Newton's step -(Σ + λ) ζ needs no linear solve.
 def _at_source(static: SolverOptions, inputs: SolverInputs, trial: Trial, source: Array) -> Trial:
-    """`trial`, moved to the point of a source."""
     (out, lse), product = covariance_product(static.calls, source, inputs.parts, source)
     pushed = inputs.regulariser * source
     point = out + pushed
@@ -110,13 +109,13 @@ def _at_source(static: SolverOptions, inputs: SolverInputs, trial: Trial, source
 # regulariser and start. Its derivatives of every order are therefore those of ∇F(0) and -F(0),
 # and the values that the solver found are returned unchanged.
 def with_exact_derivative(
-    found: Solution, calls: Calls, parts: Parts, throw: bool, what: str
+    result: Solution, calls: Calls, parts: Parts, throw: bool, what: str
 ) -> Solution:
     """A solver's solution with the derivatives of the exact one; raises if the solver failed."""
-    value, point = autodiff.function_call(_Optimum(calls), (parts, found.value, found.point))
-    stats = without_derivative(found.stats, parts, what)
-    found = Solution(value, found.source, point, found.result, stats)
-    return raise_on_failure(found, throw, what, calls)
+    value, point = autodiff.function_call(_Optimum(calls), (parts, result.value, result.point))
+    stats = without_derivative(result.stats, parts, what)
+    result = Solution(value, result.source, point, result.result, stats)
+    return raise_on_failure(result, throw, what, calls)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +126,9 @@ class _Optimum(autodiff.AbstractFunction):
         return args[1:]
 
     def jvp(self, primals: tuple[Parts, Array, Array], tangents: Any) -> tuple[Any, Any]:
-        found = autodiff.function_call(self, primals)
+        result = autodiff.function_call(self, primals)
         state = directional(functools.partial(state_at, self.calls, None), primals[0], tangents[0])
-        return found, (None, None) if state is None else (-state[1].lse, state[1].out)
+        return result, (None, None) if state is None else (-state[1].lse, state[1].out)
 
 
 def default_start(calls: Calls, parts: Parts) -> Array:

@@ -26,9 +26,8 @@ class SolverOptions(NamedTuple):
 
     calls: Calls
     solver: AbstractSolver
-    bounded: (
-        bool  # whether the conjugate is known to be finite everywhere: for a positive regulariser
-    )
+    # whether the conjugate is known to be finite everywhere: for a positive regulariser
+    bounded: bool
 
 
 class SolverInputs(NamedTuple):
@@ -81,18 +80,18 @@ def conjugate(
     solver: AbstractSolver,
     throw: bool,
 ) -> Solution:
-    """See `AbstractConjugate.conjugate`; whether a row has failed is not raised yet."""
+    """Computes `AbstractConjugate.conjugate`, without raising for rows that failed."""
     checks.check_flag("throw", throw)
     point = check_row_vectors("point", point, calls, parts)
     regulariser, bounded = check_regulariser(regulariser, point.dtype)
     solver = check_solver(solver, calls, Newton, Optax)
     static = SolverOptions(calls, solver, bounded)
     inputs = SolverInputs(parts, point, regulariser)
-    found: Maximum = autodiff.function_call(_Maximisation(static), inputs)
-    value = autodiff.function_call(_AttainedValue(static), (inputs, found))
-    stats = {"steps": found.steps, "residual": found.residual, "path": found.path}
+    maximum: Maximum = autodiff.function_call(_Maximisation(static), inputs)
+    value = autodiff.function_call(_AttainedValue(static), (inputs, maximum))
+    stats = {"steps": maximum.steps, "residual": maximum.residual, "path": maximum.path}
     stats = without_derivative(stats, inputs, "conjugate")
-    return Solution(value, found.source, None, found.result, stats)
+    return Solution(value, maximum.source, None, maximum.result, stats)
 
 
 # F_λ(ζ) - z·ζ is convex in ζ, with gradient ∇F(ζ) + λζ - z and Hessian Σ(ζ) + λ. Undamped, Newton's
@@ -120,7 +119,7 @@ def _newton_step(
 
 
 def _trial(static: SolverOptions, inputs: SolverInputs, source: Array, passes: Array) -> Trial:
-    """Every row's trial at a source; without the covariance for Optax, whose methods use gradients alone."""
+    """Evaluates every row at a source; without the covariance for Optax, which only uses gradients."""
     point, covariance = inputs.point, None
     if isinstance(static.solver, Optax):
         out, lse = state_at(static.calls, source, inputs.parts)
@@ -149,9 +148,9 @@ def _trial(static: SolverOptions, inputs: SolverInputs, source: Array, passes: A
         first = (passes % 2 == 0) | (residual <= threshold)
         normal = jnp.where(first[..., None], step, source)
         beyond = (normal * point).sum(-1) - support_at(static.calls, inputs.parts, normal)
-        apart = (beyond > asked * norm(normal)) & (inputs.regulariser == 0)
-        statuses[Result.outside_hull] = apart
-        source = jnp.where(apart[..., None], normal, source)
+        separated = (beyond > asked * norm(normal)) & (inputs.regulariser == 0)
+        statuses[Result.outside_hull] = separated
+        source = jnp.where(separated[..., None], normal, source)
     statuses[Result.converged] = residual <= threshold
     status = jnp.select(list(statuses.values()), [jnp.int32(x) for x in statuses], RUNNING)
     zero = jnp.zeros_like(status)
@@ -177,10 +176,10 @@ def find_source(static: SolverOptions, inputs: SolverInputs) -> Descent:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _find_maximum(static: SolverOptions, inputs: SolverInputs) -> Maximum:
-    found = find_source(static, lax.stop_gradient(inputs))
-    last = found.last
+    descent = find_source(static, lax.stop_gradient(inputs))
+    last = descent.last
     result = jnp.where(last.status == RUNNING, Result.max_steps_reached, last.status)
-    return Maximum(last.point, -last.value, result, last.residual, found.steps, -found.path)
+    return Maximum(last.point, -last.value, result, last.residual, descent.steps, -descent.path)
 
 
 # The source ζ(z, λ, θ) solves  G = ∇F(ζ; θ) + λζ - z = 0,  and so  (Σ + λ) dζ = dz - ζ dλ - d_θ ∇F,
@@ -194,21 +193,21 @@ class _Maximisation(autodiff.AbstractFunction):
         return _find_maximum(self.static, args)
 
     def jvp(self, primals: SolverInputs, tangents: SolverInputs) -> tuple[Maximum, Maximum]:
-        found: Maximum = autodiff.function_call(self, primals)
-        some = has_source(found.result)[..., None]
-        source = jnp.where(some, found.source, 0.0)
+        maximum: Maximum = autodiff.function_call(self, primals)
+        some = has_source(maximum.result)[..., None]
+        source = jnp.where(some, maximum.source, 0.0)
         parts, point, regulariser = tangents
-        moved = autodiff.with_zeros(point, primals.point)
+        tangent = autodiff.with_zeros(point, primals.point)
         if regulariser is not None:
-            moved = moved - regulariser * source
+            tangent = tangent - regulariser * source
         at_source = functools.partial(state_at, self.static.calls, source)
         state = directional(at_source, primals.parts, parts)
         if state is not None:
-            moved = moved - state[1].out
+            tangent = tangent - state[1].out
         matrix = covariance_at(self.static.calls, source, primals.parts).covariance
         matrix = plus_diagonal(matrix, primals.regulariser)
-        along = pseudo_solve(matrix, jnp.where(some, moved, 0.0))
-        return found, unmoved(found)._replace(source=along)
+        along = pseudo_solve(matrix, jnp.where(some, tangent, 0.0))
+        return maximum, unmoved(maximum)._replace(source=along)
 
 
 # A conjugate is an extremum in its source, so its derivative is that at a fixed source (the
@@ -219,20 +218,20 @@ class _AttainedValue(autodiff.AbstractFunction):
     static: SolverOptions
 
     def apply(self, args: tuple[SolverInputs, Maximum]) -> Array:
-        _, found = args
-        infinite = (found.result == Result.outside_hull) | (found.result == Result.no_keys)
-        return jnp.where(infinite, jnp.inf, found.value)
+        _, maximum = args
+        infinite = (maximum.result == Result.outside_hull) | (maximum.result == Result.no_keys)
+        return jnp.where(infinite, jnp.inf, maximum.value)
 
     def jvp(
         self, primals: tuple[SolverInputs, Maximum], tangents: tuple[SolverInputs, Any]
     ) -> tuple[Array, Array | None]:
-        (inputs, found), ((parts, point, regulariser), _) = primals, tangents
-        some = has_source(found.result)
-        source = jnp.where(some[..., None], found.source, 0.0)
-        moved = autodiff.with_zeros(point, inputs.point)
+        (inputs, maximum), ((parts, point, regulariser), _) = primals, tangents
+        some = has_source(maximum.result)
+        source = jnp.where(some[..., None], maximum.source, 0.0)
+        tangent = autodiff.with_zeros(point, inputs.point)
         if regulariser is not None:
-            moved = moved - 0.5 * regulariser * source
-        along = (moved * source).sum(-1)
+            tangent = tangent - 0.5 * regulariser * source
+        along = (tangent * source).sum(-1)
         at_source = functools.partial(state_at, self.static.calls, source)
         state = directional(at_source, inputs.parts, parts)
         if state is not None:

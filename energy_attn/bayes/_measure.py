@@ -1,4 +1,4 @@
-"""Convex duals of the free energy, as questions to the measure."""
+"""Convex duals of the free energy, as methods of the measure."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -47,8 +47,8 @@ class AbstractConjugate(AbstractMeasure):
         Differentiable in both modes and to any order, without a derivative of the iteration: the
         gradient in $z$ is $\hat\zeta$, whose derivative is $(\Sigma(\hat\zeta) + \lambda)^{-1}$, and the
         gradients in the arrays of the measure are those of $-F(\hat\zeta)$. `source` is differentiable as well.
-        Where the conjugate is infinite all derivatives are zero; where the hull has a lower dimension, they are
-        those along the hull.
+        Where the conjugate is infinite all derivatives are zero. Where the hull has a lower dimension, only
+        derivatives along the hull are nonzero.
 
         Args:
             point: $z$, `[B, T, N, Hv]` or `[T, N, Hv]`, one for each query and head.
@@ -84,8 +84,8 @@ class AbstractConjugate(AbstractMeasure):
             True
         """
         calls, parts = self._prepared()
-        found = conjugate(calls, parts, point, regulariser, solver, throw)
-        return raise_on_failure(found, throw, "conjugate", calls)
+        solution = conjugate(calls, parts, point, regulariser, solver, throw)
+        return raise_on_failure(solution, throw, "conjugate", calls)
 
     def rate(
         self,
@@ -111,12 +111,12 @@ class AbstractConjugate(AbstractMeasure):
             regulariser: $\lambda \ge 0$. Above zero: the Moreau envelope of $I$,
                 $\min_w \{I(w) + |z - w|^2 / 2\lambda\}$, which has the same minimiser.
             solver: as for `conjugate`.
-            throw: whether to raise if a row does not converge. Errors are those of `conjugate`.
+            throw: whether to raise if a row does not converge. Errors as for `conjugate`.
 
         Returns:
-            A [`Solution`][energy_attn.Solution] as that of `conjugate`, with `value` in nats, below
+            A [`Solution`][energy_attn.Solution] as from `conjugate`, with `value` in nats, below
             zero by rounding at most. It is plus infinity outside the hull of the values and for a
-            fully masked row. `path` is that of the conjugate plus $F(0)$.
+            fully masked row. `path` is the conjugate's path plus $F(0)$.
 
         Source: the theorems of Cramér and Sanov; Dembo and Zeitouni, Large Deviations Techniques and
         Applications, sections 2.1 and 2.2.
@@ -130,12 +130,12 @@ class AbstractConjugate(AbstractMeasure):
             True
         """
         calls, parts = self._prepared()
-        found = conjugate(calls, parts, point, regulariser, solver, throw)
+        solution = conjugate(calls, parts, point, regulariser, solver, throw)
         lse = state_at(calls, None, parts).lse
-        lse = jnp.where(found.result == Result.no_keys, 0.0, lse)
-        stats = found.stats | {"path": found.stats["path"] + lse[None]}
-        found = Solution(found.value + lse, found.source, None, found.result, stats)
-        return raise_on_failure(found, throw, "rate", calls)
+        lse = jnp.where(solution.result == Result.no_keys, 0.0, lse)
+        stats = solution.stats | {"path": solution.stats["path"] + lse[None]}
+        solution = Solution(solution.value + lse, solution.source, None, solution.result, stats)
+        return raise_on_failure(solution, throw, "rate", calls)
 
     def map(
         self,
@@ -172,7 +172,7 @@ class AbstractConjugate(AbstractMeasure):
                 tolerance is raised to the rounding error where that is larger.
             start: `[B, T, N, Hv]`, the first point; None is the unweighted mean of the values that a
                 row sees.
-            throw: whether to raise if a row does not converge. Errors are those of `conjugate`, and a `ValueError`
+            throw: whether to raise if a row does not converge. Errors as for `conjugate`, and a `ValueError`
                 for a regulariser that is not above zero.
 
         Returns:
@@ -201,7 +201,7 @@ class AbstractConjugate(AbstractMeasure):
             point = default_start(calls, parts)
         else:
             point = check_row_vectors("start", start, calls, parts)
-        found = minimise(
+        solution = minimise(
             SolverOptions(calls, solver, True), SolverInputs(parts, point, regulariser)
         )
-        return with_exact_derivative(found, calls, parts, throw, "map")
+        return with_exact_derivative(solution, calls, parts, throw, "map")

@@ -37,7 +37,7 @@ def gamma(
     Args:
         F: a [`Gibbs`][energy_attn.Gibbs].
         source: $\zeta$, `[B, T, N, Hv]` or `[T, N, Hv]`.
-        point: $z$, likewise.
+        point: $z$, of the same shape.
 
     Returns:
         `[B, T, N]` in nats, float32 (float64); plus infinity for a fully masked row.
@@ -126,8 +126,8 @@ def saddle_attention(
         if not isinstance(start, tuple) or len(start) != 2:
             raise TypeError(f"start: wanted a pair (source, point), got {checks.received(start)}")
         pair = jnp.concatenate([check_row_vectors("start", x, calls, parts) for x in start], -1)
-    found = _solve(calls, solver, parts, pair)
-    return with_exact_derivative(found, calls, parts, throw, "saddle_attention")
+    solution = _solve(calls, solver, parts, pair)
+    return with_exact_derivative(solution, calls, parts, throw, "saddle_attention")
 
 
 def _check_measure(F: object) -> AbstractMeasure:
@@ -148,27 +148,27 @@ def _solve(calls: Calls, solver: AbstractSolver, parts: Parts, start: Array) -> 
         trial = _trial(calls, solver, parts, pair)
         return trial.value, trial.gradient
 
-    def newton(found: Descent, _: None) -> tuple[Descent, None]:
-        last = found.last
+    def newton(descent: Descent, _: None) -> tuple[Descent, None]:
+        last = descent.last
         source = jnp.split(last.point, 2, -1)[0]
         state, product = covariance_product(calls, source, parts, source)
         pair = jnp.concatenate([jnp.zeros_like(source), state.out - product], -1)
         active = last.status == RUNNING
-        trial = evaluate(select(active, pair, last.point), found.passes)
-        return advance(found, trial, active, solver.max_steps), None
+        trial = evaluate(select(active, pair, last.point), descent.passes)
+        return advance(descent, trial, active, solver.max_steps), None
 
     if isinstance(solver, Optimistic):
         optimiser = optax.optimistic_gradient_descent(solver.step_size)
         by_optax = Optax(optimiser, solver.max_steps)
-        found = optax_descent(by_optax, evaluate, objective, parts, start, recorded=0)
+        descent = optax_descent(by_optax, evaluate, objective, parts, start, recorded=0)
     elif isinstance(solver, Extragradient):
-        found = _extragradient(solver, evaluate(start, jnp.int32(0)), evaluate)
+        descent = _extragradient(solver, evaluate(start, jnp.int32(0)), evaluate)
     else:
-        found = descend(newton, evaluate(start, jnp.int32(0)), 0, None)
-    last = found.last
+        descent = descend(newton, evaluate(start, jnp.int32(0)), 0, None)
+    last = descent.last
     none = (last.status == Result.no_keys)[..., None]
     source, point = jnp.split(jnp.where(none, 0.0, last.point), 2, -1)
-    stats = {"steps": found.steps, "residual": last.residual}
+    stats = {"steps": descent.steps, "residual": last.residual}
     return Solution(last.value, source, point, last.status, stats)
 
 
@@ -193,22 +193,22 @@ def _trial(calls: Calls, solver: AbstractSolver, parts: Parts, pair: Array) -> T
 def _extragradient(solver: Extragradient, first: Trial, evaluate: Evaluate) -> Descent:
     adapts = solver.step_size is None
 
-    def step(found: Descent, size: Array) -> tuple[Descent, Array]:
-        last = found.last
+    def step(descent: Descent, size: Array) -> tuple[Descent, Array]:
+        last = descent.last
         active = last.status == RUNNING
-        half = evaluate(last.point - size[..., None] * last.gradient, found.passes)
-        trial = evaluate(last.point - size[..., None] * half.gradient, found.passes)
-        moved = active
+        half = evaluate(last.point - size[..., None] * last.gradient, descent.passes)
+        trial = evaluate(last.point - size[..., None] * half.gradient, descent.passes)
+        accepted = active
         if adapts:  # the two gradients must not differ by more than 0.7 of the first
             near = norm(half.gradient - last.gradient) <= 0.7 * last.residual
             blurred = last.residual <= 8 * last.noise  # then their difference is rounding
-            moved = active & (near | blurred)
+            accepted = active & (near | blurred)
             size = size * jnp.where(blurred, 1.0, jnp.where(near, 1.1, 0.6))
-        found = advance(found, trial, moved, solver.max_steps)
-        over = found.passes > 2 * solver.max_steps
-        status = found.last.status
+        descent = advance(descent, trial, accepted, solver.max_steps)
+        over = descent.passes > 2 * solver.max_steps
+        status = descent.last.status
         status = jnp.where(over & (status == RUNNING), Result.max_steps_reached, status)
-        return found._replace(last=found.last._replace(status=status)), size
+        return descent._replace(last=descent.last._replace(status=status)), size
 
     size = jnp.full_like(first.value, 0.5 if solver.step_size is None else solver.step_size)
     return descend(step, first, 0, size)

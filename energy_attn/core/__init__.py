@@ -1,1 +1,1 @@
-"""The free energy as an Equinox module, and the measure that it is of given keys."""
+"""The free energy as an Equinox module, and its Gibbs measure over given keys."""

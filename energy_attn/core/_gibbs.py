@@ -1,4 +1,4 @@
-"""The free energy as a function of the source alone, and the measure whose generating function it is."""
+"""The free energy as a function of the source, and the Gibbs measure whose generating function it is."""
 
 import abc
 import dataclasses
@@ -40,7 +40,7 @@ from ..sparse._tsallis import Tsallis
 
 
 class AbstractEnergy(eqx.Module):
-    """The options of a call; a mask, which joins the call's; a regulariser, with which there is no measure of Gibbs."""
+    """The options of a call, a mask that is combined with the call's mask, and a regulariser, which `Gibbs` refuses."""
 
     mask: eqx.AbstractVar[AbstractMask | None]
     regulariser: eqx.AbstractVar[Tsallis | None]
@@ -58,14 +58,14 @@ class KeySet(eqx.Module):
     value: Float[Array, "*B S K Hv"]
     bias: Float[Array, "..."] | None
     mask: Bool[Array, "..."] | AbstractMask | None
-    rows: dict[str, Int[Array, "..."]]  # the given lengths, positions and segment ids by name
-    source: Float[Array, "*B T N Hv"] | None = None  # at which the scores are
+    rows: dict[str, Int[Array, "..."]]  # lengths, positions and segment ids by name
+    source: Float[Array, "*B T N Hv"] | None = None  # added to the scores
 
 
 class PreparedKeys(eqx.Module):
     call: StaticCall = eqx.field(static=True)
     operands: Operands
-    source: Float[Array, "*B T N Hv"] | None = None  # at which the scores are
+    source: Float[Array, "*B T N Hv"] | None = None  # added to the scores
 
     @property
     def query(self) -> Array:
@@ -83,7 +83,7 @@ class PreparedKeys(eqx.Module):
 Keys = KeySet | PreparedKeys
 
 
-# Functions, as a bound method of an Equinox module is a module, which takes time to make.
+# Functions, because a bound method of an Equinox module is a module, which is slow to construct.
 def prepare_keys(keys: Keys) -> tuple[StaticCall, Operands]:
     """The prepared call, with the source in its scores. Raises as `free_energy` does."""
     if isinstance(keys, PreparedKeys):
@@ -108,8 +108,8 @@ def check_gibbs(energy: AbstractEnergy) -> None:
     """Raises `NotImplementedError` for an energy with a regulariser."""
     if energy.regulariser is not None:
         raise NotImplementedError(
-            "regulariser: wanted None for a measure of Gibbs and what is recorded of it (the energy's "
-            f"call and attention take one), got {energy.regulariser}"
+            "regulariser: wanted None for a Gibbs measure or a recording; the energy's call and attention take one; "
+            f"got {energy.regulariser}"
         )
 
 
@@ -129,8 +129,8 @@ def prepare_at(
         check_gibbs(energy)
     check_rows(rows)
     mask = join_masks(energy.mask, mask)
-    given: Any = {**energy._options(), **rows}
-    return prepare(query, key, value, bias, mask, name=name, source=source, **given)
+    options: Any = {**energy._options(), **rows}
+    return prepare(query, key, value, bias, mask, name=name, source=source, **options)
 
 
 def _sum_of_sources(first: Source, second: Source) -> Source:
@@ -149,16 +149,16 @@ class Gibbs(AbstractConjugate):
 
     Made by [`FreeEnergy.at`][energy_attn.FreeEnergy]. $F - F(0)$ is the cumulant generating function
     of the values under $P$, so `jax.grad(lambda z: F(z).sum())(zeros)` is attention, at the cost of
-    one kernel pass, on a mesh too. Under `jit` attention and the energies are one pass, and so is a
-    question that is asked twice; other questions make passes of their own. Scores have the bias, the `score` and
-    the source of a tilted measure in them.
+    one kernel pass, on a mesh too. Under `jit` attention and the energies share one pass, and equal calls are
+    computed once; other methods make their own passes. Scores include the bias, the `score` and the source of a
+    tilted measure.
 
     A pytree whose leaves are the arrays: it passes `jax.jit`, `vmap` over the batch, `lax.scan`,
     donation and shardings, and is differentiated in its arrays.
 
     Attributes:
         parts: the disjoint sets of keys that the measure is over; one, unless measures were joined.
-        source: the source at which a tilted measure stands; None is zero.
+        source: the source of a tilted measure; None is zero.
 
     Source: Tree Attention (arXiv 2408.04093), equations 6 to 15.
 
@@ -264,12 +264,12 @@ class Gibbs(AbstractConjugate):
         $$F_{A \cup B} = \mathrm{logaddexp}(F_A, F_B), \qquad
           P_{A \cup B} = e^{F_A - F} P_A + e^{F_B - F} P_B$$
 
-        Both have the same rows, each its own masks, scale, implementation and mesh: a cache and the
-        tokens that are not in it yet, or a prompt that all see and a suffix that is causal.
+        Both have the same rows; masks, scale, implementation and mesh may differ. Examples: a cache and the tokens
+        not in it yet, or a prompt visible to all and a causal suffix.
 
         Args:
-            other: a measure with queries, values and key heads of the same shapes (but for the number
-                of keys) and dtypes.
+            other: a measure with queries, values and key heads of the same shapes and dtypes; the number of keys
+                may differ.
 
         Raises:
             TypeError: `other` is not a `Gibbs`, or has other dtypes.
@@ -288,10 +288,10 @@ class Gibbs(AbstractConjugate):
         """
         if not isinstance(other, Gibbs):
             raise TypeError(f"other: wanted a Gibbs, got {checks.received(other)}")
-        mine, theirs = self.parts[0], other.parts[0]
+        first, second = self.parts[0], other.parts[0]
         for name, x, y, axes in (
-            ("query", mine.query, theirs.query, slice(-1)),
-            ("value", mine.value, theirs.value, slice(-2, None)),
+            ("query", first.query, second.query, slice(-1)),
+            ("value", first.value, second.value, slice(-2, None)),
         ):
             if x.shape[axes] != y.shape[axes] or x.ndim != y.ndim:
                 wanted = "the rows" if name == "query" else "the heads and width"
@@ -312,11 +312,11 @@ class Gibbs(AbstractConjugate):
         return sinks_as_keys(*self._prepared_keys())
 
     def _prepared_keys(self) -> tuple[Calls, Parts]:
-        """The prepared calls, promoted and tilted, in which a sink is apart from the keys of its part."""
+        """The prepared calls, promoted and tilted, with sinks still separate from the keys."""
         calls, parts = _calls(_tilted(self))
         if any(call.policy.attention_only for call in calls):
             raise NotImplementedError(
-                "reproducible: wanted False for all of a measure but its energy and attention, got True"
+                "reproducible: wanted False for observables other than the energy and attention, got True"
             )
         return calls, promoted(parts)
 

@@ -53,7 +53,7 @@ class FreeEnergy(AbstractEnergy):
     r"""The free energy as a module: options are fields, a call returns energies.
 
     `energy.at(query, key, value)` is the free energy as a function of the source alone, a
-    [`Gibbs`][energy_attn.Gibbs], of which all else is asked.
+    [`Gibbs`][energy_attn.Gibbs], whose methods are the observables.
 
     $$F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q \cdot k_a + b_a + \zeta \cdot v_a)$$
 
@@ -61,19 +61,19 @@ class FreeEnergy(AbstractEnergy):
         scale: the factor of $q \cdot k$; None is $1/\sqrt{H}$. An array, a scalar or `[N]` with one for each head
             of queries, is a trainable parameter, the inverse temperature.
         is_causal: whether to hide keys whose position is after the query's.
-        local_window_size: `(left, right)` or one int: how far from a query its keys may lie; None: any distance.
+        local_window_size: `(left, right)` or one int: the largest distances of a key before and after its query;
+            None: any distance.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations].
         parallel: how keys are sharded over the current mesh.
-        mask: a mask of `energy_attn.masks`, besides causality, the window and the mask of a call. Its
+        mask: a mask of `energy_attn.masks`, combined with causality, the window and the mask of a call. Its
             arrays are leaves.
-        score: a score of `energy_attn.scores`, a function $g$ of the scaled product in the place of the
-            product itself. Its arrays are leaves.
+        score: a score of `energy_attn.scores`, a function $g$ applied to the scaled product. Its arrays are leaves.
         sink: $b$, `[N]` or `[B, N]`, a trainable parameter: the score of one more outcome whose value is
             zero, $F = \log(e^{F_{keys}} + e^b)$, as in gpt-oss (arXiv 2508.10925).
-        reproducible: whether the bits of a row [depend on it and the keys that it sees alone](../reproducible.md).
-        name: by which [`record`][energy_attn.record] reports this energy; None is its path in the model.
-        regulariser: None, Shannon's entropy, of which $F$ is the maximum; or a
-            [`Tsallis`][energy_attn.Tsallis], by which attention is sparse.
+        reproducible: whether the bits of a row [depend only on the row and the keys that it sees](../reproducible.md).
+        name: the name under which [`record`][energy_attn.record] reports this energy; None is its path in the model.
+        regulariser: None for Shannon's entropy; or a [`Tsallis`][energy_attn.Tsallis], which makes attention
+            sparse.
 
     Raises:
         TypeError: a field of the wrong type.
@@ -151,15 +151,15 @@ class FreeEnergy(AbstractEnergy):
     ) -> Gibbs:
         r"""The free energy of these queries and keys, as a function of the source alone.
 
-        Arguments and errors as in [`free_energy`][energy_attn.free_energy]; `**rows` say which queries and keys there
-        are, and where. An energy with a regulariser has no measure of Gibbs, and raises `NotImplementedError`.
+        Arguments and errors as in [`free_energy`][energy_attn.free_energy]; `**rows` are lengths, positions
+        and segment ids. An energy with a regulariser has no Gibbs measure and raises `NotImplementedError`.
 
         Returns:
-            A [`Gibbs`][energy_attn.Gibbs], of which attention, covariances, entropies, samples and rate
-            functions are methods.
+            A [`Gibbs`][energy_attn.Gibbs], with methods for attention, covariances, entropies, samples and rate
+            functions.
         """
         measure = measure_at(self, query, key, value, bias, mask, rows)
-        prepared = prepare_keys(measure.parts[0])  # raises for arguments that do not fit
+        prepared = prepare_keys(measure.parts[0])  # checks the arguments
         if recorders.value:
             query = tagged(query, self.name or "FreeEnergy", *prepared, None)
             measure = measure_at(self, query, key, value, bias, mask, rows)
@@ -248,7 +248,7 @@ class FreeEnergy(AbstractEnergy):
 
 
 def energy_of(energy: object, options: ModuleOptions) -> FreeEnergy:
-    """The argument `energy=`; None: one of the options. Raises `ValueError` for both, `TypeError` for anything else."""
+    """Returns the argument `energy=`, or an energy made from options. Raises `ValueError` if both are given."""
     check_options(options, ModuleOptions)
     if energy is None:
         return FreeEnergy(**options)
@@ -262,7 +262,7 @@ def energy_of(energy: object, options: ModuleOptions) -> FreeEnergy:
 
 
 def stacked(energy: FreeEnergy, lead: tuple[int, ...]) -> FreeEnergy:
-    """An energy for each of as many layers, whose arrays have these axes in front."""
+    """Copies an energy for stacked layers: its arrays get leading axes of this shape."""
     if not lead:
         return energy
     arrays, rest = eqx.partition(energy, lambda x: isinstance(x, (jax.Array, np.ndarray)))
@@ -288,8 +288,8 @@ def measure_at(
     """`energy.at(...)`, whose arguments are checked when the measure is prepared."""
     check_gibbs(energy)
     check_rows(rows)
-    given: Any = {name: x for name, x in rows.items() if x is not None}
-    return Gibbs((KeySet(energy, query, key, value, bias, mask, given),))
+    present: Any = {name: x for name, x in rows.items() if x is not None}
+    return Gibbs((KeySet(energy, query, key, value, bias, mask, present),))
 
 
 def measure_of(
@@ -303,9 +303,11 @@ def measure_of(
 ) -> Gibbs:
     """Like `measure_at`, from the options of `attention`."""
     check_options(options, AttentionOptions, "bias", "mask")
-    own: Any = {name: x for name, x in options.items() if name in EnergyOptions.__annotations__}
-    rows: Any = {name: x for name, x in options.items() if name not in own}
-    return measure_at(FreeEnergy(**own), query, key, value, bias, mask, rows)
+    energy_options: Any = {
+        name: x for name, x in options.items() if name in EnergyOptions.__annotations__
+    }
+    rows: Any = {name: x for name, x in options.items() if name not in energy_options}
+    return measure_at(FreeEnergy(**energy_options), query, key, value, bias, mask, rows)
 
 
 def attention_with_dropout(
@@ -319,7 +321,7 @@ def attention_with_dropout(
     chance: float,
     rows: RowOptions,
 ) -> tuple[Array, Array]:
-    r"""Attention with the weights of `keep` alone, divided by the chance that one is kept; and the energies of all.
+    r"""Attention with dropout: only weights in `keep`, divided by their probability; and the energies without dropout.
 
     Attention over the kept keys, times their share of the partition function,
 
@@ -330,7 +332,7 @@ def attention_with_dropout(
     check_gibbs(energy)
     seen = keep if mask is None else keep & mask
     lse = energy(query, key, value, bias=bias, mask=mask, **rows)
-    # by no method of the energy, which would be recorded, too
+    # not `energy.attention`, which would be recorded a second time
     some, every = (prepare_at(energy, query, key, value, bias, x, rows) for x in (seen, mask))
     call, operands = some
     if call.policy.attention_only:
@@ -339,6 +341,6 @@ def attention_with_dropout(
     else:
         out, _ = attention_and_energy((call,), (operands._replace(sink=None),))
         part = seen_share(every, some, lse)
-    # if the chance is zero nothing is kept
+    # with a probability of zero nothing is kept
     factor = part / (chance or 1.0)
     return (out * factor[..., None].astype(out.dtype)).astype(out.dtype), lse

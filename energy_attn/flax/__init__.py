@@ -8,5 +8,4 @@ Examples:
     (3, 2, 4)
 """
 
-from ._attention_fn import AttentionFn as AttentionFn
 from ._attention_fn import attention_fn as attention_fn

@@ -1,4 +1,4 @@
-"""The free energy as what Flax's layers call for attention."""
+"""Attention in the form that Flax's layers call."""
 
 import dataclasses
 import math
@@ -25,22 +25,22 @@ def attention_fn(
 
     $$\mathrm{out} = \nabla_\zeta F(\zeta)\big|_{\zeta = 0}$$
 
-    for `attention_fn=` of `flax.nnx.MultiHeadAttention` and of `flax.linen.MultiHeadDotProductAttention`, in the
-    place of their `dot_product_attention`.
+    for `attention_fn=` of `flax.nnx.MultiHeadAttention` and `flax.linen.MultiHeadDotProductAttention`, instead of
+    their `dot_product_attention`.
 
     Args:
-        energy: any [`FreeEnergy`][energy_attn.FreeEnergy]; None: one of the options.
-        **options: its fields, as `is_causal=True`, `local_window_size=`, `mask=`, `score=`, `sink=`,
+        energy: a [`FreeEnergy`][energy_attn.FreeEnergy]; None makes one from the options.
+        **options: the fields of the energy, such as `is_causal=True`, `local_window_size=`, `mask=`, `score=`, `sink=`,
             `implementation=` or `parallel=`.
 
     Returns:
-        An [`AttentionFn`][energy_attn.flax.AttentionFn]. One with arrays is given to a layer of NNX as
-        `nnx.data(attention_fn(sink=...))`. They are arrays, not `nnx.Param`s: optimizers and gradients of a layer's
-        parameters leave them as they are.
+        A module with the signature of `flax.nnx.dot_product_attention`. If it has arrays, pass it to a layer of NNX as
+        `nnx.data(attention_fn(sink=...))`. The arrays are no `nnx.Param`s: a layer's gradients and optimiser do not
+        change them.
 
     Raises:
         TypeError: `energy` is not a `FreeEnergy`; an unknown option.
-        ValueError: options beside an `energy`.
+        ValueError: both an `energy` and options.
 
     Source: Tree Attention (arXiv 2408.04093), equations 6 to 10.
 
@@ -58,17 +58,10 @@ def attention_fn(
 
 
 class AttentionFn(eqx.Module):
-    """The result of [`attention_fn`][energy_attn.flax.attention_fn], called by Flax's layers.
+    """The result of [`attention_fn`][energy_attn.flax.attention_fn], which Flax's layers call.
 
     Attributes:
-        energy: of which attention is the gradient.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import energy_attn as ea
-        >>> x = jnp.ones((3, 2, 4))
-        >>> ea.flax.AttentionFn(ea.FreeEnergy())(x, x, x, mask=jnp.eye(3)).shape  # ones and zeros
-        (3, 2, 4)
+        energy: the free energy whose gradient is attention.
     """
 
     energy: FreeEnergy
@@ -95,55 +88,47 @@ class AttentionFn(eqx.Module):
         qk_attn_weights_einsum: object = None,
         attn_weights_value_einsum: object = None,
     ) -> Float[Array, "*B T N Hv"]:
-        """Attention, as `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention` have it.
+        """Computes attention with the arguments of `dot_product_attention` in `flax.nnx` and `flax.linen`.
 
-        Fully masked rows are zero (Flax has the mean of the values there).
+        Fully masked rows are zero, where Flax returns the mean of the values.
 
-        Positions count from 0. One query with several keys is a step of a layer that decodes: its position is the
-        last key that the mask shows to any row, as Flax's caches have it.
+        Positions count from 0. A call with one query and several keys is a decoding step: the query's position is the
+        last key that the mask shows to any row, as in Flax's caches.
 
         Args:
             query: `[*B, T, N, H]`, with any number of batch axes.
             key: `[*B, S, K, H]`; `K` divides `N`.
             value: `[*B, S, K, Hv]`.
             bias: added to the scaled scores; broadcasts to `[*B, N, T, S]`.
-            mask: likewise, boolean or numbers, as Flax makes masks: zero where a key takes no part.
+            mask: boolean or numeric, broadcasts to `[*B, N, T, S]`; False or zero hides a key.
             broadcast_dropout: whether all batch entries and heads drop the same weights.
-            dropout_rng: of the weights that are dropped, the same ones as in Flax.
+            dropout_rng: the key for dropout; it drops the same weights as Flax.
             dropout_rate: the probability that a weight is dropped.
-            deterministic: whether none is.
-            dtype: of the computation; None: that of the arrays, promoted.
-            precision: not read: products are as exact as their dtype allows.
-            module: None: there are no weights to store (`sow_weights=`).
-            promote_dtype: of `(query, key, value)` and `dtype=`; None: JAX's promotion.
-            is_causal: whether to hide keys after the query, if the energy does not.
-            force_fp32_for_softmax: not read: energies always have 32 bits.
-            einsum_dot_general: None, as the kernels multiply.
-            qk_attn_weights_einsum: None, as the kernels multiply.
-            attn_weights_value_einsum: None, as the kernels multiply.
+            deterministic: whether to turn dropout off.
+            dtype: the dtype of the computation; None: the promoted dtype of the arrays.
+            precision: ignored: products are as exact as their dtype allows.
+            module: must be None: no matrix of weights is stored (`sow_weights=`).
+            promote_dtype: maps `(query, key, value)` and `dtype=` to arrays of one dtype; None: JAX's promotion.
+            is_causal: whether to hide keys after the query, in addition to the energy's masks.
+            force_fp32_for_softmax: ignored: energies are always in float32 or wider.
+            einsum_dot_general: must be None.
+            qk_attn_weights_einsum: must be None.
+            attn_weights_value_einsum: must be None.
 
         Raises:
             TypeError: an argument is not an array or has the wrong dtype.
-            ValueError: shapes that do not match; no `dropout_rng` where weights are dropped; a `dropout_rate` that is
-                not a probability; a `module` or a product that is not None; an energy that reads the positions of
-                queries, which are not as many as the keys, nor one with a mask; a mask of scores to add, with
-                negative numbers, where it is known.
+            ValueError: shapes that do not match; dropout without `dropout_rng`; a `dropout_rate` that is not a
+                probability; a `module` or an einsum that is not None; an energy that reads query positions, unless
+                there are as many queries as keys, or one query and a mask; a concrete mask with negative
+                numbers, which is a bias.
         """
         del precision, force_fp32_for_softmax
-        if module is not None:
-            raise ValueError(
-                "module: wanted None (sow_weights=False), as no matrix of weights is made; energy_attn.record "
-                f"observes a model; got {checks.received(module)}"
-            )
-        for name, given in (
-            ("einsum_dot_general", einsum_dot_general),
-            ("qk_attn_weights_einsum", qk_attn_weights_einsum),
-            ("attn_weights_value_einsum", attn_weights_value_einsum),
-        ):
-            if given is not None:
-                raise ValueError(
-                    f"{name}: wanted None, as the kernels multiply, got {checks.received(given)}"
-                )
+        _check_unsupported(
+            module=module,
+            einsum_dot_general=einsum_dot_general,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum,
+        )
         for name, x in (("query", query), ("key", key), ("value", value)):
             if jnp.iscomplexobj(checks.check_array(name, x)):
                 checks.check_floating(name, x)  # promotion would drop the imaginary parts
@@ -181,6 +166,17 @@ class AttentionFn(eqx.Module):
         return out.reshape(*lead, *out.shape[1:])
 
 
+def _check_unsupported(module: object, **einsums: object) -> None:
+    if module is not None:
+        raise ValueError(
+            "module: wanted None (sow_weights=False), as no matrix of weights is stored; energy_attn.record "
+            f"observes a model; got {checks.received(module)}"
+        )
+    for name, x in einsums.items():
+        if x is not None:
+            raise ValueError(f"{name}: wanted None, got {checks.received(x)}")
+
+
 def _promoted(arrays: tuple[Array, ...], dtype: DTypeLike | None) -> list[Array]:
     if dtype is None:
         dtype = jnp.result_type(*arrays)
@@ -211,19 +207,19 @@ def _query_positions(
     mask: Bool[Array, "..."] | None,
     shape: tuple[int, int, int],
 ) -> Int[Array, "B T"] | None:
-    """The positions of the queries of a call of shape `(B, T, S)`; None counts from 0.
+    """Returns the positions of the queries of a call of shape `(B, T, S)`; None counts from 0.
 
-    A layer that decodes calls with one query, all slots of its cache as keys, and a mask whose last visible slot
+    A decoding layer calls with one query, all slots of its cache as keys, and a mask whose last visible slot
     is the query's own.
 
-    Raises `ValueError` if the energy, or `is_causal` for one query, reads positions that are not known.
+    Raises `ValueError` if positions are read (by the energy, or by `is_causal` for one query) but unknown.
     """
     batch, query_len, key_len = shape
     if query_len == key_len or not ((is_causal and query_len == 1) or _reads_queries(energy)):
         return None
     if query_len != 1 or mask is None or mask.shape[-1] != key_len:
         raise ValueError(
-            "query: wanted as many queries as keys, or one and the mask of a cache, as the energy compares "
+            "query: wanted as many queries as keys, or one query and a cache's mask, for an energy that reads "
             f"positions (FreeEnergy.attention takes query_positions=); got {query_len} and {key_len}"
         )
     visible = mask.any(tuple(range(mask.ndim - 1)))

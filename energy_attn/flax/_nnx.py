@@ -32,11 +32,11 @@ def run_pure(
     """
     from flax import nnx
 
-    given = function, args, kwargs
-    graph, state = nnx.split(given)
-    (out, changed), seen = run(eqx.Partial(_pure, graph), state)
-    nnx.update(given, changed)
-    return out, seen
+    call = function, args, kwargs
+    graph, state = nnx.split(call)
+    (out, changed), recorded = run(eqx.Partial(_pure, graph), state)
+    nnx.update(call, changed)
+    return out, recorded
 
 
 def is_pure(function: object) -> bool:
@@ -46,9 +46,9 @@ def is_pure(function: object) -> bool:
 def _pure(graph: PyTree, state: PyTree) -> tuple[Any, Any]:
     from flax import nnx
 
-    given = nnx.merge(graph, state, copy=True)
-    function, args, kwargs = given
-    for x in jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, nnx.Module)):
+    call = nnx.merge(graph, state, copy=True)
+    function, args, kwargs = call
+    for x in jax.tree.leaves(call, is_leaf=lambda x: isinstance(x, nnx.Module)):
         for path, parent in modules(x):
             for name, attend in vars(parent).items():
                 if isinstance(attend, AttentionFn) and attend.energy.name is None:
@@ -59,7 +59,7 @@ def _pure(graph: PyTree, state: PyTree) -> tuple[Any, Any]:
         path: x.get_value() if isinstance(x, nnx.Variable) else x
         for path, x in nnx.to_flat_state(state)
     }
-    after = nnx.to_flat_state(nnx.state(given, nnx.Variable))  # with those that are new
+    after = nnx.to_flat_state(nnx.state(call, nnx.Variable))  # with those that are new
     changed = [(path, x) for path, x in after if x.get_value() is not before.get(path)]
     return out, nnx.from_flat_state(changed)
 

@@ -179,8 +179,8 @@ def attention_and_energy(calls: Calls, parts: Parts, source: Source = None) -> t
         energy = _energy(calls, source, parts)
         return energy.sum(), energy
 
-    found = jax.grad(total, has_aux=True)(source)
-    return both_computed(*found) if recorders.value else found
+    result = jax.grad(total, has_aux=True)(source)
+    return both_computed(*result) if recorders.value else result
 
 
 def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
@@ -291,15 +291,15 @@ def _energy_jvp(
     for call in calls:
         by_jax = by_jax and differentiated_by_jax(call.policy.kernels)
     if by_jax:
-        found: Any = directional(lambda x: state_at(calls, *x), primals, tangents)
-        return found[0].lse, found[1].lse
+        result: Any = directional(lambda x: state_at(calls, *x), primals, tangents)
+        return result[0].lse, result[1].lse
     state = functools.partial(state_at, calls, primals[0])
-    found, along = directional(state, parts, changes) or (state(parts), None)
+    result, along = directional(state, parts, changes) or (state(parts), None)
     rate = None if along is None else along.lse
     if moves:
-        by_source = (found.out.astype(found.lse.dtype) * change.astype(found.lse.dtype)).sum(-1)
+        by_source = (result.out.astype(result.lse.dtype) * change.astype(result.lse.dtype)).sum(-1)
         rate = by_source if rate is None else by_source + rate
-    return found.lse, jnp.zeros_like(found.lse) if rate is None else rate
+    return result.lse, jnp.zeros_like(result.lse) if rate is None else rate
 
 
 def unmoved(tree: Any) -> Any:
@@ -312,14 +312,14 @@ def directional(
 ) -> tuple[Any, Any] | None:
     """`jax.jvp` for tangents that are None or symbolic zeros where they are zero; None if all are."""
     flat, tree = jax.tree.flatten(primals)
-    moving: dict[int, Array] = {}
+    nonzero: dict[int, Array] = {}
     for i, x in enumerate(tree.flatten_up_to(tangents)):
         if x is not None and not isinstance(x, SymbolicZero):
-            moving[i] = x
-    if not moving:
+            nonzero[i] = x
+    if not nonzero:
         return None
 
-    def of_moving(moved: dict[int, Array]) -> Any:
-        return function(tree.unflatten({**dict(enumerate(flat)), **moved}.values()))
+    def of_nonzero(values: dict[int, Array]) -> Any:
+        return function(tree.unflatten({**dict(enumerate(flat)), **values}.values()))
 
-    return jax.jvp(of_moving, ({i: flat[i] for i in moving},), (moving,))
+    return jax.jvp(of_nonzero, ({i: flat[i] for i in nonzero},), (nonzero,))

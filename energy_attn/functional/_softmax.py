@@ -97,15 +97,15 @@ def shifted_energy(
     rows = _rows(scores, where, axis)
     if shift is None:
         constant = lax.stop_gradient(rows.max(-1, initial=-jnp.inf))
-        given = safe_shift(constant)
+        applied = safe_shift(constant)
     else:
-        given = checks.check_floating("shift", shift).astype(rows.dtype)
-        if given.shape != rows.shape[:-1]:
+        applied = checks.check_floating("shift", shift).astype(rows.dtype)
+        if applied.shape != rows.shape[:-1]:
             raise ValueError(
                 f"shift: wanted the shape of scores less axis, {rows.shape[:-1]}, "
                 f"got {checks.received(shift)}"
             )
-    return ShiftedEnergy(softmax(rows - given[..., None]).lse, given)
+    return ShiftedEnergy(softmax(rows - applied[..., None]).lse, applied)
 
 
 def _rows(scores: Array, where: Array | None, axis: int) -> Array:

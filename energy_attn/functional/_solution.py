@@ -123,12 +123,12 @@ def raise_on_failure(solution: Solution, throw: bool, what: str, calls: Calls) -
     return solution
 
 
-def without_derivative(stats: dict[str, Array], given: PyTree, what: str) -> dict[str, Array]:
+def without_derivative(stats: dict[str, Array], inputs: PyTree, what: str) -> dict[str, Array]:
     """Statistics of an iteration, whose derivative in `given` raises `RuntimeError` instead of being zero.
 
     In forward mode, where nothing can raise that is not asked for, their tangents are NaN.
     """
-    return autodiff.function_call(_Statistics(what), (stats, given))
+    return autodiff.function_call(_Statistics(what), (stats, inputs))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,8 +43,8 @@ def tagged(query: Array, name: str, call: Any, operands: Any, source: Any) -> Ar
         name = f"{place}.{name}"
     for level, recorder in enumerate(active):
         with recorders(()):  # what is asked is not recorded itself
-            found = recorder.observe(call, operands, source)
-        values, tree = jax.tree.flatten(found)
+            observed = recorder.observe(call, operands, source)
+        values, tree = jax.tree.flatten(observed)
         query = tag_p.bind(
             query, *map(jnp.asarray, values), name=name, level=level, tree=tree, axes=()
         )
@@ -67,14 +67,14 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> tupl
 
 
 def _batch(
-    given: Sequence[Array], mapped: Sequence[int | None], *, axes: tuple[str, ...], **static: Any
+    args: Sequence[Array], mapped: Sequence[int | None], *, axes: tuple[str, ...], **static: Any
 ) -> tuple[Array, int | None]:
-    size = next(x.shape[axis] for x, axis in zip(given, mapped, strict=True) if axis is not None)
+    size = next(x.shape[axis] for x, axis in zip(args, mapped, strict=True) if axis is not None)
     values = (
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(given[1:], mapped[1:], strict=True)
+        for x, axis in zip(args[1:], mapped[1:], strict=True)
     )
-    return tag_p.bind(given[0], *values, axes=("vmap", *axes), **static), mapped[0]
+    return tag_p.bind(args[0], *values, axes=("vmap", *axes), **static), mapped[0]
 
 
 mlir.register_lowering(tag_p, mlir.lower_fun(_query, multiple_results=False))

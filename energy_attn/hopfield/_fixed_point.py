@@ -52,10 +52,10 @@ def state_at_point(call: StaticCall, beta: Array, operands: Operands, point: Arr
 
 def memory_stats(call: StaticCall, operands: Operands) -> MemoryStats:
     squares = (operands.value**2).sum(-1, keepdims=True)
-    one = jnp.ones_like(operands.query[..., :1])
+    ones = jnp.ones_like(operands.query[..., :1])
     # with zero scores all memories have equal weights, and F is the logarithm of their number
-    uniform = operands._replace(query=jnp.zeros_like(one), key=squares, value=squares)
-    longest, lse = _furthest_along(call, uniform, one, 0.0)
+    uniform = operands._replace(query=jnp.zeros_like(ones), key=squares, value=squares)
+    longest, lse = _furthest_along(call, uniform, ones, 0.0)
     return MemoryStats(lse, longest[..., 0])
 
 
@@ -84,20 +84,20 @@ class FixedPointMap(autodiff.AbstractFunction):
 
     def jvp(self, primals: tuple[Array, Operands, MemoryStats], tangents: Any) -> tuple[Any, Any]:
         beta, operands, _ = primals
-        found: tuple[Array, Progress] = autodiff.function_call(self, primals)
+        result: tuple[Array, Progress] = autodiff.function_call(self, primals)
         call = self.static.call
         # The iteration stops within tolerance / (1 - contraction) of the fixed point; a step of Newton ends closer.
-        jacobian, mean = _linearised(call, beta, operands, found[0])
-        step = jnp.linalg.solve(jacobian, (mean - found[0])[..., None])[..., 0]
-        point = found[0] + jnp.where(found[1].running[..., None], 0.0, step)
+        jacobian, mean = _linearised(call, beta, operands, result[0])
+        step = jnp.linalg.solve(jacobian, (mean - result[0])[..., None])[..., 0]
+        point = result[0] + jnp.where(result[1].running[..., None], 0.0, step)
         # the point has taken the query's place
         inputs, changes = ((x[0], x[1]._replace(query=None)) for x in (primals, tangents))
         state = directional(lambda x: state_at_point(call, x[0], x[1], point), inputs, changes)
         if state is None:
-            return found, unmoved(found)
+            return result, unmoved(result)
         jacobian, _ = _linearised(call, beta, operands, point)
         along = jnp.linalg.solve(jacobian, state[1].out[..., None])[..., 0]
-        return found, (along, unmoved(found[1]))
+        return result, (along, unmoved(result[1]))
 
 
 def _linearised(
@@ -105,8 +105,8 @@ def _linearised(
 ) -> tuple[Array, Array]:
     """$1 - J$ and $G(x)$ at a point."""
     state = covariance_at((call,), None, (operands._replace(query=beta * point),))
-    one = jnp.eye(point.shape[-1], dtype=point.dtype)
-    return jnp.expand_dims(one, range(point.ndim - 1)) - beta * state.covariance, state.out
+    ones = jnp.eye(point.shape[-1], dtype=point.dtype)
+    return jnp.expand_dims(ones, range(point.ndim - 1)) - beta * state.covariance, state.out
 
 
 def _iterate(
@@ -122,21 +122,21 @@ def _iterate(
 
     def step(carry: tuple[Array, Progress]) -> tuple[Array, Progress]:
         point, progress = carry
-        here = state_at_point(call, beta, operands, point)
-        energies = point_energy(beta, point, here.lse, stats)
-        rose = energy_rises(progress, energies, beta, point, here.lse, stats)
-        moved = jnp.sqrt(((here.out - point) ** 2).sum(-1))
+        state = state_at_point(call, beta, operands, point)
+        energies = point_energy(beta, point, state.lse, stats)
+        rose = energy_rises(progress, energies, beta, point, state.lse, stats)
+        distance = jnp.sqrt(((state.out - point) ** 2).sum(-1))
         running = progress.running
         new = Progress(
             progress.passes + 1,
             progress.steps + running.astype(jnp.int32),
-            jnp.where(running, moved / unit, progress.residual),
+            jnp.where(running, distance / unit, progress.residual),
             lax.dynamic_update_index_in_dim(progress.path, energies, progress.passes, 0),
             energies,
             progress.rose | (running & rose),
-            running & (moved > static.tolerance * length),
+            running & (distance > static.tolerance * length),
         )
-        return jnp.where(running[..., None], here.out, point), new
+        return jnp.where(running[..., None], state.out, point), new
 
     zero = jnp.zeros_like(stats.log_count)
     start = Progress(
@@ -176,8 +176,8 @@ def nearest_memory(
     marked = operands._replace(query=beta * point, value=jnp.concatenate([memories, digits], -1))
     direction = jnp.concatenate([point, jnp.zeros_like(point, shape=(*point.shape[:-1], 4))], -1)
     doubt = jnp.sqrt((point**2).sum(-1) * stats.square)
-    found, lse = _furthest_along(call, marked, direction, doubt)
-    memory, digits, squares = jnp.split(found, [width, width + _DIGITS], -1)
+    result, lse = _furthest_along(call, marked, direction, doubt)
+    memory, digits, squares = jnp.split(result, [width, width + _DIGITS], -1)
     # memories that share the largest score show as a variance of the indices
     digits, squares = lax.stop_gradient((digits, squares[..., 0]))
     unique = jnp.isfinite(lse) & (squares - (digits**2).sum(-1) < 0.1)

@@ -166,13 +166,13 @@ def _solve(static: RetrievalOptions, beta: Array, operands: Operands) -> Solutio
     batched, call = static.call.batched, static.call._replace(batched=True)
     static = static._replace(call=call)
     memory = memory_stats(call, operands)
-    found: Any = autodiff.function_call(FixedPointMap(static), (beta, operands, memory))
-    point, progress = found
-    here = state_at_point(call, beta, operands, point)
-    value = point_energy(beta, point, here.lse, memory)
-    seen = holds_keys(here.lse)
+    fixed_point: Any = autodiff.function_call(FixedPointMap(static), (beta, operands, memory))
+    point, progress = fixed_point
+    state = state_at_point(call, beta, operands, point)
+    value = point_energy(beta, point, state.lse, memory)
+    seen = holds_keys(state.lse)
     # scores are β x·m and the mean of m is `out`, so the mean score needs no pass of its own
-    entropy = jnp.where(seen, here.lse - beta * (point * here.out).sum(-1), 0.0)
+    entropy = jnp.where(seen, state.lse - beta * (point * state.out).sum(-1), 0.0)
     after = (
         jnp.arange(static.max_steps + 1, dtype=jnp.int32).reshape(-1, *[1] * value.ndim)
         >= progress.passes
@@ -185,7 +185,7 @@ def _solve(static: RetrievalOptions, beta: Array, operands: Operands) -> Solutio
         **nearest_memory(call, beta, operands, point, memory),
     }
     result = jnp.where(progress.running, int(Result.max_steps_reached), int(Result.converged))
-    rose = progress.rose | energy_rises(progress, value, beta, point, here.lse, memory)
+    rose = progress.rose | energy_rises(progress, value, beta, point, state.lse, memory)
     result = jnp.where(rose, int(Result.energy_rose), result)
     result = jnp.where(jnp.isfinite(value), result, int(Result.not_finite))
     result = jnp.where(jnp.isneginf(memory.log_count), int(Result.no_keys), result)

@@ -86,16 +86,16 @@ def entropy_penalty(
     entropy = checks.check_floating("entropy", entropy)
     if low is None and high is None:
         raise ValueError("low: wanted a bound in nats for low, high or both, got None for both")
-    apart: Any = 0.0
+    distance: Any = 0.0
     if low is not None:
         checks.check_finite_number("low", low)
-        apart = jnp.maximum(low - entropy, 0.0)
+        distance = jnp.maximum(low - entropy, 0.0)
     if high is not None:
         checks.check_finite_number("high", high)
         if low is not None and low > high:
             raise ValueError(f"low: wanted at most high = {high}, got {low}")
-        apart = apart + jnp.maximum(entropy - high, 0.0)
-    return _mean_square(apart, included(where, entropy.shape))
+        distance = distance + jnp.maximum(entropy - high, 0.0)
+    return _mean_square(distance, included(where, entropy.shape))
 
 
 def _mean_square(x: Array, rows: Array) -> Array:

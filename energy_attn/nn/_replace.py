@@ -130,11 +130,11 @@ def restore_attention(model: Model) -> Model:
 
 def _check_plain(path: str, energy: FreeEnergy) -> None:
     for field in dataclasses.fields(energy):
-        found = getattr(energy, field.name)
-        if field.name not in _FREE and found is not field.default:
+        result = getattr(energy, field.name)
+        if field.name not in _FREE and result is not field.default:
             raise ValueError(
                 f"model{path}.energy.{field.name}: wanted {field.default}, as plain "
-                f"attention has no such option, got {checks.received(found)}"
+                f"attention has no such option, got {checks.received(result)}"
             )
 
 
@@ -162,9 +162,9 @@ def _replaced(model: Model, kind: type, new: Callable[[Any, str], Any]) -> Model
             made[id(x)] = new(x, where)
         return made[id(x)]
 
-    found = jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda x: isinstance(x, kind))
+    result = jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda x: isinstance(x, kind))
     if not made:
         raise ValueError(
             f"model: wanted a pytree with {_NAMES[kind]} in it, got {checks.received(model)}"
         )
-    return found
+    return result

@@ -69,17 +69,17 @@ def covariance_product(
     middle, origin = centred_parts(parts)
     origin = origin if calls[0].batched else origin[0]
     zero = jnp.zeros_like(tangent)  # a traced zero, which can be differentiated in
-    found, pull_back = jax.vjp(
+    result, pull_back = jax.vjp(
         lambda source: state_at(calls, source, middle), zero if source is None else source
     )
-    (product,) = pull_back(AttentionState(tangent, jnp.zeros_like(found.lse)))
+    (product,) = pull_back(AttentionState(tangent, jnp.zeros_like(result.lse)))
     # not `jnp.repeat`, which refuses heads over explicit mesh axes
     *rows, kv_heads, width = origin.shape
     heads = parts[0].query.shape[-2]
     grouped = *rows, kv_heads, heads // kv_heads, width
     origin = jnp.broadcast_to(origin[..., None, :], grouped).reshape(*rows, heads, width)
-    out = jnp.where(holds_keys(found.lse)[..., None], found.out + origin, 0.0)
-    lse = found.lse if source is None else found.lse + (source * origin).sum(-1)
+    out = jnp.where(holds_keys(result.lse)[..., None], result.out + origin, 0.0)
+    lse = result.lse if source is None else result.lse + (source * origin).sum(-1)
     return AttentionState(out, lse), product
 
 
@@ -146,11 +146,11 @@ def _over_parts(
     parts: Parts,
     *rows: Array,
 ) -> Any:
-    found = (
+    result = (
         run_reduction(call, Reduction(find(call), fold), source, operands, *rows)
         for call, operands in zip(calls, parts, strict=True)
     )
-    return functools.reduce(join, found)
+    return functools.reduce(join, result)
 
 
 def run_reduction(
@@ -162,8 +162,8 @@ def run_reduction(
     at = call.settings, operands
     if source is not None:
         at = additions.with_source(*at, jnp.asarray(source))
-    found = reduction.over(call.plan, *at, *rows)
-    return found if call.batched else jax.tree.map(lambda x: x[0], found)
+    result = reduction.over(call.plan, *at, *rows)
+    return result if call.batched else jax.tree.map(lambda x: x[0], result)
 
 
 def sinks_as_keys(calls: Calls, parts: Parts) -> tuple[Calls, Parts]:
@@ -173,8 +173,8 @@ def sinks_as_keys(calls: Calls, parts: Parts) -> tuple[Calls, Parts]:
     that are numbers.
     """
     plain = tuple(operands._replace(sink=None) for operands in parts)
-    own = [_as_key(*x) for x in zip(calls, parts, strict=True) if x[1].sink is not None]
-    return (*calls, *(call for call, _ in own)), (*plain, *(operands for _, operands in own))
+    sinks = [_as_key(*x) for x in zip(calls, parts, strict=True) if x[1].sink is not None]
+    return (*calls, *(call for call, _ in sinks)), (*plain, *(operands for _, operands in sinks))
 
 
 def _as_key(call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]:
@@ -187,8 +187,8 @@ def _as_key(call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]
     bias, positions = bias if bias.ndim == 4 else bias[None], operands.tokens.query_positions
     at = None if positions is None else jnp.zeros((1, 1), positions.dtype)
     tokens = Tokens(positions, at, query_lengths=operands.tokens.query_lengths)
-    own = Operands(operands.query, key, value, bias, tokens=tokens)
+    sinks = Operands(operands.query, key, value, bias, tokens=tokens)
     # All devices have it, so that nothing is folded over them; one column of scores is dense.
     plan = None if call.plan is None else call.plan._replace(sequence=(), queries=False)
     settings = Settings(1.0, window_structure())
-    return call._replace(policy=CallPolicy(("reference",)), plan=plan, settings=settings), own
+    return call._replace(policy=CallPolicy(("reference",)), plan=plan, settings=settings), sinks

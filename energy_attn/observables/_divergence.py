@@ -22,46 +22,51 @@ from ._entropy import is_linear, queries_of
 class CrossScores(NamedTuple):
     """The scores and energies of two measures under the weights of the first, for each row; all `[*B, T, N]`."""
 
-    own: Array  # the mean of the first's scores under its weights
-    other: Array  # that of the second's scores, of the keys that both see
+    first_mean: Array  # the mean of the first measure's scores
+    second_mean: Array  # the mean of the second measure's scores, over the keys that both see
     hidden: Array  # whether the second does not see a key that the first sees
-    lse: Array  # the energies of the first
-    other_lse: Array  # those of the second
+    lse: Array  # the first measure's energies
+    second_lse: Array  # the second measure's energies
 
 
-def kl_divergence(found: CrossScores) -> Array:
-    difference = _cross_entropy(found) - (_finite(found.lse) - found.own)
+def kl_divergence(result: CrossScores) -> Array:
+    difference = _cross_entropy(result) - (_finite(result.lse) - result.first_mean)
     # Rounding makes it negative, at most; the derivative is that of the difference.
     least = lax.stop_gradient(jnp.maximum(difference, 0.0) - difference)
-    return _of_seen(found, difference + least)
+    return _of_seen(result, difference + least)
 
 
-def cross_entropy(found: CrossScores) -> Array:
-    return _of_seen(found, _cross_entropy(found))
+def cross_entropy(result: CrossScores) -> Array:
+    return _of_seen(result, _cross_entropy(result))
 
 
-def _cross_entropy(found: CrossScores) -> Array:
-    return _finite(found.other_lse) - found.other
+def _cross_entropy(result: CrossScores) -> Array:
+    return _finite(result.second_lse) - result.second_mean
 
 
-def _of_seen(found: CrossScores, x: Array) -> Array:
+def _of_seen(result: CrossScores, x: Array) -> Array:
     """Infinite where a key is hidden, zero in a fully masked row."""
-    return jnp.where(found.hidden, jnp.inf, jnp.where(holds_keys(found.lse), x, 0.0))
+    return jnp.where(result.hidden, jnp.inf, jnp.where(holds_keys(result.lse), x, 0.0))
 
 
 def _finite(lse: Array) -> Array:
     return jnp.where(holds_keys(lse), lse, 0.0)
 
 
-def cross_scores(mine: tuple[Calls, Parts], theirs: tuple[Calls, Parts]) -> CrossScores:
+def cross_scores(first: tuple[Calls, Parts], second: tuple[Calls, Parts]) -> CrossScores:
     """The scores of both under the weights of the first, from their prepared keys."""
-    _check(mine, theirs)
-    calls, parts = sinks_as_keys(*mine)
-    other_calls, others = sinks_as_keys(*theirs)
+    _check(first, second)
+    calls, parts = sinks_as_keys(*first)
+    other_calls, others = sinks_as_keys(*second)
     # The sinks of the parts that have one follow the keys of all.
-    count = len(mine[1])
-    sunk, also = ([i for i, x in enumerate(of[1]) if x.sink is not None] for of in (mine, theirs))
-    pairs = [*range(count), *(count + also.index(i) if i in also else None for i in sunk)]
+    count = len(first[1])
+    sunk, second_query = (
+        [i for i, x in enumerate(of[1]) if x.sink is not None] for of in (first, second)
+    )
+    pairs = [
+        *range(count),
+        *(count + second_query.index(i) if i in second_query else None for i in sunk),
+    ]
     states, hidden = [], []
     for call, operands, pair in zip(calls, parts, pairs, strict=True):
         if pair is None:  # a sink that the other has not
@@ -79,17 +84,17 @@ def cross_scores(mine: tuple[Calls, Parts], theirs: tuple[Calls, Parts]) -> Cros
     return CrossScores(means[..., 0], means[..., 1], some, lse, other_lse)
 
 
-def _check(mine: tuple[Calls, Parts], theirs: tuple[Calls, Parts]) -> None:
+def _check(first: tuple[Calls, Parts], second: tuple[Calls, Parts]) -> None:
     wanted, got = (
         (row_shape(calls[0], parts[0]), tuple(x.key.shape[1] for x in parts))
-        for calls, parts in (mine, theirs)
+        for calls, parts in (first, second)
     )
     if wanted != got:
         raise ValueError(
             f"other: wanted a measure of the rows {wanted[0]} over parts of {wanted[1]} keys, "
             f"got {got[0]} over {got[1]}"
         )
-    dtypes = [lse_dtype(x[1][0].query.dtype) for x in (mine, theirs)]
+    dtypes = [lse_dtype(x[1][0].query.dtype) for x in (first, second)]
     if dtypes[0] != dtypes[1]:
         raise TypeError(f"other: wanted energies of {dtypes[0]}, got {dtypes[1]}")
 
@@ -97,40 +102,40 @@ def _check(mine: tuple[Calls, Parts], theirs: tuple[Calls, Parts]) -> None:
 Part = tuple[StaticCall, Operands]
 
 
-def seen_share(mine: Part, theirs: Part, lse: Array) -> Array:
+def seen_share(first: Part, second: Part, lse: Array) -> Array:
     """The weight that a measure with the energies `lse` gives to the keys that another one sees, `[*B, T, N]`.
 
     By one walk over the keys: the difference of two energies would lose what rounding takes from them.
     """
     lse = lax.stop_gradient(jnp.minimum(lse, jnp.finfo(lse.dtype).max))
-    sums = _sums_of_both(reductions.sums_over_seen, mine, theirs, lse)
-    calls, sinks = sinks_as_keys((mine[0],), (mine[1],))
+    sums = _sums_of_both(reductions.sums_over_seen, first, second, lse)
+    calls, sinks = sinks_as_keys((first[0],), (first[1],))
     if sinks[1:]:
         sink = share(state_at(calls[1:], None, sinks[1:]).lse, lse)
         sums += jnp.stack([jnp.zeros_like(sink), sink], -1)
     return reductions.mean_of_sums(sums)[..., 0]
 
 
-def _sums_of_both(find: Callable[..., Array], mine: Part, theirs: Part, lse: Array) -> Array:
-    (call, operands), (other_call, other) = mine, theirs
+def _sums_of_both(find: Callable[..., Array], first: Part, second: Part, lse: Array) -> Array:
+    (call, operands), (other_call, other) = first, second
     rows = (other, lse) if call.batched else (other, lse[None])
     reduction = Reduction(HashablePartial(find, (other_call.settings,)), "sums")
-    found = reduction.over(call.plan, call.settings, operands, *rows)
-    return found if call.batched else found[0]
+    result = reduction.over(call.plan, call.settings, operands, *rows)
+    return result if call.batched else result[0]
 
 
-def _of_part(mine: Part, theirs: Part) -> tuple[AttentionState, Array | None]:
+def _of_part(first: Part, second: Part) -> tuple[AttentionState, Array | None]:
     """The means of both scores under the weights of a part and its energies; and which rows see a key hidden there.
 
     None: none do.
     """
-    heads = math.lcm(*(x.key.shape[2] for _, x in (mine, theirs)))
-    mine, theirs = _with_heads(heads, *mine), _with_heads(heads, *theirs)
-    if all(is_linear(*x) for x in (mine, theirs)) and _same_mask(mine, theirs):
-        return _linear(mine, theirs), None
-    lse = state_at((mine[0],), None, (mine[1],)).lse
-    found = _sums_of_both(reductions.cross_sums, mine, theirs, lse)
-    return AttentionState(reductions.mean_of_sums(found[..., 1:]), lse), found[..., 0] > 0
+    heads = math.lcm(*(x.key.shape[2] for _, x in (first, second)))
+    first, second = _with_heads(heads, *first), _with_heads(heads, *second)
+    if all(is_linear(*x) for x in (first, second)) and _same_mask(first, second):
+        return _linear(first, second), None
+    lse = state_at((first[0],), None, (first[1],)).lse
+    result = _sums_of_both(reductions.cross_sums, first, second, lse)
+    return AttentionState(reductions.mean_of_sums(result[..., 1:]), lse), result[..., 0] > 0
 
 
 def _with_heads(number: int, call: StaticCall, operands: Operands) -> Part:
@@ -143,26 +148,26 @@ def _with_heads(number: int, call: StaticCall, operands: Operands) -> Part:
     return call, operands._replace(key=key, value=value)
 
 
-def _same_mask(mine: Part, theirs: Part) -> bool:
+def _same_mask(first: Part, second: Part) -> bool:
     """Whether masks and tokens are known to be the same, by structure and as the same arrays."""
-    if mine[0].settings.mask != theirs[0].settings.mask:
+    if first[0].settings.mask != second[0].settings.mask:
         return False
-    here, there = (x[1]._asdict() for x in (mine, theirs))
-    names = set(here) - {"query", "key", "value", "bias"}
-    pairs = ((here[x], there[x]) for x in names)
+    first_fields, second_fields = (x[1]._asdict() for x in (first, second))
+    names = set(first_fields) - {"query", "key", "value", "bias"}
+    pairs = ((first_fields[x], second_fields[x]) for x in names)
     return all(
         x is y or (isinstance(x, tuple) and len(x) == len(y) and all(map(operator.is_, x, y)))
         for x, y in pairs
     )
 
 
-def _linear(mine: Part, theirs: Part) -> AttentionState:
+def _linear(first: Part, second: Part) -> AttentionState:
     """Computes means of linear scores by attention with the keys of both as values."""
-    (call, operands), (other_call, other) = mine, theirs
+    (call, operands), (other_call, other) = first, second
     joined = operands._replace(value=jnp.concatenate([operands.key, other.key], -1))
     out, lse = state_at((call,), None, (joined,))
     width = operands.key.shape[-1]
-    query, also = queries_of(call, operands, lse), queries_of(other_call, other, lse)
-    own = call.settings.scale * dot_rows(query, out[..., :width])
-    apart = other_call.settings.scale * dot_rows(also, out[..., width:])
-    return AttentionState(jnp.stack([own, apart], -1), lse)
+    query, second_query = queries_of(call, operands, lse), queries_of(other_call, other, lse)
+    first_mean = call.settings.scale * dot_rows(query, out[..., :width])
+    second_mean = other_call.settings.scale * dot_rows(second_query, out[..., width:])
+    return AttentionState(jnp.stack([first_mean, second_mean], -1), lse)

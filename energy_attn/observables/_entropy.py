@@ -32,42 +32,14 @@ from ._at_source import (
 
 
 class ScoreMoments(NamedTuple):
-    """Mean and variance of the scores of a row under its attention weights, both `[B, T, N]`.
-
-    Attributes:
-        mean: in nats.
-        variance: in nats squared.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import energy_attn as ea
-        >>> q, k = jnp.ones((1, 1, 1)), jnp.array([0.0, 2.0]).reshape(2, 1, 1)
-        >>> mean, variance = ea.FreeEnergy().at(0 * q, k, k).score_moments()  # all scores are zero
-        >>> mean.item(), variance.item()
-        (0.0, 0.0)
-    """
+    """The result of `Gibbs.score_moments`."""
 
     mean: Float[Array, "*B T N"]
     variance: Float[Array, "*B T N"]
 
 
 class AttentionStatistics(NamedTuple):
-    """The result of [`Gibbs.statistics`][energy_attn.Gibbs.statistics]: statistics of each row, from one pass.
-
-    Attributes:
-        out: attention, the mean of the values, `[B, T, N, Hv]`; zero in a fully masked row.
-        energy: `[B, T, N]` in nats; minus infinity in a fully masked row.
-        entropy: of the weights, `[B, T, N]` in nats; zero in a fully masked row.
-        mean_score: the mean of the scores under the weights, `[B, T, N]` in nats; likewise.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import energy_attn as ea
-        >>> q, k = jnp.zeros((1, 1, 1)), jnp.array([0.0, 2.0]).reshape(2, 1, 1)
-        >>> found = ea.FreeEnergy().at(q, k, k).statistics()  # two keys of equal weight
-        >>> found.out.item(), found.entropy.item()
-        (1.0, 0.693...)
-    """
+    """The result of `Gibbs.statistics`."""
 
     out: Float[Array, "*B T N Hv"]
     energy: Float[Array, "*B T N"]
@@ -84,10 +56,10 @@ class RowObservables(NamedTuple):
 
 
 def row_observables(calls: Calls, parts: Parts) -> RowObservables:
-    found = score_statistics(calls, parts)
-    trace = mean_over_keys(calls, None, parts, _squared_distance_term, 1, found.out).out[..., 0]
-    (mean, variance), trace = found.scores, jnp.maximum(trace, 0.0)
-    return RowObservables(found.lse, entropy_of(mean, found.lse), variance, trace, found.out)
+    result = score_statistics(calls, parts)
+    trace = mean_over_keys(calls, None, parts, _squared_distance_term, 1, result.out).out[..., 0]
+    (mean, variance), trace = result.scores, jnp.maximum(trace, 0.0)
+    return RowObservables(result.lse, entropy_of(mean, result.lse), variance, trace, result.out)
 
 
 def entropy_of(mean: Array, lse: Array) -> Array:
@@ -118,8 +90,8 @@ def _merged(parts: list[AttentionState]) -> AttentionState:
 
 
 def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
-    found = _merged([_mean_score(*x, True) for x in zip(calls, parts, strict=True)])
-    out, lse = both_computed(*found)
+    result = _merged([_mean_score(*x, True) for x in zip(calls, parts, strict=True)])
+    out, lse = both_computed(*result)
     mean = out[..., -1]
     return AttentionStatistics(out[..., :-1], lse, entropy_of(mean, lse), mean)
 
@@ -175,21 +147,21 @@ def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) ->
     along, size = query * call.settings.scale, query.shape[-1]
     joined = operands._replace(value=jnp.concatenate([operands.key, operands.value], -1))
     tangent = jnp.pad(along, [(0, 0)] * (along.ndim - 1) + [(0, operands.value.shape[-1])])
-    state, found = covariance_product(calls, None, (joined,), tangent)
+    state, result = covariance_product(calls, None, (joined,), tangent)
     along = queries_of(call, operands, state.lse) * call.settings.scale
     mean = (along * state.out[..., :size]).sum(-1)
-    variance = jnp.maximum((along * found[..., :size]).sum(-1), 0.0)
+    variance = jnp.maximum((along * result[..., :size]).sum(-1), 0.0)
     scores = ScoreMoments(mean, variance)
-    return ScoreStatistics(scores, state.out[..., size:], found[..., size:], state.lse)
+    return ScoreStatistics(scores, state.out[..., size:], result[..., size:], state.lse)
 
 
 def _in_two_passes(calls: Calls, parts: Parts) -> ScoreStatistics:
     mean, lse = mean_score(calls, parts)
     width = 1 + parts[0].value.shape[-1]
-    found = mean_over_keys(calls, None, parts, _deviation_terms, width, mean[..., None]).out
+    result = mean_over_keys(calls, None, parts, _deviation_terms, width, mean[..., None]).out
     out = state_at(calls, None, parts).out
-    scores = ScoreMoments(mean, found[..., 0])
-    return ScoreStatistics(scores, out, found[..., 1:], lse)
+    scores = ScoreMoments(mean, result[..., 0])
+    return ScoreStatistics(scores, out, result[..., 1:], lse)
 
 
 # Block terms of expectations. A hidden key has the weight 0 and the score minus infinity.
@@ -204,10 +176,10 @@ def _score_term(block: reductions.ScoreBlock) -> Array:
 def _deviation_terms(block: reductions.ScoreBlock, mean: Array) -> Array:
     # The square of a key without weight is to be finite: beside a sink of 1e30, no key has any.
     most = float(jnp.finfo(mean.dtype).max) ** 0.5 / 2
-    apart = jnp.clip(_finite(block) - mean, -most, most)
-    weighted = block.weights * apart
-    own = (weighted * apart).sum(-1, keepdims=True)
-    return jnp.concatenate([own, product(weighted, block.value, precision(mean.dtype))], -1)
+    deviation = jnp.clip(_finite(block) - mean, -most, most)
+    weighted = block.weights * deviation
+    square = (weighted * deviation).sum(-1, keepdims=True)
+    return jnp.concatenate([square, product(weighted, block.value, precision(mean.dtype))], -1)
 
 
 def _squared_distance_term(block: reductions.ScoreBlock, mean: Array) -> Array:
@@ -233,15 +205,15 @@ def renyi(calls: Calls, parts: Parts, order: float) -> Array:
     power = HashablePartial(_powers, (1.0 if infinite else order,))
     sums = sum_over_keys(calls, None, parts, power, 2, shift[..., None])
     other, total = jnp.moveaxis(jnp.log(jnp.where(seen[..., None], sums, 1.0)), -1, 0)
-    found = total if infinite else (other - order * total) / (1 - order)
+    result = total if infinite else (other - order * total) / (1 - order)
     # a difference of two numbers, which only rounding makes negative
-    return jnp.where(seen, jnp.maximum(found, 0.0), 0.0)
+    return jnp.where(seen, jnp.maximum(result, 0.0), 0.0)
 
 
 def _powers(order: float, scores: Array, value: Array, largest: Array) -> Array:
     """Sums of powers of the weights, and of the weights, relative to the largest."""
     del value
     hidden = jnp.isneginf(scores)
-    apart = jnp.where(hidden, 0.0, scores) - largest
-    terms = (jnp.where(hidden, 0.0, jnp.exp(x * apart)) for x in (order, 1.0))
+    deviation = jnp.where(hidden, 0.0, scores) - largest
+    terms = (jnp.where(hidden, 0.0, jnp.exp(x * deviation)) for x in (order, 1.0))
     return jnp.stack([x.sum(-1) for x in terms], -1)

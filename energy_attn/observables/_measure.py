@@ -147,8 +147,8 @@ class AbstractMeasure(AbstractWeights):
         }
         wanted = tuple(dict.fromkeys(groups.values()))
         term = _CentredProducts(wanted)
-        found = mean_over_keys(calls, None, parts, term, len(wanted), mean, *directions).out
-        moments = {group: found[..., wanted.index(kind)] for group, kind in groups.items()}
+        result = mean_over_keys(calls, None, parts, term, len(wanted), mean, *directions).out
+        moments = {group: result[..., wanted.index(kind)] for group, kind in groups.items()}
         terms = [
             (-1) ** (len(blocks) - 1)
             * math.factorial(len(blocks) - 1)
@@ -254,7 +254,9 @@ class AbstractMeasure(AbstractWeights):
         `score` the mean takes a second walk over the keys, of one product.
 
         Returns:
-            An [`AttentionStatistics`][energy_attn.AttentionStatistics], in float32 (float64).
+            A named tuple `(out, energy, entropy, mean_score)` in float32 (float64): attention `[B, T, N, Hv]`, and
+            the energy, the entropy of the weights and the mean of the scores, `[B, T, N]` in nats. A fully masked
+            row has an energy of minus infinity and zeros.
 
         Raises:
             NotImplementedError: the named implementation declines the wider values.
@@ -303,7 +305,7 @@ class AbstractMeasure(AbstractWeights):
         Two flash passes.
 
         Returns:
-            `(mean, variance)`, `[B, T, N]` each, in nats and their square.
+            A named tuple `(mean, variance)`, `[B, T, N]` in nats and in nats squared.
 
         Source: Tree Attention (arXiv 2408.04093), equation 15 as a thermodynamic potential.
 
@@ -382,9 +384,9 @@ def _partitions(items: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
     if not items:
         return [[]]
     first, *others = items
-    found: list[list[tuple[int, ...]]] = []
+    result: list[list[tuple[int, ...]]] = []
     for size in range(1, len(others) + 1):
         for mates in itertools.combinations(others, size):
             rest = tuple(x for x in others if x not in mates)
-            found += [[(first, *mates), *parts] for parts in _partitions(rest)]
-    return found
+            result += [[(first, *mates), *parts] for parts in _partitions(rest)]
+    return result

@@ -105,22 +105,22 @@ class AbstractWeights(eqx.Module):
         sizes = list(map(_key_count, calls, parts))
         if keys is None:
             index = jnp.arange(sum(sizes), dtype=jnp.int32)
-        found, first = jnp.zeros((), lse.dtype), 0
+        result, first = jnp.zeros((), lse.dtype), 0
         for call, operands, size in zip(calls, parts, sizes, strict=True):
             axes = () if call.plan is None else call.plan.sequence
             reduction = Reduction(HashablePartial(sampling.weights_of_keys, (axes,)), "sums")
             at = jnp.broadcast_to(index - first, (*lse.shape, len(index)))
             # the weights of the keys of one part, and zeros for the others
-            found = found + run_reduction(call, reduction, None, operands, lse, at)
+            result = result + run_reduction(call, reduction, None, operands, lse, at)
             first += size
         # Energies are rounded, and so are the scores of another kernel: the weights are divided by their own sum.
         if keys is None:
-            whole = found.sum(-1, keepdims=True)
-            found, index = found[..., :total], index[:total]
+            whole = result.sum(-1, keepdims=True)
+            result, index = result[..., :total], index[:total]
         else:
             whole = sum_over_keys(calls, None, parts, _weight_sum, 1, lse[..., None])
-        found = found / jnp.where(whole == 0, 1.0, whole)
-        return jnp.where((index >= 0) & (index < total), found, jnp.nan)
+        result = result / jnp.where(whole == 0, 1.0, whole)
+        return jnp.where((index >= 0) & (index < total), result, jnp.nan)
 
     def importance(
         self, rows: Float[Array, "*B T N"] | None = None, *, grouped: bool = False
@@ -175,9 +175,9 @@ class AbstractWeights(eqx.Module):
             energies = energy_at(calls, columns, scored)
             return (factor * jnp.where(holds_keys(energies), energies, 0.0)).sum()
 
-        found = jnp.concatenate(jax.grad(total)(zeros), 1)
-        found = found.sum(-1) if grouped else found.reshape(*found.shape[:2], heads)
-        return found if calls[0].batched else found[0]
+        result = jnp.concatenate(jax.grad(total)(zeros), 1)
+        result = result.sum(-1) if grouped else result.reshape(*result.shape[:2], heads)
+        return result if calls[0].batched else result[0]
 
     def sample(self, *, key: PRNGKeyArray, count: int = 1) -> Int[Array, "*B T N count"]:
         r"""Draws keys for each query and head from its attention weights.
@@ -319,22 +319,22 @@ def _with_rows(chosen: Array, call: StaticCall, operands: Operands) -> tuple[Sta
     return call._replace(plan=plan), operands
 
 
-def _indices(name: str, given: object, size: int) -> Any:
+def _indices(name: str, selection: object, size: int) -> Any:
     """int32 indices from 0 on; None: rows that are all of them. Those that are traced are not checked."""
-    if given is None:
+    if selection is None:
         return None if name == "rows" else jnp.arange(size, dtype=jnp.int32)
-    if isinstance(given, slice):
-        return jnp.arange(size, dtype=jnp.int32)[given]
-    array: Any = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
+    if isinstance(selection, slice):
+        return jnp.arange(size, dtype=jnp.int32)[selection]
+    array: Any = selection if isinstance(selection, jax.core.Tracer) else np.asarray(selection)
     if array.size == 0:
         array = array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim > 1:
         raise TypeError(
-            f"{name}: wanted an integer, a slice or integers of one axis, got {checks.received(given)}"
+            f"{name}: wanted an integer, a slice or integers of one axis, got {checks.received(selection)}"
         )
     array = array.reshape(-1)
     if not isinstance(array, jax.core.Tracer) and not np.all((-size <= array) & (array < size)):
-        raise ValueError(f"{name}: wanted indices below {size}, got {checks.received(given)}")
+        raise ValueError(f"{name}: wanted indices below {size}, got {checks.received(selection)}")
     array = jnp.asarray(array, jnp.int32)
     return jnp.where(array < 0, array + size, array)
 
@@ -353,8 +353,8 @@ def _drawn(
     return sampling.sample(count, settings, operands, seeds, start)
 
 
-def _fold_draws(mine: sampling.Draw, axes: tuple[str, ...], plan: ShardingPlan) -> sampling.Draw:
+def _fold_draws(draw: sampling.Draw, axes: tuple[str, ...], plan: ShardingPlan) -> sampling.Draw:
     del plan
-    parts: sampling.Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), mine)
+    parts: sampling.Draw = jax.tree.map(lambda x: lax.all_gather(x, axes), draw)
     each = (sampling.Draw(*(x[i] for x in parts)) for i in range(lax.axis_size(axes)))
     return as_invariant(functools.reduce(sampling.merge_draws, each), axes)

@@ -1,4 +1,4 @@
-"""Images: a report by layer and head, the weights that rows give to keys, and the keys that a mask shows."""
+"""Images of energy reports, attention weights and masks."""
 
 import math
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def energy_report(report: EnergyReport, path: str | PathLike[str] | None = None)
         The `matplotlib.figure.Figure`.
 
     Raises:
-        TypeError: `report` is not an `EnergyReport`.
+        TypeError: `report` is not the result of `energy_report`.
         ValueError: the report is of single queries.
         ImportError: matplotlib is not installed; the extra `plot` installs it.
 
@@ -94,7 +94,9 @@ def energy_report(report: EnergyReport, path: str | PathLike[str] | None = None)
         ['free energy  F', 'entropy  H']
     """
     if not isinstance(report, EnergyReport):
-        raise TypeError(f"report: wanted an EnergyReport, got {checks.received(report)}")
+        raise TypeError(
+            f"report: wanted the result of energy_attn.energy_report, got {checks.received(report)}"
+        )
     shape = report.energy.shape
     if len(shape) != 2:
         raise ValueError(
@@ -154,14 +156,14 @@ def weights(
 ) -> Any:
     """Draws attention weights, a panel for each head: rows from top to bottom, keys from left to right.
 
-    Colours go by the square root of a weight, so that those of 1% are seen beside those of 1. A weight of 0,
-    as of a key that a mask hides, is black.
+    The colour is the square root of the weight, so that weights of 1% stay visible. A weight of 0, such as the weight
+    of a masked key, is black.
 
     Args:
         weights: `[R, N, J]` from 0 to 1, as [`Gibbs.weights`][energy_attn.Gibbs.weights] returns them without a batch.
         path: the file to write; its suffix (`.png`, `.svg`, `.pdf`) is the format. None writes no file.
-        rows: a label for each row, as its position or its token; None: 0, 1, 2 and so on.
-        keys: likewise for each key.
+        rows: a label for each row, such as its position or its token; None: 0, 1, 2 and so on.
+        keys: a label for each key.
 
     Returns:
         The `matplotlib.figure.Figure`.
@@ -183,7 +185,7 @@ def weights(
     shown = np.asarray(checks.check_floating("weights", weights), np.float64)
     if shown.ndim != 3 or 0 in shown.shape:
         raise ValueError(
-            f"weights: wanted shape (rows, heads, keys), of one row of a batch, got {checks.received(weights)}"
+            f"weights: wanted shape (rows, heads, keys), without a batch axis, got {checks.received(weights)}"
         )
     count, heads, key_count = shown.shape
     labels = _labels("rows", rows, count), _labels("keys", keys, key_count)
@@ -217,10 +219,10 @@ def mask(
     """Draws which query sees which key: queries from top to bottom, keys from left to right.
 
     Args:
-        mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], of which the first entry of a batch is
-            drawn; or boolean, `[T, S]`.
-        query_len: the number of queries, whose positions count from 0; needed for a mask without an array's shape.
-        key_len: that of keys; None: as many.
+        mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], whose first batch entry is drawn; or
+            boolean, `[T, S]`.
+        query_len: the number of queries, whose positions count from 0; required unless `mask` is an array.
+        key_len: the number of keys; None: `query_len`.
         path: as for [`weights`][energy_attn.plot.weights].
 
     Returns:
@@ -228,7 +230,7 @@ def mask(
 
     Raises:
         TypeError: neither a mask nor a boolean array, or sizes that are not integers.
-        ValueError: sizes below one, or beside an array; an array that has not two axes.
+        ValueError: sizes below one, or given with an array; an array without exactly two axes.
         ImportError: matplotlib is not installed; the extra `plot` installs it.
 
     Examples:
@@ -255,7 +257,9 @@ def _visible(mask: Any, query_len: int | None, key_len: int | None) -> np.ndarra
         if array.ndim != 2 or 0 in array.shape:
             raise ValueError(f"mask: wanted shape (queries, keys), got {checks.received(mask)}")
         if query_len is not None or key_len is not None:
-            raise ValueError(f"query_len: wanted None beside an array, got {query_len}, {key_len}")
+            raise ValueError(
+                f"query_len: wanted None with a mask that is an array, got {query_len}, {key_len}"
+            )
         return np.asarray(array)
     rows = checks.check_integer("query_len", query_len, 1)
     columns = rows if key_len is None else checks.check_integer("key_len", key_len, 1)

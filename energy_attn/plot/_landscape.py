@@ -27,7 +27,7 @@ def landscape(plane: Landscape, axes: Iterable[Any] | None = None) -> Any:
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError: `plane` is not a `Landscape`.
+        TypeError: `plane` is not the result of `landscape`.
 
     Source: see [`landscape`][energy_attn.landscape].
 
@@ -40,7 +40,9 @@ def landscape(plane: Landscape, axes: Iterable[Any] | None = None) -> Any:
         ['free', 'rate']
     """
     if not isinstance(plane, Landscape):
-        raise TypeError(f"plane: wanted a Landscape, got {checks.received(plane)}")
+        raise TypeError(
+            f"plane: wanted the result of energy_attn.landscape, got {checks.received(plane)}"
+        )
     if axes is None:
         left, right = new_figure("landscape", 8.4, 3.9).subplots(1, 2)
     else:

@@ -1,14 +1,14 @@
 """Prefix trees: drafted continuations verified in one pass, for speculative decoding.
 
-`pack` makes the tree of a beam, `token_tree` the tree of a fixed set of choices, and `grow` adds
-the likeliest nodes to a tree. A model reads the nodes at the positions `context + tree.depth`, and
-its layers attend by `tree_decode`; `verify` returns the accepted path, and `commit` appends the
-path's keys and values to the cache. The next round begins with the token that `verify` returned.
+A `PrefixTree` is made from a beam, from parents or from a fixed set of choices, and `grow` adds the likeliest
+nodes. A model reads the nodes at the positions `context + tree.depth`, and its layers attend by
+`tree_decode`; `verify` returns the accepted path, and `commit` appends the path's keys and values
+to the cache. The next round begins with the token that `verify` returned.
 
 Examples:
     >>> import jax, jax.numpy as jnp
-    >>> from energy_attn.prefix_tree import pack, verify
-    >>> tree = pack(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
+    >>> from energy_attn.prefix_tree import PrefixTree, verify
+    >>> tree = PrefixTree.from_beam(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
     >>> logits = jax.nn.one_hot(jnp.array([[3, 0, 0, 4, 9, 0]]), 10)  # of a model, after each node
     >>> accepted = verify(tree, logits)
     >>> tree.tokens[0][accepted.path[0]].tolist(), accepted.token.tolist()
@@ -21,9 +21,5 @@ from ._accept import accept_sampling as accept_sampling
 from ._accept import verify as verify
 from ._decode import commit as commit
 from ._decode import tree_decode as tree_decode
-from ._shapes import grow as grow
-from ._shapes import token_tree as token_tree
-from ._shapes import tree_from_parents as tree_from_parents
+from ._grow import grow as grow
 from ._tree import PrefixTree as PrefixTree
-from ._tree import pack as pack
-from ._tree import unpack as unpack

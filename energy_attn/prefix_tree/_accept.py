@@ -97,8 +97,8 @@ class Accepted(NamedTuple):
 
     Examples:
         >>> import jax, jax.numpy as jnp
-        >>> from energy_attn.prefix_tree import accept_greedy, pack
-        >>> tree = pack(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
+        >>> from energy_attn.prefix_tree import PrefixTree, accept_greedy
+        >>> tree = PrefixTree.from_beam(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
         >>> chosen = jnp.array([[3, 0, 0, 4, 9, 0]])  # after each node, in order of slots
         >>> accepted = accept_greedy(tree, jax.nn.one_hot(chosen, 10))
         >>> accepted.path.tolist(), accepted.length.tolist(), accepted.token.tolist()
@@ -142,8 +142,8 @@ def accept_greedy(
 
     Examples:
         >>> import jax, jax.numpy as jnp
-        >>> from energy_attn.prefix_tree import accept_greedy, pack
-        >>> tree = pack(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
+        >>> from energy_attn.prefix_tree import PrefixTree, accept_greedy
+        >>> tree = PrefixTree.from_beam(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
         >>> accepted = accept_greedy(tree, jax.nn.one_hot(jnp.full((1, 6), 7), 10))
         >>> accepted.length.tolist(), accepted.token.tolist()  # the root, and the token after it
         ([1], [7])
@@ -195,8 +195,8 @@ def accept_sampling(
 
     Examples:
         >>> import jax, jax.numpy as jnp
-        >>> from energy_attn.prefix_tree import accept_sampling, pack
-        >>> tree = pack(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
+        >>> from energy_attn.prefix_tree import PrefixTree, accept_sampling
+        >>> tree = PrefixTree.from_beam(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
         >>> logits = jax.nn.one_hot(jnp.array([[3, 0, 0, 4, 9, 0]]), 10)
         >>> accept_sampling(tree, logits, jax.random.key(0), top_k=1).path.tolist()
         [[0, 3, 4]]
@@ -237,8 +237,8 @@ def verify(
 
     Examples:
         >>> import jax, jax.numpy as jnp
-        >>> from energy_attn.prefix_tree import pack, verify
-        >>> tree = pack(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
+        >>> from energy_attn.prefix_tree import PrefixTree, verify
+        >>> tree = PrefixTree.from_beam(jnp.array([[[5, 1, 2], [5, 3, 4]]]))
         >>> verify(tree, jax.nn.one_hot(jnp.array([[3, 0, 0, 4, 9, 0]]), 10)).token.tolist()
         [9]
     """

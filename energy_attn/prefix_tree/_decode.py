@@ -94,8 +94,8 @@ def tree_decode(
     Examples:
         >>> import jax.numpy as jnp
         >>> from energy_attn.distributed import KVCache
-        >>> from energy_attn.prefix_tree import pack, tree_decode
-        >>> tree = pack(jnp.array([[[5, 7], [5, 8]]]), capacity=3)
+        >>> from energy_attn.prefix_tree import PrefixTree, tree_decode
+        >>> tree = PrefixTree.from_beam(jnp.array([[[5, 7], [5, 8]]]), capacity=3)
         >>> cache = KVCache.empty(1, 16, 2, 8, dtype=jnp.float32, block_size=16)
         >>> cache = cache.append(jnp.zeros((1, 6, 2, 8)), jnp.ones((1, 6, 2, 8)))
         >>> q, k = jnp.ones((1, 3, 4, 8)), jnp.zeros((1, 3, 2, 8))
@@ -222,9 +222,9 @@ def gather_path(cache: KVCache, path: Array, key: Array, value: Array) -> tuple[
     def taken(key: Array, value: Array, path: Array) -> tuple[Array, Array]:
         return gather_slots(key, path), gather_slots(value, path)
 
-    given, sharding = map(jnp.asarray, (key, value, path)), cache._sharding()
+    arrays, sharding = map(jnp.asarray, (key, value, path)), cache._sharding()
     in_specs = sharding.new, sharding.new, sharding.rows
-    return sharding.map(taken, in_specs, sharding.new, *given)
+    return sharding.map(taken, in_specs, sharding.new, *arrays)
 
 
 def _check_cache(cache: object) -> None:

@@ -23,23 +23,7 @@ _LARGE = 0.05
 
 
 class Attribution(NamedTuple):
-    """The result of [`attribute`][energy_attn.attribute].
-
-    Attributes:
-        effects: what each document did, in the shape of `log_weights`.
-        change: what all of them did: the function's value less that without any document.
-        gap: the sum of the effects less the change. It is the error of the integral; near 0 the effects add up.
-        points: at how many points of the path the derivative was taken.
-
-    Examples:
-        >>> import jax, jax.numpy as jnp
-        >>> import energy_attn as ea
-        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 6, 2, 4))
-        >>> answer = lambda: ea.attention(q, k, v)[-1].sum()
-        >>> found = ea.attribute(answer)(jnp.zeros(2), jnp.array([0, 0, 1, 1, -1, -1]))
-        >>> bool(jnp.allclose(found.effects.sum(), found.change + found.gap, atol=1e-5))
-        True
-    """
+    """The result of a function that `attribute` returns."""
 
     effects: Float[Array, "*B documents"]
     change: Float[Array, ""]
@@ -50,39 +34,45 @@ class Attribution(NamedTuple):
 def attribute(
     function: Callable[..., Any], *, tolerance: float = 0.01, max_points: int = 99
 ) -> Callable[..., Attribution]:
-    r"""A function that returns what each document of a context did for the value of another function.
+    r"""Transforms a function into one that attributes its value to the documents of a context.
 
     $$E_d = \int_{-\infty}^0 \frac{\partial f}{\partial w_d}(w + u)\, du, \qquad
       \sum_d E_d = f(w) - f(-\infty)$$
 
-    The integral follows the path on which all documents grow from nothing: $u$ is added to the log-weights of all of
-    them, as in [`weigh`][energy_attn.weigh]. A head that retrieves turns within a few nats of $u$, anywhere below 0,
-    and hardly has a derivative elsewhere. So a piece of the path is divided until its effects add up to the change of
-    the value from its beginning to its end.
+    The integral follows the path on which all documents fade in: $u$ is added to all log-weights of
+    [`weigh`][energy_attn.weigh]. The value of a retrieving head changes within a few nats of $u$, somewhere below 0,
+    and its derivative is small elsewhere. The path is therefore subdivided adaptively: an interval is split until its
+    effects add up to the change of the value over the interval.
 
-    A value that sees nothing but documents has no such integral: it depends on differences of their log-weights alone,
-    until all are gone. The gap shows it. A token outside of the documents, as a first token of the text, is enough.
+    The integral does not exist for a value that depends only on the documents: it then depends only on differences
+    of their log-weights. A large `gap` shows this. One token outside the documents, such as the first token, avoids it.
 
-    What it costs: $f$ and its backward at each point, one point after the other, in the memory of one.
+    The cost is one evaluation of $f$ and of its gradient per point. Points are evaluated one after another, so the
+    memory is that of one evaluation.
 
     Args:
-        function: as for [`weigh`][energy_attn.weigh]; it returns a floating scalar, as the logarithm of the
-            probability of an answer.
-        tolerance: the error at which no piece is divided any more, as a part of the change.
+        function: as for [`weigh`][energy_attn.weigh]; it returns a floating scalar, such as the log-probability
+            of an answer.
+        tolerance: the error, as a fraction of the change, at which the subdivision stops.
         max_points: the largest number of points, at least 5.
 
     Returns:
         A function `(log_weights, segments, *args, **kwargs)` with the arguments of [`weigh`][energy_attn.weigh], which
-        returns an [`Attribution`][energy_attn.Attribution]. The derivative of its effects raises in reverse mode.
+        returns a named tuple `(effects, change, gap, points)`. Its effects cannot be differentiated in reverse mode.
+
+        - `effects`: $E_d$ of each document, in the shape of `log_weights`.
+        - `change`: $f(w) - f(-\infty)$, the value less the value without any document.
+        - `gap`: the sum of the effects less the change: the error of the integral.
+        - `points`: the number of points at which the derivative was evaluated.
 
     Raises:
-        TypeError: `function` is not callable, or an option is no number; when called: as `weigh`, or a value that is no
-            floating scalar.
+        TypeError: `function` is not callable, or an option is not a number; when called: as `weigh`, or the value is
+            not a floating scalar.
         ValueError: `tolerance` is not above 0, or `max_points` is below 5; when called: as `weigh`.
         NotImplementedError: when called: as `weigh`.
 
     Warns:
-        UserWarning: the gap exceeds 5% of the change, or is NaN. Inside `jax.jit` nothing is warned of: see `gap`.
+        UserWarning: the gap exceeds 5% of the change, or is NaN. Inside `jax.jit` there is no warning: see `gap`.
 
     Source: Sundararajan et al. (arXiv 1703.01365), equation 1 and proposition 1.
 
@@ -109,16 +99,16 @@ def attribute(
 def _attributed(
     ask: HashablePartial, function: Callable[..., Any], /, *args: PyTree, **kwargs: PyTree
 ) -> Attribution:
-    found: Attribution = weighed(ask, function, *args, **kwargs)
-    if not isinstance(found.gap, jax.core.Tracer):
-        gap, change = float(found.gap), float(found.change)
-        if not abs(gap) <= float(_allowed(_LARGE, found.effects, found.change)):
+    result: Attribution = weighed(ask, function, *args, **kwargs)
+    if not isinstance(result.gap, jax.core.Tracer):
+        gap, change = float(result.gap), float(result.change)
+        if not abs(gap) <= float(_allowed(_LARGE, result.effects, result.change)):
             warnings.warn(
                 f"attribute: the effects add up to {change + gap:.3g}, and all documents did {change:.3g}; "
                 "raise max_points, or hide documents one by one by weigh()",
                 stacklevel=3,
             )
-    return found
+    return result
 
 
 def _allowed(tolerance: float, effects: Array, change: Array) -> Array:
@@ -147,8 +137,8 @@ class _PathPieces(NamedTuple):
         """Estimates the error of each piece, from the change of the value and by the trapezoidal rule."""
         effects = self.effects()
         missed = effects.sum(-1) - (self.nodes[:, 2, 0] - self.nodes[:, 0, 0])
-        apart = jnp.max(jnp.abs(effects - self._by_rule(1, 2, 1)), -1, initial=0.0)
-        return jnp.abs(missed) + apart / 4
+        difference = jnp.max(jnp.abs(effects - self._by_rule(1, 2, 1)), -1, initial=0.0)
+        return jnp.abs(missed) + difference / 4
 
     def _by_rule(self, *factors: int) -> Array:
         shares = jnp.asarray(factors, self.width.dtype) / sum(factors)
@@ -159,8 +149,8 @@ def _integral(
     tolerance: float, max_points: int, value: Callable[[Array], Any], weights: Array
 ) -> Attribution:
     def node(shift: Array) -> Array:
-        found, slopes = jax.value_and_grad(lambda w: _scalar(value(w)))(weights + shift)
-        return jnp.concatenate([found.astype(slopes.dtype)[None], slopes.reshape(-1)])
+        result, slopes = jax.value_and_grad(lambda w: _scalar(value(w)))(weights + shift)
+        return jnp.concatenate([result.astype(slopes.dtype)[None], slopes.reshape(-1)])
 
     def at(*shifts: Array) -> Array:
         return lax.map(node, jnp.stack(shifts))
@@ -196,16 +186,16 @@ def _integral(
         beginning = jnp.where(is_first, 2 * end, end - width)
         centre = (beginning + end) / 2
         inner = jnp.where(is_first, beginning, (beginning + centre) / 2)
-        here, there = at(inner, jnp.where(is_first, centre, (centre + end) / 2))
+        left_node, right_node = at(inner, jnp.where(is_first, centre, (centre + end) / 2))
         left = _PathPieces(
             jnp.where(is_first, beginning, centre),
             jnp.where(is_first, width, width / 2),
-            jnp.stack([first, here, jnp.where(is_first, here, middle)]),
+            jnp.stack([first, left_node, jnp.where(is_first, left_node, middle)]),
         )
         right = _PathPieces(
             end,
             jnp.where(is_first, -end, width / 2),
-            jnp.stack([jnp.where(is_first, here, middle), there, last]),
+            jnp.stack([jnp.where(is_first, left_node, middle), right_node, last]),
         )
         pieces = jax.tree.map(
             lambda x, y, z: x.at[which].set(y).at[count].set(z), pieces, left, right
@@ -218,11 +208,11 @@ def _integral(
     return Attribution(effects.reshape(weights.shape), change, gap, 2 * count - 1)
 
 
-def _scalar(found: object) -> Array:
+def _scalar(result: object) -> Array:
     if not (
-        isinstance(found, jax.Array)
-        and found.shape == ()
-        and jnp.issubdtype(found.dtype, jnp.floating)
+        isinstance(result, jax.Array)
+        and result.shape == ()
+        and jnp.issubdtype(result.dtype, jnp.floating)
     ):
-        raise TypeError(f"function: wanted a floating scalar, got {checks.received(found)}")
-    return found
+        raise TypeError(f"function: wanted a floating scalar, got {checks.received(result)}")
+    return result

@@ -1,7 +1,7 @@
 """Runs a program with tags, and returns the values of the tags after the program's results.
 
-Tags stand inside `jit`, loops and their like, whose programs return only what their author returned.
-Here each of them runs with more results.
+Tags occur inside the programs of `jit`, `scan` and other primitives, which do not return the tags' values.
+Here each of these programs is run again with the values as additional results.
 """
 
 import functools
@@ -20,7 +20,7 @@ from energy_attn.kernels.internal import jaxprs
 from ..functional._tag import tag_p
 
 
-class Seen(eqx.Module):
+class Recorded(eqx.Module):
     """The values of one tag."""
 
     values: PyTree[Array]
@@ -28,16 +28,16 @@ class Seen(eqx.Module):
     # where the leading axes of the values are from: "scan", "vmap" or "device"
     axes: tuple[str, ...] = eqx.field(static=True)
 
-    def behind(self, axis: str) -> "Seen":
-        return Seen(self.values, self.name, (axis, *self.axes))
+    def behind(self, axis: str) -> "Recorded":
+        return Recorded(self.values, self.name, (axis, *self.axes))
 
 
-Results = tuple[list[Any], list[Seen]]
+Results = tuple[list[Any], list[Recorded]]
 Run = Callable[..., Results]
 
 
-class Asked(NamedTuple):
-    """The level of the tags that are asked for, and whether tags of other levels stay in the program."""
+class RecordLevel(NamedTuple):
+    """The level of the recorded tags, and whether tags of other levels stay in the program."""
 
     level: int
     others_stay: bool = True
@@ -49,42 +49,42 @@ def traced(
     """Traces a function of arrays; returns the program, and a map from its outputs to the result of the function."""
     program, types, rest = eqx.filter_make_jaxpr(function)(*args)
     form = jax.tree.structure(types)
-    return program, lambda found: eqx.combine(jax.tree.unflatten(form, found), rest)
+    return program, lambda results: eqx.combine(jax.tree.unflatten(form, results), rest)
 
 
-def lift(program: ClosedJaxpr, args: Sequence[Any], asked: Asked) -> Results:
-    """The results of a program, and what its tags of a level carry, in the order in which they run.
+def lift(program: ClosedJaxpr, args: Sequence[Any], level: RecordLevel) -> Results:
+    """Runs a program; returns its results and the values of its tags of one level, in the order in which they run.
 
-    Raises `NotImplementedError` where a tag is in what cannot return more: a loop of unknown length.
+    Raises `NotImplementedError` for a tag inside a loop of unknown length, which cannot return its values.
     """
-    seen: list[Seen] = []
+    recorded: list[Recorded] = []
 
     def rule(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
         with equation.ctx.manager:
-            found, more = _run_one(equation, inputs, asked)
-        seen.extend(more)
-        return found
+            results, more = _run_one(equation, inputs, level)
+        recorded.extend(more)
+        return results
 
-    found = jaxprs.interpret(program.jaxpr, program.consts, args, rule, calls=frozenset())
-    return found, seen
+    results = jaxprs.interpret(program.jaxpr, program.consts, args, rule, calls=frozenset())
+    return results, recorded
 
 
-def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
+def _run_one(equation: JaxprEqn, args: list[Any], level: RecordLevel) -> Results:
     primitive, params = equation.primitive, equation.params
-    if primitive is tag_p and params["level"] == asked.level:
+    if primitive is tag_p and params["level"] == level.level:
         query, *values = args
-        return [query], [Seen(params["tree"].unflatten(values), params["name"], params["axes"])]
-    if primitive is tag_p and not asked.others_stay:
+        return [query], [Recorded(params["tree"].unflatten(values), params["name"], params["axes"])]
+    if primitive is tag_p and not level.others_stay:
         return args[:1], []
     inner = jaxprs.programs(equation)
     inside = [
         x.params["name"]
         for program in inner
         for x in jaxprs.equations(program)
-        if x.primitive is tag_p and x.params["level"] == asked.level
+        if x.primitive is tag_p and x.params["level"] == level.level
     ]
     if not inside or (primitive.name in jaxprs.REMAT and params["differentiated"]):
-        # Nothing to see; or the backward pass computes again what the forward pass has shown.
+        # Nothing to record; or a recomputation in the backward pass, which the forward pass has recorded.
         return jaxprs.bind(equation, args), []
     rule = _RULES.get(primitive.name)
     if rule is None:
@@ -92,13 +92,13 @@ def _run_one(equation: JaxprEqn, args: list[Any], asked: Asked) -> Results:
             f"record: wanted energies inside what runs a known number of times, as jit, vmap, scan and "
             f"checkpoint do, got {inside[0]!r} inside {primitive.name!r}"
         )
-    if rule is _custom:  # what the function itself sees has no tags of other levels
-        asked = asked._replace(others_stay=False)
-    return rule(equation, args, *(_runner(jaxprs.closed(program), asked) for program in inner))
+    if rule is _custom:  # the function is run for its tags alone
+        level = level._replace(others_stay=False)
+    return rule(equation, args, *(_runner(jaxprs.closed(program), level) for program in inner))
 
 
-def _runner(program: ClosedJaxpr, asked: Asked) -> Run:
-    return lambda *args: lift(program, args, asked)
+def _runner(program: ClosedJaxpr, level: RecordLevel) -> Run:
+    return lambda *args: lift(program, args, level)
 
 
 def _jit(equation: JaxprEqn, args: list[Any], run: Any) -> Results:
@@ -119,8 +119,8 @@ def _call(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
 
 
 def _custom(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
-    # The results keep their rule. What is seen has the derivative of the function itself, which the
-    # compiler finds to be the same computation.
+    # The results keep their custom rule. The recorded values have the derivative of the function itself;
+    # the compiler merges the two identical computations.
     return jaxprs.bind(equation, args), run(*args)[1]
 
 
@@ -139,12 +139,12 @@ def _scan(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
     consts, init, xs = args[:fixed], args[fixed : fixed + carried], args[fixed + carried :]
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], Results]:
-        found, seen = run(*consts, *carry, *x)
-        return found[:carried], (found[carried:], seen)
+        results, recorded = run(*consts, *carry, *x)
+        return results[:carried], (results[carried:], recorded)
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, (found, seen) = jax.lax.scan(step, init, xs, **options)
-    return [*carry, *found], [x.behind("scan") for x in seen]
+    carry, (results, recorded) = jax.lax.scan(step, init, xs, **options)
+    return [*carry, *results], [x.behind("scan") for x in recorded]
 
 
 def _with_steps(outside: Sequence[Any], inside: Sequence[Any]) -> int:
@@ -158,9 +158,9 @@ def _cond(equation: JaxprEqn, args: list[Any], *branches: Run) -> Results:
     each = [jax.eval_shape(run, *operands)[1] for run in branches]
 
     def chosen(number: int, *operands: Any) -> Results:
-        found, seen = branches[number](*operands)
+        results, recorded = branches[number](*operands)
         others = [jax.tree.map(_missing, x) for x in each]
-        return found, [x for i, y in enumerate(others) for x in (seen if i == number else y)]
+        return results, [x for i, y in enumerate(others) for x in (recorded if i == number else y)]
 
     functions = [functools.partial(chosen, i) for i in range(len(branches))]
     return jax.lax.switch(jnp.asarray(index, jnp.int32), functions, *operands)
@@ -183,10 +183,10 @@ def _shard_map(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
     names = tuple(x for x in mesh.axis_names if x in manual)
 
     def local(*args: Any) -> Results:
-        found, seen = run(*args)
-        return found, jax.tree.map(lambda x: x[None], seen)
+        results, recorded = run(*args)
+        return results, jax.tree.map(lambda x: x[None], recorded)
 
-    found, seen = jax.shard_map(
+    results, recorded = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=params["in_specs"],
@@ -194,7 +194,7 @@ def _shard_map(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
         axis_names=set(names),
         check_vma=params["check_vma"],
     )(*args)
-    return found, [x.behind("device") for x in seen]
+    return results, [x.behind("device") for x in recorded]
 
 
 # By the names of JAX's primitives, some of which differ between its versions.

@@ -22,7 +22,7 @@ from ..flax._nnx import holds_nnx, is_pure, run_pure
 from ..functional._free_energy import Source, StaticCall
 from ..functional._tag import AbstractRecorder, recorders
 from ..observables._entropy import row_observables
-from ._lift import Asked, Seen, lift, traced
+from ._lift import Recorded, RecordLevel, lift, traced
 
 # How Equinox's methods and transformed modules hold the module, in paths.
 _WRAPPER = re.compile(r"^(\.__self__|\._fun)*\.?")
@@ -68,7 +68,7 @@ def record(
         function: any function or Equinox module, or a method of one. It is compiled as by
             `equinox.filter_jit`.
         *quantities: what to record of each energy: `"energy"`, `"entropy"`, `"heat_capacity"`,
-            `"variance"`, `"effective_keys"`, as in an [`EnergyReport`][energy_attn.EnergyReport], or the name
+            `"variance"`, `"effective_keys"`, as in an [`energy_report`][energy_attn.energy_report], or the name
             of a method of [`Gibbs`][energy_attn.Gibbs] that needs no arguments, as `"score_max"`. If
             there are none, nor functions: the five figures.
         **functions: others, by a name for each: a function of the call's `Gibbs` that returns
@@ -128,12 +128,12 @@ class Recorder(_RecorderFields, AbstractRecorder):
         if source is not None:
             measure = measure.tilt(jnp.asarray(source))
         figures = _figures_of(measure, tuple(x for x in self.names if x in FIGURES))
-        found = {x: figures[x] if x in figures else getattr(measure, x)() for x in self.names}
-        return found | {name: function(measure) for name, function in self.functions}
+        result = {x: figures[x] if x in figures else getattr(measure, x)() for x in self.names}
+        return result | {name: function(measure) for name, function in self.functions}
 
 
 class Partial(eqx.Module):
-    """`run` with its first arguments; unlike `equinox.Partial`, hashable if they are."""
+    """A function with its first arguments; unlike `equinox.Partial`, hashable if they are."""
 
     run: Callable[..., Any] = eqx.field(static=True)
     first: tuple[Any, ...]
@@ -158,39 +158,41 @@ def check_calls(function: object, calls: bool) -> None:
 
 
 def _recorded(
-    asked: Recorder, function: Any, /, *args: Any, **kwargs: Any
+    active: Recorder, function: Any, /, *args: Any, **kwargs: Any
 ) -> tuple[Any, Recording]:
-    out, seen = run_recorded(asked, function, *args, **kwargs)
+    out, recorded = run_recorded(active, function, *args, **kwargs)
     return out, collections.OrderedDict(
-        (name, x.values) for name, x in zip(names_of(seen), seen, strict=True)
+        (name, x.values) for name, x in zip(names_of(recorded), recorded, strict=True)
     )
 
 
 def run_recorded(
-    asked: Recorder, function: Any, /, *args: Any, **kwargs: Any
-) -> tuple[Any, list[Seen]]:
+    active: Recorder, function: Any, /, *args: Any, **kwargs: Any
+) -> tuple[Any, list[Recorded]]:
     """The result of a function, and the values that were recorded."""
-    run = functools.partial(_run, asked)
+    run = functools.partial(_run, active)
     if holds_nnx((function, args, kwargs)):
         return run_pure(run, function, args, kwargs)
     return run(function, *args, **kwargs)
 
 
 @eqx.filter_jit
-def _run(asked: Recorder, function: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, list[Seen]]:
+def _run(
+    active: Recorder, function: Any, /, *args: Any, **kwargs: Any
+) -> tuple[Any, list[Recorded]]:
     function = _named(function)
-    with recorders((*recorders.value, asked)):
-        program, result = traced(lambda: function(*args, **kwargs))
-    found, seen = lift(program, (), Asked(len(recorders.value)))
-    check_calls(function, bool(seen))
-    return result(found), seen
+    with recorders((*recorders.value, active)):
+        program, rebuild = traced(lambda: function(*args, **kwargs))
+    outputs, recorded = lift(program, (), RecordLevel(len(recorders.value)))
+    check_calls(function, bool(recorded))
+    return rebuild(outputs), recorded
 
 
-def names_of(seen: Sequence[Seen]) -> list[str]:
+def names_of(recorded: Sequence[Recorded]) -> list[str]:
     """A name for each call: the name of its energy, with a number from the second call on."""
     count: collections.Counter[str] = collections.Counter()
     names = []
-    for x in seen:
+    for x in recorded:
         count[x.name] += 1
         names.append(x.name if count[x.name] == 1 else f"{x.name}#{count[x.name]}")
     return names
@@ -251,16 +253,16 @@ def _check_method(name: str) -> None:
 
 def _figures_of(measure: Gibbs, names: tuple[str, ...]) -> dict[str, Array]:
     """Figures of each row by their names, by as few passes as they need."""
-    found: dict[str, Array] = {}
+    result: dict[str, Array] = {}
     if {"heat_capacity", "variance"} & set(names):
-        found = row_observables(*measure._prepared())._asdict()
+        result = row_observables(*measure._prepared())._asdict()
     elif names:
-        found = {"energy": measure()}
+        result = {"energy": measure()}
         if set(names) - {"energy"}:
-            found["entropy"] = measure.entropy()
+            result["entropy"] = measure.entropy()
     if "effective_keys" in names:
-        found["effective_keys"] = effective_keys(found["energy"], found["entropy"])
-    return {name: found[name] for name in names}
+        result["effective_keys"] = effective_keys(result["energy"], result["entropy"])
+    return {name: result[name] for name in names}
 
 
 def effective_keys(energy: Array, entropy: Array) -> Array:

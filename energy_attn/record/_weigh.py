@@ -124,13 +124,13 @@ def _run(
     def run(weights: Array) -> PyTree:
         active = additions.TokenScores(_scores_of(weights, numbers))
         with additions.active_token_scores((*additions.active_token_scores.value, active)):
-            found = function(*args, **kwargs)
+            out = function(*args, **kwargs)
         check_calls(function, active.used)
-        return found
+        return out
 
-    program, result = traced(run, weights)
+    program, rebuild = traced(run, weights)
     _check_rules(program)
-    return ask(lambda weights: result(jaxpr_as_fun(program)(weights)), weights)
+    return ask(lambda weights: rebuild(jaxpr_as_fun(program)(weights)), weights)
 
 
 def _check_rules(program: ClosedJaxpr) -> None:

@@ -17,30 +17,7 @@ _EXTENT = 3.0  # the default half width of the grids, in standard deviations
 
 
 class Landscape(eqx.Module):
-    r"""The free energy over a plane of sources and the rate function over a plane of points.
-
-    With directions $u_1, u_2$ and coordinates $a, b$: $F(a u_1 + b u_2)$ around the source 0, and
-    $I(\nabla F(0) + a u_1 + b u_2)$ around attention.
-
-    Attributes:
-        directions: $u_1, u_2$.
-        attention: $\nabla F(0)$, the origin of the plane of points.
-        slope: $\nabla F(0) \cdot u_i$, the gradient of $F$ in the plane of sources at its origin.
-        source: coordinates of the sources along each direction.
-        free_energy: $F$ in nats; the first axis is along $u_1$.
-        point: coordinates of the points along each direction.
-        rate: $I$ in nats, plus infinity outside the hull of the values; NaN where the solver did
-            not converge.
-        values: coordinates of the values in the plane of points, NaN for those of hidden keys; None
-            unless the plane is the whole space.
-
-    Examples:
-        >>> import jax
-        >>> import energy_attn as ea
-        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 9, 2))
-        >>> ea.landscape(q[0], k, v, points=5).rate.shape
-        (5, 5)
-    """
+    """The result of `landscape`."""
 
     directions: Float[Array, "2 Hv"]
     attention: Float[Array, " Hv"]
@@ -88,8 +65,16 @@ def landscape(
             position 0), kernel and mesh. None is `FreeEnergy()`.
 
     Returns:
-        A [`Landscape`][energy_attn.Landscape], which
-        [`plot.landscape`][energy_attn.plot.landscape] draws; in float32 (float64).
+        A module of arrays in float32 (float64), which [`plot.landscape`][energy_attn.plot.landscape] draws.
+
+        - `directions`: $u_1, u_2$, `[2, Hv]`.
+        - `attention`: $\nabla F(0)$, `[Hv]`, the origin of the plane of points.
+        - `slope`: $\nabla F(0) \cdot u_i$, the gradient of $F$ in the plane of sources at its origin.
+        - `source`, `point`: the grid coordinates along each direction, `[2, points]`.
+        - `free_energy`: $F$ in nats, `[points, points]`; the first axis is along $u_1$.
+        - `rate`: $I$ in nats; plus infinity outside the hull of the values, NaN where the solver did not converge.
+        - `values`: the coordinates of the values in the plane of points, `[S, 2]`, NaN for hidden keys; None
+          unless the plane is the whole space.
 
     Raises:
         TypeError: an argument is not an array or has the wrong dtype.
@@ -107,25 +92,12 @@ def landscape(
         >>> [int(i) for i in lowest]  # attention, in the middle
         [2, 2]
     """
-    checks.check_shape("query", checks.check_floating("query", query), ("H",))
-    checks.check_shape("key", checks.check_floating("key", key), ("S", query.shape[0]))
-    checks.check_shape("value", checks.check_floating("value", value), (key.shape[0], "Hv"))
-    if directions is not None:
-        checks.check_shape(
-            "directions", checks.check_floating("directions", directions), (2, value.shape[1])
-        )
-    elif value.shape[1] < 2:
-        raise ValueError(f"value: wanted a width of at least 2, got {checks.received(value)}")
-    if bias is not None:
-        checks.check_shape("bias", checks.check_floating("bias", bias), (key.shape[0],))
-    if mask is not None:
-        checks.check_shape("mask", checks.check_boolean("mask", mask), (key.shape[0],))
+    _check_row(query, key, value, directions, bias, mask)
     points = checks.check_integer("points", points, least=2)
     energy = FreeEnergy() if energy is None else energy
     if not isinstance(energy, FreeEnergy):
         raise TypeError(f"energy: wanted a FreeEnergy, got {checks.received(energy)}")
     dtype = lse_dtype(query.dtype)
-
     query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
 
     def measure(queries: Array, value: Array = value, bias: Array | None = bias) -> Gibbs:
@@ -163,6 +135,29 @@ def landscape(
         jnp.where(is_valid, rates.value, jnp.nan).reshape(points, points),
         None if value.shape[1] != 2 else _coordinates(measure, query, value, attention, directions),
     )
+
+
+def _check_row(
+    query: Array,
+    key: Array,
+    value: Array,
+    directions: Array | None,
+    bias: Array | None,
+    mask: Array | None,
+) -> None:
+    checks.check_shape("query", checks.check_floating("query", query), ("H",))
+    checks.check_shape("key", checks.check_floating("key", key), ("S", query.shape[0]))
+    checks.check_shape("value", checks.check_floating("value", value), (key.shape[0], "Hv"))
+    if directions is not None:
+        checks.check_shape(
+            "directions", checks.check_floating("directions", directions), (2, value.shape[1])
+        )
+    elif value.shape[1] < 2:
+        raise ValueError(f"value: wanted a width of at least 2, got {checks.received(value)}")
+    if bias is not None:
+        checks.check_shape("bias", checks.check_floating("bias", bias), (key.shape[0],))
+    if mask is not None:
+        checks.check_shape("mask", checks.check_boolean("mask", mask), (key.shape[0],))
 
 
 def _principal(covariance: Array) -> Array:

@@ -21,7 +21,7 @@ from ..core._module import measure_at, measure_of
 from ..functional._options import EnergyOptions
 from ..nn._multihead import MultiheadAttention
 from ..observables._entropy import RowObservables, row_observables
-from ..record._lift import Seen
+from ..record._lift import Recorded
 from ..record._record import effective_keys, names_of, recorder, run_recorded
 
 if TYPE_CHECKING:  # `import energy_attn` loads no models
@@ -36,28 +36,7 @@ _FIGURES = RowObservables._fields[:-1]
 
 
 class EnergyReport(eqx.Module):
-    """Figures of attention for each layer and head: `[layers, heads]`, or `[layers, B, T, heads]`.
-
-    A pytree of arrays, returned by [`energy_report`][energy_attn.energy_report];
-    [`plot.energy_report`][energy_attn.plot.energy_report] draws it.
-
-    Attributes:
-        energy: the free energy $F$, in nats; minus infinity for fully masked rows.
-        entropy: $H$ of the attention weights, in nats.
-        heat_capacity: the variance of the scores, $\\partial^2 F/\\partial\\beta^2$, in nats squared.
-        variance: $\\mathrm{tr}\\,\\Sigma$, the mean square distance of values from the output, in
-            the square of their unit.
-        effective_keys: $e^H$, a number of keys; a mean is that of $e^H$ over rows.
-        names: of the layers, if they were recorded in a model of one's own; else None.
-
-    Examples:
-        >>> import jax
-        >>> import energy_attn as ea
-        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 5, 2, 4))
-        >>> report = ea.energy_report(ea.FreeEnergy().at(0 * q, k, v))  # five equal keys
-        >>> report.effective_keys.round(3).tolist()
-        [[5.0, 5.0]]
-    """
+    """The result of `energy_report`."""
 
     energy: Float[Array, "layers *queries heads"]
     entropy: Float[Array, "layers *queries heads"]
@@ -137,10 +116,15 @@ def energy_report(
         **options: see above.
 
     Returns:
-        An [`EnergyReport`][energy_attn.EnergyReport] of arrays `[layers, heads]`, or
-        `[layers, B, T, heads]` (without `B` where the inputs have no batch); float32, or float64.
-        Fully masked rows are left out of the means; their own figures are an energy of minus infinity
-        and zeros.
+        A pytree of arrays `[layers, heads]`, or `[layers, B, T, heads]` with `per_query` (without `B` if the inputs
+        have no batch axis), in float32 (float64). [`plot.energy_report`][energy_attn.plot.energy_report] draws it.
+        The means leave out fully masked rows, whose own energy is minus infinity and whose other figures are zero.
+
+        - `energy`: $F$ in nats. `entropy`: $H$ of the attention weights in nats.
+        - `heat_capacity`: the variance of the scores, $\partial^2 F / \partial\beta^2$, in nats squared.
+        - `variance`: $\mathrm{tr}\,\Sigma$, the mean square distance of the values from the output.
+        - `effective_keys`: $e^H$; a mean is the mean of $e^H$ over rows.
+        - `names`: the layers' names if a function was recorded, else None.
 
     Raises:
         TypeError: `model` is none of the four, or an argument is of the wrong type.
@@ -197,7 +181,7 @@ def _check_inputs(run: Callable[..., Rows], model: Any, *inputs: Any, **options:
         raise TypeError(f"inputs: wanted {names} for a {type(model).__name__}; {error}") from None
 
 
-def _of_call(name: str, seen: Seen, per_query: bool) -> EnergyReport:
+def _of_call(name: str, seen: Recorded, per_query: bool) -> EnergyReport:
     """The report of one call in a function: of one layer, or of one for each step of the loops around it."""
     steps = [i for i, axis in enumerate(seen.axes) if axis == "scan"]
     figures = [jnp.moveaxis(seen.values[x], steps, range(len(steps))) for x in _FIGURES]

@@ -97,15 +97,15 @@ def tsallis_state(
     calls, parts = sinks_as_keys(calls, promoted(parts))
     # the threshold is found by XLA's operations, whatever else the call may be computed by
     calls = tuple(x._replace(policy=CallPolicy(("blockwise",))) for x in calls)
-    given = parts, None if source is None else jnp.asarray(source)
-    threshold = autodiff.function_call(_FindThreshold(regulariser, calls), given)
+    args = parts, None if source is None else jnp.asarray(source)
+    threshold = autodiff.function_call(_FindThreshold(regulariser, calls), args)
     width = parts[0].value.shape[-1]
     term = HashablePartial(_moments, (regulariser.alpha,))
-    found = _sums(term, width + 2, calls, given, threshold)
+    result = _sums(term, width + 2, calls, args, threshold)
     seen, alpha = holds_keys(threshold.largest), regulariser.alpha
     # The sum of the weights is 1 but for rounding; without any, as where a score is NaN, this is NaN.
-    out = found[..., :-2] / jnp.where(seen[..., None], found[..., -1:], 1.0)
-    above = (threshold.below + 1 / alpha) / (alpha - 1) + found[..., -2] / alpha
+    out = result[..., :-2] / jnp.where(seen[..., None], result[..., -1:], 1.0)
+    above = (threshold.below + 1 / alpha) / (alpha - 1) + result[..., -2] / alpha
     energy = threshold.largest + jnp.where(seen, above, 0.0)
     return AttentionState(jnp.where(seen[..., None], out, 0.0).astype(dtype), energy)
 
@@ -150,18 +150,18 @@ class _FindThreshold(autodiff.AbstractFunction):
         def mass(args: Any) -> tuple[Array, Array]:
             return self.sums(args, threshold)
 
-        found = directional(mass, primals, tangents)
-        if found is None:
+        result = directional(mass, primals, tangents)
+        if result is None:
             return threshold, unmoved(threshold)
-        (_, slope), (change, _) = found
+        (_, slope), (change, _) = result
         below = jnp.where(slope > 0, change / jnp.where(slope > 0, slope, 1.0), 0.0)
         return threshold, unmoved(threshold)._replace(below=below)
 
     def sums(self, args: tuple[Parts, Array | None], threshold: _Threshold) -> tuple[Array, Array]:
         r"""$\sum_a p_a$, and how fast it falls with $\tau$, $\frac{1}{\alpha - 1} \sum_a p_a^{2 - \alpha}$."""
         term = HashablePartial(_mass_and_slope, (self.regulariser.alpha,))
-        found = _sums(term, 2, self.calls, args, threshold)
-        return found[..., 0], found[..., 1]
+        result = _sums(term, 2, self.calls, args, threshold)
+        return result[..., 0], result[..., 1]
 
 
 def _sums(

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 from tokenizers import Encoding
 
 import energy_attn as ea
@@ -49,7 +49,7 @@ def _encode(model: Bert, tokens: Array, lengths: Array) -> tuple[Array, Array]:
     return states, jax.vmap(pooled)(states[:, -1], lengths)
 
 
-def energy_report(model: Bert, encoded: Encoded) -> ea.EnergyReport:
+def energy_report(model: Bert, encoded: Encoded) -> PyTree[Array]:
     """The report of all layers, `[layers, heads]`, each at its own input; padding is left out."""
     reports = [_layer_report(*at) for at in _layers(model, encoded)]
     return jax.tree.map(lambda *layers: jnp.concatenate(layers), *reports)
@@ -72,7 +72,7 @@ def _layers(model: Bert, encoded: Encoded) -> list[tuple[ea.nn.MultiheadAttentio
 
 
 @eqx.filter_jit
-def _layer_report(layer: ea.nn.MultiheadAttention, x: Array, lengths: Array) -> ea.EnergyReport:
+def _layer_report(layer: ea.nn.MultiheadAttention, x: Array, lengths: Array) -> PyTree[Array]:
     return ea.energy_report(
         layer, x, x, x, query_seq_lengths=lengths, key_value_seq_lengths=lengths
     )
@@ -115,7 +115,7 @@ def looks_at(model: Bert, encoded: Encoded) -> dict[str, np.ndarray]:
     }
 
 
-def arrays_of(report: ea.EnergyReport) -> dict[str, Array]:
+def arrays_of(report: PyTree[Array]) -> dict[str, Array]:
     """The quantities of a report by name; its layers have no names of their own here."""
     return {name: x for name, x in vars(report).items() if x is not None}
 
@@ -156,7 +156,7 @@ def _doubled(tree: Any) -> Any:
 @eqx.filter_jit
 def _row(
     layer: ea.nn.MultiheadAttention, x: Float[Array, "T width"], indices: Int[Array, " 1+tokens"]
-) -> tuple[ea.EnergyReport, dict[str, Array]]:
+) -> tuple[PyTree[Array], dict[str, Array]]:
     """The report and the arrays of the example, for the query at the first index."""
     query, key, value = (heads[:, HEAD : HEAD + 1] for heads in layer.project(x, x, x))
     query = query[indices[:1]]

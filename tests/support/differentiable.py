@@ -40,7 +40,7 @@ from energy_attn.kernels import (
     merge_all,
 )
 from energy_attn.models import Encoder, EncoderConfig, ExpertsConfig, Llama, score_continuations
-from energy_attn.prefix_tree import Accepted, commit, pack, tree_decode
+from energy_attn.prefix_tree import Accepted, PrefixTree, commit, tree_decode
 from energy_attn.solvers import FixedPoint, Newton, Optax
 from tests.support.arrays import drawn as drawn_module
 from tests.support.llama import CONFIG, build
@@ -326,7 +326,7 @@ def rounded(query: Any, key: Any, value: Any) -> Any:
 
 
 def tree_nodes(query: Any, key: Any, value: Any, old: Any, **options: Any) -> Any:
-    tree = pack(jnp.asarray([[[1, 2], [1, 3]]], jnp.int32), capacity=3)
+    tree = PrefixTree.from_beam(jnp.asarray([[[1, 2], [1, 3]]], jnp.int32), capacity=3)
     cache = cached(old["key"], old["value"])
     out = tree_decode(query, key, value, tree=tree, cache=cache, **options)
     path = Accepted(*(jnp.asarray(x, jnp.int32) for x in ([[0, 2]], [2], [3])))
@@ -434,7 +434,7 @@ CASES = {
     ),
     "observables": Case(
         """Gibbs.covariance Gibbs.cumulant Gibbs.moment Gibbs.entropy Gibbs.score_moments
-        ScoreMoments Gibbs.temperature_sensitivity""",
+        Gibbs.temperature_sensitivity""",
         observables,
         lambda: (
             rows()
@@ -456,7 +456,7 @@ CASES = {
         ),
     ),
     "statistics": Case(
-        "Gibbs.statistics AttentionStatistics Gibbs.score_max Gibbs.renyi",
+        "Gibbs.statistics Gibbs.score_max Gibbs.renyi",
         lambda sink, **arrays: (
             (F := ea.FreeEnergy(arrays.pop("scale"), sink=sink).at(**arrays)).statistics(),
             F.score_max(),
@@ -517,12 +517,12 @@ CASES = {
         lambda: {"energy": PENALTY, "entropy": PENALTY},
     ),
     "energy_report": Case(
-        "energy_report EnergyReport",
+        "energy_report",
         lambda **x: ea.energy_report(measure(**x), per_query=True),
         lambda: rows() | BIAS,
     ),
     "landscape": Case(
-        "landscape Landscape",
+        "landscape",
         plane,
         lambda: drawn(17, query=(3,), key=(5, 3), value=(5, 2), directions=(2, 2), bias=(5,)),
         tolerance=1e-4,
@@ -533,7 +533,7 @@ CASES = {
         lambda: {"layer": split_layer()[0]} | drawn(18, query=(3, 4), key_=(5, 4), value=(5, 4)),
     ),
     "flax": Case(
-        "flax.attention_fn flax.AttentionFn flax.AttentionFn.__call__",
+        "flax.attention_fn",
         flaxes,
         lambda: (
             drawn(23, query=(3, 2, 4), key=(5, 2, 4), value=(5, 2, 3), bias=(2, 3, 5))
@@ -594,7 +594,7 @@ CASES = {
     ),
     "score_continuations": Case(
         """models.score_continuations models.Llama.read_tree
-        models.DecoderCache prefix_tree.unpack""",
+        models.DecoderCache""",
         scores,
         lambda: {"model": build(SMALL), "tokens": TOKENS, "continuations": TOKENS[:, None, :2]},
     ),
@@ -681,10 +681,9 @@ WITHOUT = {
     models.shard models.load models.Tokenizer""",
     "of integers: draws, tokens, trees, places and buckets": """Gibbs.sample models.generate
     kernels.scores.ScoreIndices kernels.scores.RelativeBias.t5_buckets prefix_tree.accept_greedy
-    prefix_tree.accept_sampling prefix_tree.verify prefix_tree.grow prefix_tree.pack prefix_tree.token_tree
-    prefix_tree.tree_from_parents""",
+    prefix_tree.accept_sampling prefix_tree.verify prefix_tree.grow""",
     "of constants": """CHECKPOINT_NAMES kernels.empty_state models.Rope
     models.Rope.scaled models.Rope.linear models.Rope.llama3 models.Rope.yarn models.Rope.dynamic models.Rope.longrope
     models.ExpertsConfig models.LatentConfig models.EncoderConfig""",
-    "of a loop that ends when it may, which raises in reverse mode": "attribute Attribution",
+    "of a loop that ends when it may, which raises in reverse mode": "attribute",
 }

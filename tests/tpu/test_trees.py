@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import KVCache, SequenceParallel
-from energy_attn.prefix_tree import pack, tree_decode
+from energy_attn.prefix_tree import PrefixTree, tree_decode
 from tests.support.programs import sent
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
@@ -30,7 +30,9 @@ def test_a_tree_costs_what_its_queries_do():
             spec = P(None, "device") if x.shape[1:2] == (capacity,) else P()
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-        tree = jax.eval_shape(pack, jax.ShapeDtypeStruct((rows, 8, nodes // 8), jnp.int32))
+        tree = jax.eval_shape(
+            PrefixTree.from_beam, jax.ShapeDtypeStruct((rows, 8, nodes // 8), jnp.int32)
+        )
         query, key = (
             jax.ShapeDtypeStruct((rows, nodes, heads, width), jnp.bfloat16) for heads in (heads, kv)
         )

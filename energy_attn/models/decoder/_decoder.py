@@ -241,10 +241,10 @@ class AbstractDecoder(AbstractLayers):
         Examples:
             >>> import jax, jax.numpy as jnp
             >>> from energy_attn.models import Llama, LlamaConfig
-            >>> from energy_attn.prefix_tree import accept_greedy, pack
+            >>> from energy_attn.prefix_tree import PrefixTree, accept_greedy
             >>> config = LlamaConfig(16, 32, 64, num_hidden_layers=1, num_attention_heads=4)
             >>> model = Llama(config, key=jax.random.key(0))
-            >>> tree = pack(jnp.array([[[3, 1, 4], [3, 1, 5]]]))
+            >>> tree = PrefixTree.from_beam(jnp.array([[[3, 1, 4], [3, 1, 5]]]))
             >>> read = model.read_tree(tree, model.empty_cache(batch=1, slots=16))
             >>> read.logits.shape, accept_greedy(tree, read.logits).path.shape
             ((1, 6, 16), (1, 3))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, PyTree
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import checks
 
-from ...prefix_tree import PrefixTree, grow, pack, tree_from_parents
+from ...prefix_tree import PrefixTree, grow
 from ..decoder._cache import DecoderCache
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks, read_on
@@ -30,14 +30,14 @@ class AbstractDrafter(eqx.Module):
     Examples:
         >>> import jax.numpy as jnp
         >>> from energy_attn.models import AbstractDrafter
-        >>> from energy_attn.prefix_tree import pack
+        >>> from energy_attn.prefix_tree import PrefixTree
         >>> class Again(AbstractDrafter):  # drafts the last token once more
         ...     depth: int = 2
         ...     def start(self, tokens, lengths, slots, parallel):
         ...         return None
         ...     def draft(self, text, lengths, state):
         ...         last = jnp.take_along_axis(text, lengths[:, None] - 1, axis=1)
-        ...         return pack(jnp.stack([last, last], axis=2)), state
+        ...         return PrefixTree.from_beam(jnp.stack([last, last], axis=2)), state
         >>> tree, _ = Again().draft(jnp.array([[1, 2, 0]]), jnp.array([2]), None)
         >>> tree.tokens.tolist()
         [[2, 2]]
@@ -136,7 +136,7 @@ class PromptLookup(AbstractDrafter):
         last = last_of(text, lengths)[:, :, None]
         beam = jnp.concatenate([jnp.broadcast_to(last, (*start.shape, 1)), drafted], 2)
         counts = 1 + jnp.clip(lengths[:, None] - start, 0, self.depth - 1)
-        return pack(beam, capacity=self.capacity, lengths=counts), state
+        return PrefixTree.from_beam(beam, capacity=self.capacity, lengths=counts), state
 
 
 class ModelDrafter(AbstractDrafter):
@@ -194,7 +194,7 @@ class ModelDrafter(AbstractDrafter):
         tokens = jnp.pad(last_of(text, lengths), ((0, 0), (0, self.nodes - 1)))
         parent = jnp.full(tokens.shape, -1, jnp.int32)
         ones = jnp.ones(len(text), jnp.int32)
-        tree = tree_from_parents(tokens, parent, self.depth, ones)
+        tree = PrefixTree.from_parents(tokens, parent, self.depth, ones)
         levels = self.depth - 1
         for level in range(levels):
             count = (self.nodes - 1) * (level + 1) // levels - (self.nodes - 1) * level // levels

@@ -14,7 +14,7 @@ from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import check_counts
 from energy_attn.kernels.internal import call_policy, checks
 
-from ...prefix_tree import pack, unpack
+from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_beam, gather_slots
 from .._tokenizer import Tokenizer
 from ..decoder._by_rows import rows_of
@@ -235,7 +235,7 @@ def _score(
     _, cache = read_chunks(model, tokens, cache, context_lengths - 1, chunk_size, policy)
     root = jnp.take_along_axis(tokens, context_lengths[:, None] - 1, axis=1)[:, :, None]
     root = jnp.broadcast_to(root, (*beam.shape[:2], 1))
-    tree = pack(jnp.concatenate([root, beam], 2), lengths=counts + 1)
+    tree = PrefixTree.from_beam(jnp.concatenate([root, beam], 2), lengths=counts + 1)
     # a token outside the vocabulary is read as NaN, which other branches would see
     clipped = jnp.clip(tree.tokens, 0, model.config.vocab_size - 1)
     tree_of_vocabulary = tree._replace(tokens=clipped)
@@ -245,4 +245,4 @@ def _score(
     invalid = (tree.mask & (clipped != tree.tokens)[:, None]).any(-1)
     invalid |= ((context_lengths < 1) | (context_lengths > tokens.shape[1]))[:, None]
     token_log_p = jnp.where(invalid, jnp.asarray(jnp.nan, token_log_p.dtype), token_log_p)
-    return unpack(token_log_p, tree)[:, :, 1:]
+    return tree.unpack(token_log_p)[:, :, 1:]

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from energy_attn import scores
 from energy_attn.distributed import KVCache, SequenceParallel, make_mesh
-from energy_attn.prefix_tree import pack, tree_decode
+from energy_attn.prefix_tree import PrefixTree, tree_decode
 from tests.support.arrays import array
 from tests.support.caches import read_as_stored
 from tests.support.masks import RULES
@@ -157,7 +157,7 @@ def test_trees(kind, as_stored, monkeypatch):
     nodes = [array(rng.standard_normal((B, 3, K, width)), jnp.float32) for width in WIDTHS]
 
     def run(key, value):
-        tree = pack(jnp.asarray([[[1, 2], [1, 3]]] * B, jnp.int32), capacity=3)
+        tree = PrefixTree.from_beam(jnp.asarray([[[1, 2], [1, 3]]] * B, jnp.int32), capacity=3)
         cache = filled(spread_of(kind), key, value)
         return tree_decode(queries(3), *nodes, tree=tree, cache=cache)
 

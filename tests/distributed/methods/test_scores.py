@@ -17,7 +17,7 @@ from energy_attn.distributed import (
     sharded_attention,
     unshard_sequence,
 )
-from energy_attn.prefix_tree import pack, tree_decode
+from energy_attn.prefix_tree import PrefixTree, tree_decode
 from tests.support.compare import close
 from tests.support.meshes import in_parts, make_mesh
 from tests.support.problems import Problem
@@ -174,7 +174,7 @@ def test_cache_and_trees():
     @jax.jit
     def run(x):
         score = scores.ALiBi(jnp.asarray(slopes))
-        tree = pack(jnp.asarray([[[5, 7, 8], [5, 9, -1]]] * B), capacity=4)
+        tree = PrefixTree.from_beam(jnp.asarray([[[5, 7, 8], [5, 9, -1]]] * B), capacity=4)
         parallel = SequenceParallel("s")
         cache = KVCache.empty(B, 16, K, H, dtype=jnp.float64, parallel=parallel, block_size=2)
         cache = cache.append(x["key"][:, :13], x["value"][:, :13])

@@ -20,7 +20,7 @@ from energy_attn.distributed import (
     unshard_sequence,
 )
 from energy_attn.kernels import AttentionState
-from energy_attn.prefix_tree import pack, tree_decode
+from energy_attn.prefix_tree import PrefixTree, tree_decode
 from tests.support.compare import close
 from tests.support.meshes import (
     AXES,
@@ -187,7 +187,7 @@ def test_cache_and_tree(mesh):
 
     def run(arrays):
         query, key, value, sink = (arrays[x] for x in ("query", "key", "value", "sink"))
-        tree = pack(jnp.asarray([[[5, 7, 1], [5, 8, -1]]]), capacity=4)
+        tree = PrefixTree.from_beam(jnp.asarray([[[5, 7, 1], [5, 8, -1]]]), capacity=4)
         options = {"dtype": jnp.float64, "block_size": 2, "parallel": parallel}
         cache = KVCache.empty(1, 32, 2, 5, **options).append(key[:, :11], value[:, :11])
         new = key[:, 11:], value[:, 11:]

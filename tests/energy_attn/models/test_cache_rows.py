@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
-from energy_attn.prefix_tree import pack
+from energy_attn.prefix_tree import PrefixTree
 from tests.support.compare import close
 from tests.support.llama import CONFIG, build, numpy_llama
 from tests.support.meshes import mesh_of, parallel_of
@@ -93,7 +93,7 @@ def test_what_a_fork_refuses(unchecked):
     with pytest.raises(NotImplementedError, match="no fork where energies are recorded"):
         ea.record(lambda: model(token, cache=cache).logits)()
     with pytest.raises(TypeError, match="cache: wanted one that is no fork for read_tree"):
-        model.read_tree(pack(jnp.zeros((2, 1, 2), jnp.int32)), cache)
+        model.read_tree(PrefixTree.from_beam(jnp.zeros((2, 1, 2), jnp.int32)), cache)
     with pytest.raises(TypeError, match="cache: wanted one that is no fork for replace"):
         cache.replace(jnp.asarray([0]), model.empty_cache(1, 8))
     with pytest.raises(TypeError, match="cache: wanted one that is no fork for fork"):

@@ -11,7 +11,7 @@ import pytest
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
 from energy_attn.models import LlamaConfig, Rope, load
-from energy_attn.prefix_tree import pack
+from energy_attn.prefix_tree import PrefixTree
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.llama import CONFIG, build
@@ -293,7 +293,7 @@ def test_every_way_of_reading(model):
         cache = model.prefill(tokens[:, :17], cache, chunk_size=7).cache
         step = model(tokens[:, 17:20], cache=cache)
         forked = model(jnp.repeat(tokens[:, 17:20], 2, 0), cache=cache.fork(2, capacity=8))
-        tree = pack(tokens[:, None, 17:20])
+        tree = PrefixTree.from_beam(tokens[:, None, 17:20])
         return step.logits, forked.logits[::2], model.read_tree(tree, cache).logits[:, :3]
 
     for found in read(model):

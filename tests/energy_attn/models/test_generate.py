@@ -20,7 +20,7 @@ from energy_attn.models import (
     score_continuations,
 )
 from energy_attn.models.generation import _generate
-from energy_attn.prefix_tree import accept_greedy, pack
+from energy_attn.prefix_tree import PrefixTree, accept_greedy
 from tests.support.complaints import refused
 from tests.support.llama import build
 from tests.support.selection import few
@@ -80,7 +80,7 @@ class Nonsense(AbstractDrafter):
             last[:, :, None] * 5 + state + jnp.arange(4, dtype=jnp.int32).reshape(1, 2, 2)
         ) % 13
         root = jnp.broadcast_to(last[:, :, None], (len(text), 2, 1))
-        return pack(jnp.concatenate([root, drawn], 2), capacity=4), state + 1
+        return PrefixTree.from_beam(jnp.concatenate([root, drawn], 2), capacity=4), state + 1
 
 
 def drafters(model):
@@ -214,7 +214,7 @@ class Wrong(AbstractDrafter):
         last = jnp.take_along_axis(text, lengths[:, None] - 1, axis=1)
         beam = jnp.stack([last + 1, jnp.full_like(last, 99)], axis=2)
         lengths = jnp.zeros((len(text), 1), jnp.int32) if self.empty else None
-        return pack(beam, lengths=lengths), state
+        return PrefixTree.from_beam(beam, lengths=lengths), state
 
 
 @pytest.mark.full
@@ -304,7 +304,7 @@ def test_reading_and_writing_a_tree():
     prompts = [[1, 2, 3, 4, 1], [5, 6, 7]]
     tokens = jnp.asarray(np.array([prompts[0], [*prompts[1], 0, 0]], np.int32))
     lengths = jnp.asarray([5, 3])
-    tree = pack(jnp.asarray(beam), capacity=7)
+    tree = PrefixTree.from_beam(jnp.asarray(beam), capacity=7)
 
     @eqx.filter_jit
     def verify(model, tokens, tree):
@@ -459,7 +459,9 @@ BAD = {
     r"ValueError continuations: .*\(1, M, C\)": lambda m: score(m, TOKENS, ones(2, 3, 4)),
     "TypeError continuations: wanted an integer array": lambda m: score(m, TOKENS, C / 1),
     "ValueError lengths: .*from 0 to 2": lambda m: score(m, TOKENS, C, lengths=5 * ones(1, 1)),
-    "ValueError cache.layers": lambda m: m.read_tree(pack(ones(2, 1, 1)), m.empty_cache(1, 4)),
+    "ValueError cache.layers": lambda m: m.read_tree(
+        PrefixTree.from_beam(ones(2, 1, 1)), m.empty_cache(1, 4)
+    ),
     "TypeError read: wanted a TreeOutput": lambda m: m.empty_cache(1, 4).commit(None, None),
 }
 

@@ -16,7 +16,7 @@ from energy_attn.models import (
     generate,
 )
 from energy_attn.models.generation import _generate, _sampling, _stream
-from energy_attn.prefix_tree import pack
+from energy_attn.prefix_tree import PrefixTree
 from tests.support.complaints import refused
 from tests.support.llama import build
 from tests.support.observables import distribution
@@ -99,7 +99,7 @@ class Told(AbstractDrafter):
 
     def draft(self, text, lengths, state):
         place = lengths[:, None] - 1 + jnp.arange(self.depth, dtype=jnp.int32)[None]
-        return pack(jnp.take_along_axis(self.texts, place, axis=1)[:, None]), state
+        return PrefixTree.from_beam(jnp.take_along_axis(self.texts, place, axis=1)[:, None]), state
 
 
 def told(prompts, texts):

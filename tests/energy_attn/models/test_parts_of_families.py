@@ -22,7 +22,7 @@ from energy_attn.models import (
     shard,
 )
 from energy_attn.models.llama._experts import grouped_dot
-from energy_attn.prefix_tree import pack
+from energy_attn.prefix_tree import PrefixTree
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.llama import CONFIG, CUT, DEEPSEEK, GPT_OSS, build
@@ -455,7 +455,7 @@ def test_ropes_of_a_length(scaling):
         cache = model.prefill(tokens[:, :15], cache, chunk_size=4).cache
         step = model(tokens[:, 15:18], cache=cache)
         forked = model(tokens[:, 15:18], cache=cache.fork(1, capacity=8))
-        tree = model.read_tree(pack(tokens[:, None, 15:18]), cache)
+        tree = model.read_tree(PrefixTree.from_beam(tokens[:, None, 15:18]), cache)
         return step.logits, forked.logits, tree.logits[:, :3]
 
     whole = np.asarray(jax.jit(lambda model: model(tokens).logits)(model))

@@ -10,7 +10,7 @@ import pytest
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import AbstractDrafter, LlamaConfig, ModelDrafter, PromptLookup, generate
 from energy_attn.models.generation import _loop
-from energy_attn.prefix_tree import pack
+from energy_attn.prefix_tree import PrefixTree
 from tests.support.complaints import refused
 from tests.support.llama import build
 from tests.support.selection import few
@@ -221,7 +221,7 @@ class Counts(AbstractDrafter):
 
     def draft(self, text, lengths, state):
         last = jnp.take_along_axis(text, lengths[:, None] - 1, axis=1)
-        return pack(jnp.stack([last, last], axis=2)), state + 1
+        return PrefixTree.from_beam(jnp.stack([last, last], axis=2)), state + 1
 
 
 def traced(model):

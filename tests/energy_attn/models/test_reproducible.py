@@ -17,7 +17,7 @@ from energy_attn.models import (
     score_continuations,
 )
 from energy_attn.models.decoder._by_rows import by_rows
-from energy_attn.prefix_tree import pack
+from energy_attn.prefix_tree import PrefixTree
 from tests.support.arrays import array
 from tests.support.compare import close, same
 from tests.support.llama import DEEPSEEK, GPT_OSS, build
@@ -192,7 +192,7 @@ def test_tree(small):
     tokens = jnp.asarray(texts()[:1, :9])
     branches = jnp.asarray([[[5, 7, 7], [5, 7, 8], [5, 2, 0], [4, 0, 0]]], jnp.int32)
     lengths = jnp.asarray([[3, 3, 2, 1]])
-    tree = pack(branches, lengths=lengths)
+    tree = PrefixTree.from_beam(branches, lengths=lengths)
 
     @jax.jit
     def read(model, tokens, tree, cache):

@@ -22,7 +22,7 @@ from energy_attn.models import (
     score_continuations,
     shard,
 )
-from energy_attn.prefix_tree import pack
+from energy_attn.prefix_tree import PrefixTree
 from tests.support.compare import same
 from tests.support.flags import spawn
 from tests.support.llama import GPT_OSS, build
@@ -218,7 +218,7 @@ def test_trees(options):
     )  # the first has no room for all levels, but in a ring
     tokens = rng.integers(0, 40, (3, 509)).astype(np.int32)
     branches = jnp.asarray(rng.integers(0, 40, (3, 3, 5)), jnp.int32)
-    tree = pack(branches, lengths=jnp.asarray([[5, 5, 2]] * 3))
+    tree = PrefixTree.from_beam(branches, lengths=jnp.asarray([[5, 5, 2]] * 3))
     read = functools.partial(read_tree, model, tokens, tree, lengths)
     prompts = [[1, 2, 3, 1, 2], [7, 7, 7]]
     write = functools.partial(generate, model, prompts, 20, return_logprobs=True, reproducible=True)

@@ -78,7 +78,9 @@ def test_bad_input(monkeypatch):
         ea.plot.mask(ea.masks.Causal())
     with pytest.raises(TypeError, match="mask: wanted a mask or booleans, got float32"):
         ea.plot.mask(shown[0])
-    with pytest.raises(ValueError, match="query_len: wanted None beside an array, got 3"):
+    with pytest.raises(
+        ValueError, match="query_len: wanted None with a mask that is an array, got 3"
+    ):
         ea.plot.mask(np.ones((3, 4), bool), 3)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"plot.weights: .*pip install matplotlib"):

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from energy_attn.prefix_tree import (
-    PrefixTree,
-    accept_greedy,
-    accept_sampling,
-    pack,
-    token_tree,
-    tree_from_parents,
-    verify,
-)
+from energy_attn.prefix_tree import PrefixTree, accept_greedy, accept_sampling, verify
 from energy_attn.prefix_tree._accept import longest_chosen_path
 from tests.support.compare import same
 from tests.support.complaints import complains
@@ -35,7 +27,7 @@ def greedy(beam, lengths, after):
     """Accepted after whole and cut trees, with and without a context; `after` `[B, 81]`: what follows each prefix."""
     found = []
     for capacity in (None, 5):
-        tree = pack(beam, lengths=lengths, capacity=capacity)
+        tree = PrefixTree.from_beam(beam, lengths=lengths, capacity=capacity)
         number = prefix_numbers(tree)
         choice = jnp.take_along_axis(after, number, 1)
         logits = jax.nn.one_hot(choice, V)
@@ -100,7 +92,7 @@ def test_ties():
     ties = np.asarray([[[1, 1], [2, 1], [0, 1]]]), np.ones(3)  # after each node, all are as likely
     later = np.asarray([[[1, 2], [2, 1], [0, 1]]])
     cases = [ties, (later, np.asarray([0.0, 1.0, 0.0])), (later, np.asarray([0.0, 1.0, np.nan]))]
-    accept = jax.jit(lambda beam, logits: accept_greedy(pack(beam), logits))
+    accept = jax.jit(lambda beam, logits: accept_greedy(PrefixTree.from_beam(beam), logits))
     found = [accept(beam, np.broadcast_to(logits, (1, 6, 3))) for beam, logits in cases]
     assert [x.path.tolist() for x in found] == [[[0, -1]], [[2, 3]], [[0, 1]]]
     assert [x.token.tolist() for x in found] == [[0], [1], [2]]
@@ -202,12 +194,12 @@ RANKS = [[[1, 1, 2], [0, 2, 2]]]  # siblings that hold equal tokens, with childr
 BRANCHED = [[0, 2, 2, 1, 0, 1, 2]], [[-1, 0, 0, 1, 2, 2, 3]]  # equal siblings again
 
 TREES = {
-    "beam": lambda: pack(jnp.asarray(BEAM)),
-    "roots": lambda: pack(jnp.asarray(ROOTS)),
-    "ragged": lambda: pack(jnp.asarray(RAGGED), lengths=jnp.asarray([[3, 2, 3]])),
-    "cut": lambda: pack(jnp.asarray(BEAM), capacity=4),
-    "choices": lambda: token_tree(CHOICES, jnp.asarray([0]), jnp.asarray(RANKS)),
-    "branched": lambda: tree_from_parents(*map(jnp.asarray, BRANCHED), 4),
+    "beam": lambda: PrefixTree.from_beam(jnp.asarray(BEAM)),
+    "roots": lambda: PrefixTree.from_beam(jnp.asarray(ROOTS)),
+    "ragged": lambda: PrefixTree.from_beam(jnp.asarray(RAGGED), lengths=jnp.asarray([[3, 2, 3]])),
+    "cut": lambda: PrefixTree.from_beam(jnp.asarray(BEAM), capacity=4),
+    "choices": lambda: PrefixTree.from_choices(CHOICES, jnp.asarray([0]), jnp.asarray(RANKS)),
+    "branched": lambda: PrefixTree.from_parents(*map(jnp.asarray, BRANCHED), 4),
 }
 
 
@@ -239,7 +231,7 @@ def sampled(tree, logits, key, temperature, top_k, top_p, context):
 def test_draws(context):
     """Draws that nodes or rows share, a distribution without the cuts, or a context's key used for the nodes again."""
     number, beam = 30000, jnp.asarray([[[1, 0, 0], [1, 0, 2], [2, 1, 1]]])
-    tree = jax.device_get(pack(beam))
+    tree = jax.device_get(PrefixTree.from_beam(beam))
     rng = np.random.default_rng(418)
     logits = rng.standard_normal((tree.tokens.shape[1], V))
     names = {word: n for n, word in enumerate(words_of(tree))}
@@ -272,7 +264,7 @@ def test_draws(context):
 
 def test_verify():
     """Temperature 0 that divides, a key that is not used, a context that is dropped on the way."""
-    tree = pack(jnp.asarray(ROOTS))
+    tree = PrefixTree.from_beam(jnp.asarray(ROOTS))
     rng = np.random.default_rng(8)
     logits, context_logits = (jnp.asarray(rng.standard_normal(s)) for s in ((1, 6, V), (1, V)))
     key, options = jax.random.key(9), {"temperature": 0.9, "top_k": 2, "top_p": 0.7}
@@ -299,7 +291,7 @@ def test_several_roots():
 
     @jax.jit
     def run(beam, logits):
-        tree, key = pack(beam), jax.random.key(0)
+        tree, key = PrefixTree.from_beam(beam), jax.random.key(0)
         return accept_greedy(tree, logits), accept_sampling(tree, logits, key, top_k=1)
 
     likeliest, sampled = run(np.asarray([[[1, 0], [2, 1]]]), np.eye(V)[[[2, 0, 1, 0]]])
@@ -309,7 +301,9 @@ def test_several_roots():
 
 def test_empty_trees():
     """A row without candidates: the model's token after the context, or none; not the token of slot 0."""
-    tree = pack(jnp.asarray([[[1, 2]], [[1, 2]]]), lengths=jnp.asarray([[0], [2]]), pad_token=1)
+    tree = PrefixTree.from_beam(
+        jnp.asarray([[[1, 2]], [[1, 2]]]), lengths=jnp.asarray([[0], [2]]), pad_token=1
+    )
     logits, context = np.zeros((2, 2, V)), np.asarray([[0, 81, 0.0]] * 2)
     logits[..., 2] = 50
 
@@ -358,7 +352,7 @@ def wrong_calls():
 @pytest.mark.usefixtures("unchecked", "user_settings")
 def test_bad_input():
     """Logits of another shape, invalid trees, settings out of range: errors by the argument's name."""
-    tree = pack(jnp.asarray(ROOTS))
+    tree = PrefixTree.from_beam(jnp.asarray(ROOTS))
     for function, change, *told in wrong_calls():
         arguments = {"tree": tree, "logits": LOGITS, **change}
         arguments = {

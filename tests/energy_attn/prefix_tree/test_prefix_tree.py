@@ -16,16 +16,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn.prefix_tree import (
-    PrefixTree,
-    accept_greedy,
-    grow,
-    pack,
-    token_tree,
-    tree_from_parents,
-    unpack,
-    verify,
-)
+from energy_attn.prefix_tree import PrefixTree, accept_greedy, grow, verify
 from tests.support.compare import same
 from tests.support.complaints import ANYTHING, complains, outcome
 from tests.support.meshes import mesh_of
@@ -75,8 +66,11 @@ def check_tree_of(tree, b):
 
 @jax.jit
 def packed(beam, lengths):
-    trees = [pack(beam, capacity=n, lengths=lengths, pad_token=7) for n in (None, CUT, ROOMY)]
-    return *trees, [unpack(tree.tokens, tree) for tree in trees]
+    trees = [
+        PrefixTree.from_beam(beam, capacity=n, lengths=lengths, pad_token=7)
+        for n in (None, CUT, ROOMY)
+    ]
+    return *trees, [tree.unpack(tree.tokens) for tree in trees]
 
 
 BEAMS = hnp.arrays(np.int32, (B, M, C), elements=st.integers(0, 2))
@@ -128,29 +122,31 @@ def test_dtypes(dtype):
     """Tokens that leave in another dtype than they came in, or that wrap around in a narrower one."""
     top = int(jnp.iinfo(dtype).max)
     beam = jnp.asarray(np.asarray([[[top, 0], [top, 1]]], dtype))
-    tree = pack(beam, pad_token=top)
+    tree = PrefixTree.from_beam(beam, pad_token=top)
     assert tree.tokens.dtype == dtype and tree.tokens.tolist() == [[top, 0, 1, top]]
     assert {x.dtype.name for x in (*tree[2:],)} == {"int32"} and tree.mask.dtype == bool
     lengths = jnp.asarray(np.asarray([[2, 1]], dtype))
-    assert pack(beam, lengths=lengths).size.tolist() == [2]
+    assert PrefixTree.from_beam(beam, lengths=lengths).size.tolist() == [2]
 
 
 def test_unpack_anything():
     """Logits, states and flags of nodes; zeros, not another node's, where a candidate has no node."""
     beam = np.array([[[1, 2, 3], [1, 2, 4]], [[5, 5, 5], [6, 6, 6]]])
-    tree = pack(jnp.asarray(beam), capacity=4, lengths=jnp.asarray([[3, 3], [2, 3]]))
+    tree = PrefixTree.from_beam(
+        jnp.asarray(beam), capacity=4, lengths=jnp.asarray([[3, 3], [2, 3]])
+    )
     slots = [[[0, 1, 2], [0, 1, 3]], [[0, 1, -1], [2, 3, -1]]]
     assert tree.unpacker.tolist() == slots
     rng = np.random.default_rng(0)
     for x in (rng.standard_normal((2, 4, 2, 3)), rng.random((2, 4)) < 0.5):
         padded = np.concatenate([x, np.zeros_like(x[:, :1])], 1)  # -1 finds the zeros
         want = np.stack([padded[b][np.array(slots[b])] for b in range(2)])
-        np.testing.assert_array_equal(jax.jit(unpack)(jnp.asarray(x), tree), want)
+        np.testing.assert_array_equal(jax.jit(PrefixTree.unpack)(tree, jnp.asarray(x)), want)
 
 
 def test_one_program():
     """Values read while tracing, or shapes that depend on them: a host sync, or a compilation per beam."""
-    function = jax.jit(partial(pack, capacity=6))
+    function = jax.jit(partial(PrefixTree.from_beam, capacity=6))
     rng = np.random.default_rng(1)
     for _ in range(3):
         beam, lengths = rng.integers(0, 3, (B, M, C)), rng.integers(0, C, (B, M))
@@ -172,8 +168,8 @@ def test_on_a_mesh(kind):
 
     @jax.jit
     def run(beam):
-        tree = pack(beam)
-        return tree, unpack(tree.tokens, tree)
+        tree = PrefixTree.from_beam(beam)
+        return tree, tree.unpack(tree.tokens)
 
     with jax.set_mesh(mesh):
         tree, back = run(jax.device_put(jnp.asarray(beam), NamedSharding(mesh, spec)))
@@ -197,9 +193,13 @@ def test_no_rows_of_a_batch():
         return [x.shape for x in jax.tree.leaves(found)]
 
     packed, nodes = empty(0, M, C), empty(0, FULL, C)
-    assert shapes(pack, beam) == [x.shape for x in pack_by_tries(beam)] == [x.shape for x in packed]
-    assert shapes(unpack, packed.tokens, packed) == [(0, M, C)]
-    made = shapes(tree_from_parents, packed.tokens, packed.parent, C)
+    assert (
+        shapes(PrefixTree.from_beam, beam)
+        == [x.shape for x in pack_by_tries(beam)]
+        == [x.shape for x in packed]
+    )
+    assert shapes(PrefixTree.unpack, packed, packed.tokens) == [(0, M, C)]
+    made = shapes(PrefixTree.from_parents, packed.tokens, packed.parent, C)
     assert made == shapes(grow, nodes, logits, count=3) == [x.shape for x in nodes]
     assert shapes(accept_greedy, nodes, logits)[0] == (0, C)
 
@@ -210,7 +210,7 @@ def test_work_grows_no_faster_than_the_product():
 
     def costs(rows, levels):
         beam = jax.ShapeDtypeStruct((4, rows, levels), jnp.int32)
-        program = jax.jit(partial(pack, capacity=32)).lower(beam).compile()
+        program = jax.jit(partial(PrefixTree.from_beam, capacity=32)).lower(beam).compile()
         return program.cost_analysis()["flops"], program.memory_analysis().temp_size_in_bytes
 
     small, wide, long = costs(32, 8), costs(64, 8), costs(32, 16)
@@ -223,16 +223,16 @@ def test_work_grows_no_faster_than_the_product():
 
 @functools.partial(jax.jit, static_argnames="depth")
 def from_parents(tokens, parent, size, depth):
-    return tree_from_parents(tokens, parent, depth, size)
+    return PrefixTree.from_parents(tokens, parent, depth, size)
 
 
 def test_a_long_chain():
     """A program that grows with the depth, whose compilation does not end."""
     slots = jnp.arange(300, dtype=jnp.int32)[None]
-    tree = tree_from_parents(slots + 5, slots - 1, 300)
+    tree = PrefixTree.from_parents(slots + 5, slots - 1, 300)
     same(tree.depth, slots)
     same(tree.mask[0], np.tri(300, dtype=bool))
-    same(pack(slots[:, None]), pack_by_tries(slots[:, None]))
+    same(PrefixTree.from_beam(slots[:, None]), pack_by_tries(slots[:, None]))
 
 
 SLOTS = 7
@@ -264,7 +264,9 @@ def test_token_tree():
 
     @jax.jit
     def run(root, candidates):
-        return token_tree(choices, root, candidates), token_tree([], root, candidates[:, :0, :0])
+        return PrefixTree.from_choices(choices, root, candidates), PrefixTree.from_choices(
+            [], root, candidates[:, :0, :0]
+        )
 
     tree, alone = jax.device_get(run(root, candidates))
     order = [(), (0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 1, 1)]
@@ -309,7 +311,9 @@ def test_grow(ties):
     """Nodes added twice, at the wrong score, too deep or beyond the slots; ties in another order than slot, token."""
     rng = np.random.default_rng(4)
     slots = np.zeros((B, GROWN), int)
-    tree = tree_from_parents(*map(jnp.asarray, (slots + 2, slots - 1)), DEEP, jnp.asarray([1, 1]))
+    tree = PrefixTree.from_parents(
+        *map(jnp.asarray, (slots + 2, slots - 1)), DEEP, jnp.asarray([1, 1])
+    )
     nodes = [[(2, -1, 0.0, 0)] for _ in range(B)]
     for _ in range(6):
         logits = rng.standard_normal((B, GROWN, VOCABULARY)) * 2
@@ -342,7 +346,7 @@ def rescored(nodes, log_p):
 def test_grow_to_the_end():
     """More nodes than possible: two tokens and two levels have three."""
     slots = np.zeros((1, 6), int)
-    tree = tree_from_parents(*map(jnp.asarray, (slots, slots - 1)), 2, jnp.asarray([1]))
+    tree = PrefixTree.from_parents(*map(jnp.asarray, (slots, slots - 1)), 2, jnp.asarray([1]))
     logits = np.zeros((1, 6, 2), jnp.bfloat16)
     tree = growing(tree, logits, count=5)
     assert tree.size.tolist() == [3] and tree.tokens.tolist() == [[0, 0, 1, 0, 0, 0]]
@@ -394,7 +398,7 @@ CHAIN = np.arange(-1, 4, dtype=np.int32)[None].repeat(2, 0)
 GROW = (
     ({"tree": None}, TypeError, "tree", "None", "PrefixTree"),
     (
-        {"tree": lambda: pack(jnp.asarray(BEAM), capacity=5)},
+        {"tree": lambda: PrefixTree.from_beam(jnp.asarray(BEAM), capacity=5)},
         *(ValueError, "tree.unpacker", "int32[2,3,4]", "(2, 5, C)"),
     ),
     ({"logits": LOGITS[:, 1:]}, ValueError, "logits", "float32[2,4,3]", "(2, 5, V)"),
@@ -426,10 +430,10 @@ def as_given(x):
 @pytest.mark.parametrize(
     ("function", "valid", "wrong"),
     [
-        (pack, {"beam": BEAM}, PACK),
-        (tree_from_parents, {"tokens": NODES, "parent": CHAIN, "depth": 5}, PARENTS),
+        (PrefixTree.from_beam, {"beam": BEAM}, PACK),
+        (PrefixTree.from_parents, {"tokens": NODES, "parent": CHAIN, "depth": 5}, PARENTS),
         (
-            token_tree,
+            PrefixTree.from_choices,
             {"choices": [(0,)], "root": NODES[:, 0], "candidates": BEAM[:, :2, :3]},
             CHOICES,
         ),
@@ -449,7 +453,7 @@ def test_more_bad_input():
     with pytest.raises(
         ValueError, match=r"^beam: wanted M \* C that int32 .* got int32\[1,65536,32768\]"
     ):
-        jax.eval_shape(pack, HUGE)
+        jax.eval_shape(PrefixTree.from_beam, HUGE)
     tree = as_given(chain)
     for change, error, name, got, wanted in (
         ({"parent": NODES + 4}, ValueError, "tree.parent", "4 for slot 0 of row 0", "before the"),
@@ -464,22 +468,32 @@ def test_more_bad_input():
         ({"size": NODES[:, 0] + 6}, ValueError, "tree.size", "6 at [0]", "from 0 to 5"),
     ):
         wrong = tree._replace(**given(change))
-        complains(partial(unpack, tree.tokens, wrong), error, name, got, wanted)
+        complains(partial(PrefixTree.unpack, wrong, tree.tokens), error, name, got, wanted)
     few_nodes, one_row = as_given([NODES[:, 1:], NODES[0]])
-    complains(partial(unpack, few_nodes, tree), ValueError, "x", "int32[2,4]", "(2, 5)")
-    complains(partial(unpack, [1], tree), TypeError, "x", "list", "array")
-    complains(partial(unpack, one_row, tree), ValueError, "x", "int32[", "(2, 5)")
+    complains(partial(tree.unpack, few_nodes), ValueError, "x", "int32[2,4]", "(2, 5)")
+    complains(partial(tree.unpack, [1]), TypeError, "x", "list", "array")
+    complains(partial(tree.unpack, one_row), ValueError, "x", "int32[", "(2, 5)")
     # what is traced cannot be judged, but it can be packed
     beam = jnp.asarray(BEAM)
-    sizes = jax.jit(lambda lengths: pack(beam, lengths=lengths).size)(BEAM[..., 0] + 9)
+    sizes = jax.jit(lambda lengths: PrefixTree.from_beam(beam, lengths=lengths).size)(
+        BEAM[..., 0] + 9
+    )
     assert sizes.tolist() == [4, 4]
 
 
+def unpack(tree, x):
+    return PrefixTree.unpack(tree, x)
+
+
 FUZZED = {
-    pack: {"beam": BEAM},
-    unpack: {"x": NODES, "tree": chain},
-    tree_from_parents: {"tokens": NODES, "parent": CHAIN, "depth": 5},
-    token_tree: {"choices": [(0,)], "root": NODES[:, 0], "candidates": BEAM[:, :2, :3]},
+    PrefixTree.from_beam: {"beam": BEAM},
+    unpack: {"tree": chain, "x": NODES},
+    PrefixTree.from_parents: {"tokens": NODES, "parent": CHAIN, "depth": 5},
+    PrefixTree.from_choices: {
+        "choices": [(0,)],
+        "root": NODES[:, 0],
+        "candidates": BEAM[:, :2, :3],
+    },
     grow: {"tree": chain, "logits": LOGITS, "count": 1},
     accept_greedy: {"tree": chain, "logits": LOGITS},
     verify: {"tree": chain, "logits": LOGITS, "temperature": 0.5, "key": lambda: jax.random.key(0)},
@@ -488,7 +502,7 @@ FUZZED = {
 
 @pytest.mark.usefixtures("unchecked", "user_settings")
 @pytest.mark.parametrize(
-    "function", few(list(FUZZED), pack, unpack, verify), ids=lambda f: f.__name__
+    "function", few(list(FUZZED), PrefixTree.from_beam, unpack, verify), ids=lambda f: f.__name__
 )
 @hypothesis.given(data=st.data())
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))

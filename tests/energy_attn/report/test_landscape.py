@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import energy_attn as ea
+from energy_attn.report._landscape import Landscape
 from tests.support.complaints import a, complains
 
 # Three values in the plane, so that a point is their mean by one set of weights alone; and five that are hidden.
@@ -115,11 +116,13 @@ def test_picture(found):
 
 def test_no_matplotlib(monkeypatch, unchecked):
     """A traceback from inside, instead of an error that says what to install."""
-    found = ea.Landscape(*map(jnp.asarray, np.zeros((7, 2, 2))), None)
+    found = Landscape(*map(jnp.asarray, np.zeros((7, 2, 2))), None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         ea.plot.landscape(found)
-    with pytest.raises(TypeError, match="plane: wanted a Landscape, got int 3"):
+    with pytest.raises(
+        TypeError, match="plane: wanted the result of energy_attn.landscape, got int 3"
+    ):
         ea.plot.landscape(3)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.models import LlamaConfig
+from energy_attn.report._report import EnergyReport
 from tests.support.arrays import drawn
 from tests.support.compare import close
 from tests.support.llama import build
@@ -258,7 +259,7 @@ def test_picture(tmp_path):
     pytest.importorskip("matplotlib")
     values = np.arange(15.0).reshape(5, 3, 1) * np.asarray([1.0, -1.0])
     values[0, 1, 1] = -np.inf
-    report = ea.EnergyReport(*map(jnp.asarray, values))
+    report = EnergyReport(*map(jnp.asarray, values))
     shown = values[[0, 1, 4, 2, 3]]
     figure = ea.plot.energy_report(report, tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -279,20 +280,20 @@ def test_picture(tmp_path):
     ticks = [[t.get_text() for t in panel.get_yticklabels()] for panel in panels]
     assert ticks[0] == ticks[3] == ["a", "b.energy", "c"] and ticks[1] == ["0", "1", "2"]
     # beyond a hundred heads there are no numbers
-    wide = ea.EnergyReport(*map(jnp.asarray, np.zeros((5, 10, 20))))
+    wide = EnergyReport(*map(jnp.asarray, np.zeros((5, 10, 20))))
     assert not any(panel.texts for panel in ea.plot.energy_report(wide).axes)
 
 
 def test_picture_refuses(monkeypatch, unchecked):
     """A picture of something else, or a traceback out of matplotlib where it is not installed."""
-    rows = ea.EnergyReport(*map(jnp.asarray, np.ones((5, 1, 3, 2))))
-    with pytest.raises(TypeError, match="report: wanted an EnergyReport"):
+    rows = EnergyReport(*map(jnp.asarray, np.ones((5, 1, 3, 2))))
+    with pytest.raises(TypeError, match="report: wanted the result of energy_attn.energy_report"):
         ea.plot.energy_report(rows.energy)
     with pytest.raises(ValueError, match="per_query"):
         ea.plot.energy_report(rows)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        ea.plot.energy_report(ea.EnergyReport(*map(jnp.asarray, np.ones((5, 1, 2)))))
+        ea.plot.energy_report(EnergyReport(*map(jnp.asarray, np.ones((5, 1, 2)))))
 
 
 Q = np.ones((3, 2, 4), np.float32)
