@@ -52,7 +52,7 @@ class Collective:
             slice s (counted from 1) is then s · 100000 + d in `groups`.
 
     Examples:
-        >>> from energy_attn.distributed import Collective
+        >>> from energy_attn.distributed.hlo._collectives import Collective
         >>> gather = Collective("all-gather", 4096, 4, 1, ("bf16",), ((8, 256),), ((0, 1, 2, 3),))
         >>> gather.bytes * gather.group_size  # bytes that come out, on every device
         16384
@@ -85,8 +85,9 @@ def collectives(compiled: jax.stages.Compiled) -> tuple[Collective, ...]:
         compiled: what `jax.jit(f).lower(...).compile()` returns.
 
     Returns:
-        One [`Collective`][energy_attn.distributed.Collective] per operation; none for a program
-        that runs on one device.
+        One dataclass per operation; none for a program that runs on one device. Fields: `kind`, the HLO name;
+        `bytes`, the payload of one run on one device; `group_size`; `count`, runs per call, or None if it depends on
+        data; `dtypes` and `shapes` of its operands; `groups` of devices; `across_slices`.
 
     Raises:
         TypeError: `compiled` is anything else, for instance a `Lowered`, whose collectives are not

@@ -60,7 +60,7 @@ def merge_across(
             passes the empty state. A [`CovarianceState`][energy_attn.kernels.CovarianceState] folds
             by `"gather"` or `"butterfly"` (`"auto"`), with $R (H^2 + H + 1)$ numbers to a state.
         axis_name: the mesh axis, or several, slow ones first: they are folded together.
-        merge: the strategy, a name of [`cost.MERGES`][energy_attn.distributed.cost.MERGES], or
+        merge: the strategy, a name of the table in [choosing](../choosing.md#what-each-strategy-sends), or
             `"auto"`: the fastest by [`cost`][energy_attn.distributed.cost.choose_merge].
         topology: latency and bandwidth of the axes, for `"auto"`; None: those usual for the
             platform in use.

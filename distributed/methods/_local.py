@@ -47,9 +47,9 @@ def sharded_attention(
     |---|---|
     | [`Tree`][energy_attn.distributed.methods.Tree] | states, in one reduction, whatever the number of keys |
     | [`Ring`][energy_attn.distributed.methods.Ring] | keys, or queries with their states, around a ring |
-    | [`Ulysses`][energy_attn.distributed.methods.Ulysses] | heads for sequence, and back |
-    | [`Hybrid`][energy_attn.distributed.methods.Hybrid] | heads along the last axis, and keys around the others |
-    | [`Gather`][energy_attn.distributed.methods.Gather] | keys, gathered piece by piece |
+    | `Ulysses` | heads for sequence, and back |
+    | `Hybrid` | heads along the last axis, and keys around the others |
+    | `Gather` | keys, gathered piece by piece |
 
     Outside of `jax.shard_map`, [`attention`][energy_attn.attention] with `parallel=` does all of this.
     Positions are global: with `is_causal`, a window or ragged rows give this device's `key_positions` and

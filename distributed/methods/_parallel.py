@@ -48,13 +48,13 @@ class SequenceParallel:
         method: a name, or a method with options of its own, as `methods.Ring(rotate="keys")`:
             [`"tree"`][energy_attn.distributed.methods.Tree]: local states, then one reduction.
             [`"ring"`][energy_attn.distributed.methods.Ring]: keys or queries pass all devices.
-            [`"ulysses"`][energy_attn.distributed.methods.Ulysses]: heads are exchanged for sequence.
-            [`"hybrid"`][energy_attn.distributed.methods.Hybrid]: heads for sequence along the last axis, and keys
-            around a ring over the others. [`"gather"`][energy_attn.distributed.methods.Gather]: keys are gathered,
+            `"ulysses"`: heads are exchanged for sequence.
+            `"hybrid"`: heads for sequence along the last axis, and keys
+            around a ring over the others. `"gather"`: keys are gathered,
             piece by piece. `"auto"`: the tree for queries that are on all devices, else the fastest by
             [`cost`][energy_attn.distributed.cost.choose_method].
         merge: the strategy by which a tree folds, a name of
-            [`cost.MERGES`][energy_attn.distributed.cost.MERGES]; see
+            the table in [choosing](../choosing.md#what-each-strategy-sends); see
             [`merge_across`][energy_attn.distributed.merge_across]. `"auto"`: the fastest by `cost`.
         layout: the order of the sequence over the devices: `"contiguous"`, `"striped"`
             or `"zigzag"`; see [`shard_sequence`][energy_attn.distributed.shard_sequence]. Queries of

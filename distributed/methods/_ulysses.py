@@ -136,7 +136,7 @@ class Hybrid(Ulysses):
     r"""Heads are exchanged for sequence along the last axis, and keys go around a ring over the others.
 
     Along the last axis, of $f$ devices, each device gets the sequence of all $f$, and $N/f$ of the heads, as by
-    [`Ulysses`][energy_attn.distributed.methods.Ulysses]. Keys of these heads then go around the $p/f$ devices of the
+    `Ulysses`. Keys of these heads then go around the $p/f$ devices of the
     other axes, as in a [`Ring`][energy_attn.distributed.methods.Ring]. So there are
     $p/f - 1$ hops in place of $p - 1$, each over the slow network with what
     one device of a ring holds, and $f$ has to fit the heads, not $p$. The derivatives are those of the two.
