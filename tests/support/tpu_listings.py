@@ -27,8 +27,7 @@ import jax
 
 from energy_attn.kernels import AttentionState, local_attention
 from energy_attn.kernels.pallas.canonical._kernel import CanonicalTPU
-from energy_attn.kernels.pallas.tpu._kernel import PallasTPU
-from energy_attn.kernels.pallas.tpu._layout import LAYOUT_SIZES
+from energy_attn.kernels.pallas.tpu._kernel import LAYOUT_SIZES, PallasTPU
 from tests.support.tpu import compiled, operands
 
 ALONE = {  # libtpu looks for no TPU and no metadata server, and loads beside another process that has it

@@ -32,8 +32,8 @@ from energy_attn.distributed.methods._choice import (
     METHODS,
     VARIANTS,
     MethodName,
-    check_method,
 )
+from energy_attn.distributed.methods._parallel import check_method
 from tests.support.complaints import refused
 from tests.support.meshes import MERGES, merges_for
 from tests.support.selection import few, few_rows
