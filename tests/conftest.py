@@ -49,6 +49,9 @@ if not os.environ.get("CI"):
     jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
+# The lines of source that an operation comes from are a tenth of all time, and no test reads them.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
 # Traces are many small objects: with Python's own threshold, looking for cycles takes a seventh of all time.
 gc.set_threshold(100_000)
 

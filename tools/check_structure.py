@@ -19,11 +19,13 @@ The rules:
 """
 
 import ast
+import functools
 import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from budgets import over_budget
 
@@ -72,6 +74,24 @@ def sources(root: Path, folder: str) -> list[Path]:
     return sorted(paths)
 
 
+class Module(NamedTuple):
+    """A source file: its path, from the root and in full, and its syntax tree."""
+
+    where: str
+    path: Path
+    tree: ast.Module
+
+
+parsed = functools.cache(ast.parse)  # several rules read each module
+
+
+def modules(root: Path, *folders: str) -> Iterator[Module]:
+    """Parses all source files of some folders."""
+    for folder in folders:
+        for path in sources(root, folder):
+            yield Module(str(path.relative_to(root)), path, parsed(path.read_text("utf-8")))
+
+
 def module_name(root: Path, path: Path) -> str:
     """The name that a source file is imported by: `energy_attn.kernels._merge`."""
     parts = path.relative_to(root).with_suffix("").parts
@@ -95,7 +115,7 @@ def imports(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def room_of(name: str) -> str | None:
-    """The room that an imported name belongs to; None for other people's."""
+    """The room of an imported name; None for other packages."""
     first, *inner = name.split(".")
     if first != "energy_attn":
         return None
@@ -113,14 +133,12 @@ def lazy_block(tree: ast.Module) -> list[ast.stmt]:
 
 
 def exports(root: Path) -> list[tuple[str, str]]:
-    """Package and name of all that is public: what an `__init__.py` imports `as` that same name, at once or lazily."""
+    """Package and name of every public name: an `__init__.py` imports it `as` itself, at once or lazily."""
     return [
-        (module_name(root, path).removesuffix(".__init__"), alias.name)
-        for room in ROOMS
-        for path in sources(root, room)
-        if path.name == "__init__.py"
-        for tree in [ast.parse(path.read_text(encoding="utf-8"))]
-        for node in [*tree.body, *lazy_block(tree)]
+        (module_name(root, module.path).removesuffix(".__init__"), alias.name)
+        for module in modules(root, *ROOMS)
+        if module.path.name == "__init__.py"
+        for node in [*module.tree.body, *lazy_block(module.tree)]
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.asname == alias.name and not alias.name.startswith("_")
@@ -137,33 +155,32 @@ def broken_links(root: Path) -> Iterator[str]:
             yield f"energy_attn/{room}: its target ../{room} is missing"
 
 
+def imported(root: Path, *folders: str) -> Iterator[tuple[str, str, str]]:
+    """Every import of some folders: `file:line`, the importing module and the imported name."""
+    for where, path, tree in modules(root, *folders):
+        importer = module_name(root, path)
+        for line, name in imports(importer, tree):
+            yield f"{where}:{line}", importer, name
+
+
 def wrong_imports(root: Path) -> Iterator[str]:
     """Imports against the direction, or by a bare name."""
-    for folder in (*ROOMS, "benchmarks", "papers", "tests", "tools", "docs"):
-        for path in sources(root, folder):
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            for line, name in imports(module_name(root, path), tree):
-                where = f"{path.relative_to(root)}:{line}"
-                room = room_of(name)
-                if name.split(".")[0] in LINKED:
-                    yield f"{where}: imports bare {name}; say energy_attn.{name}"
-                elif folder in ROOMS and room is not None and room not in MAY_IMPORT[folder]:
-                    yield f"{where}: {folder} imports {name}, against the direction"
+    for where, _, name in imported(root, *ROOMS, "benchmarks", "papers", "tests", "tools", "docs"):
+        folder, room = where.split("/")[0], room_of(name)
+        if name.split(".")[0] in LINKED:
+            yield f"{where}: imports bare {name}; say energy_attn.{name}"
+        elif folder in ROOMS and room is not None and room not in MAY_IMPORT[folder]:
+            yield f"{where}: {folder} imports {name}, against the direction"
 
 
 def other_doors(root: Path) -> Iterator[str]:
     """Imports of another room that bypass its public packages and `internal`."""
-    for folder in (*ROOMS, "benchmarks", "papers", "examples", "docs"):
-        for path in sources(root, folder):
-            module = module_name(root, path)
-            own = room_of(module)
-            for line, name in imports(module, ast.parse(path.read_text(encoding="utf-8"))):
-                room = room_of(name)
-                if room is None or room == own:
-                    continue
-                if any(part.startswith("_") for part in name.split(".") if part != "__version__"):
-                    where = f"{path.relative_to(root)}:{line}"
-                    yield f"{where}: imports {name}, past the doors of {room}"
+    for where, importer, name in imported(root, *ROOMS, "benchmarks", "papers", "examples", "docs"):
+        room = room_of(name)
+        if room is None or room == room_of(importer):
+            continue
+        if any(part.startswith("_") for part in name.split(".") if part != "__version__"):
+            yield f"{where}: imports {name}, past the doors of {room}"
 
 
 def folder_of(root: Path, name: str) -> str | None:
@@ -178,21 +195,18 @@ def folder_of(root: Path, name: str) -> str | None:
 
 
 def circles(root: Path) -> Iterator[str]:
-    """Folders that import each other, one way or the other.
+    """Folders that import each other, directly or through others.
 
     Imports of an `__init__.py`, which re-exports names, and of `internal.py` do not count.
     """
     uses: dict[str, set[str]] = {}
-    for room in ROOMS:
-        for path in sources(root, room):
-            if path.name in ("__init__.py", "__main__.py", f"{DOOR}.py"):
-                continue
-            module = module_name(root, path)
-            own = folder_of(root, module)
-            for _, name in imports(module, ast.parse(path.read_text(encoding="utf-8"))):
-                other = folder_of(root, name) if room_of(name) == room_of(module) else None
-                if own and other and own != other:
-                    uses.setdefault(own, set()).add(other)
+    for where, importer, name in imported(root, *ROOMS):
+        if where.split(":")[0].endswith(("/__init__.py", "/__main__.py", f"/{DOOR}.py")):
+            continue
+        own = folder_of(root, importer)
+        other = folder_of(root, name) if room_of(name) == room_of(importer) else None
+        if own and other and own != other:
+            uses.setdefault(own, set()).add(other)
     for folder in sorted(uses):
         seen, ahead = set[str](), [folder]
         while ahead:
@@ -206,38 +220,31 @@ def circles(root: Path) -> Iterator[str]:
 
 def private_names(root: Path) -> Iterator[str]:
     """Private names of JAX that are imported, written as attributes or in strings, outside of the module for them."""
-    for folder in ROOMS:
-        for path in sources(root, folder):
-            where = str(path.relative_to(root))
-            if where == PRIVATE_NAMES:
-                continue
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            private = [
-                (line, name)
-                for line, name in imports(module_name(root, path), tree)
-                if is_private(name)
-            ]
-            bound = {
-                alias.asname or alias.name.split(".")[0]
-                for node in ast.walk(tree)
-                if isinstance(node, ast.Import | ast.ImportFrom)
-                for alias in node.names
-                if (getattr(node, "module", None) or alias.name).split(".")[0] == "jax"
-            }
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    if "jax._" in node.value:
-                        private.append((node.lineno, node.value))
-                elif isinstance(node, ast.Attribute):
-                    name = ast.unparse(node)
-                    if name.split(".")[0] in bound and is_private(f"jax.{name}"):
-                        private.append((node.lineno, name))
-            for line, name in private:
-                yield f"{where}:{line}: {name} is private; {PRIVATE_NAMES} is for such names"
+    for where, path, tree in modules(root, *ROOMS):
+        if where == PRIVATE_NAMES:
+            continue
+        private = [x for x in imports(module_name(root, path), tree) if is_private(x[1])]
+        bound = {
+            alias.asname or alias.name.split(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+            if (getattr(node, "module", None) or alias.name).split(".")[0] == "jax"
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if "jax._" in node.value:
+                    private.append((node.lineno, node.value))
+            elif isinstance(node, ast.Attribute):
+                name = ast.unparse(node)
+                if name.split(".")[0] in bound and is_private(f"jax.{name}"):
+                    private.append((node.lineno, name))
+        for line, name in private:
+            yield f"{where}:{line}: {name} is private; {PRIVATE_NAMES} is for such names"
 
 
 def is_private(name: str) -> bool:
-    """Whether a name of JAX's has a part that is private: `jax._src.core`, but not `jax.__version__`."""
+    """Whether a part of a name in JAX is private: `jax._src.core`, but not `jax.__version__`."""
     first, *parts = name.split(".")
     return first == "jax" and any(
         part.startswith("_") and not part.startswith("__") for part in parts
@@ -254,31 +261,26 @@ def long_modules(root: Path) -> Iterator[str]:
 
 
 def repeated_classes(root: Path) -> Iterator[str]:
-    """Names of classes with two meanings; each with the places where it is defined."""
+    """Class names that are defined more than once, with the places of their definitions."""
     places: dict[str, list[str]] = {}
-    for room in ROOMS:
-        for path in sources(root, room):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef):
-                    where = f"{path.relative_to(root)}:{node.lineno}"
-                    places.setdefault(node.name.lstrip("_"), []).append(where)
-    for name, where in sorted(places.items()):
-        if len(where) > 1 and name not in IN_TWO_PACKAGES:
-            yield f"{where[0]}: class {name} is defined {len(where)} times: {', '.join(where)}"
+    for where, _, tree in modules(root, *ROOMS):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(f"{where}:{node.lineno}")
+    for name, found in sorted(places.items()):
+        if len(found) > 1 and name not in IN_TWO_PACKAGES:
+            yield f"{found[0]}: class {name} is defined {len(found)} times: {', '.join(found)}"
 
 
 def leaning_on_models(root: Path) -> Iterator[str]:
     """Imports of `energy_attn.models` by modules that may not know it, or past its public names."""
-    for room in ROOMS:
-        for path in sources(root, room):
-            where = str(path.relative_to(root))
-            if where.startswith(LODGERS):
-                continue
-            for line, name in imports(module_name(root, path), ast.parse(path.read_text("utf-8"))):
-                if f"{name}.".startswith("energy_attn.models.") and (
-                    where not in KNOW_MODELS or any(x.startswith("_") for x in name.split("."))
-                ):
-                    yield f"{where}:{line}: imports {name}; the library does not lean on its models"
+    for where, _, name in imported(root, *ROOMS):
+        if where.startswith(LODGERS) or not f"{name}.".startswith("energy_attn.models."):
+            continue
+        if where.split(":")[0] not in KNOW_MODELS or any(
+            x.startswith("_") for x in name.split(".")
+        ):
+            yield f"{where}: imports {name}; the library does not lean on its models"
 
 
 def undocumented_exports(root: Path) -> Iterator[str]:
@@ -299,20 +301,17 @@ def undocumented_exports(root: Path) -> Iterator[str]:
 
 def old_names(root: Path) -> Iterator[str]:
     """Modules, functions, classes and arguments with names that were replaced."""
-    for folder in ROOMS:
-        for path in sources(root, folder):
-            where = str(path.relative_to(root))
-            if OLD_MODULES.fullmatch(path.stem):
-                yield f"{where}: {path.stem} is a name that was replaced"
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                    name = node.name
-                elif isinstance(node, ast.arg):
-                    name = node.arg
-                else:
-                    continue
-                if OLD_NAMES.fullmatch(name.strip("_")):
-                    yield f"{where}:{node.lineno}: {name} is a name that was replaced"
+    for where, path, tree in modules(root, *ROOMS):
+        if OLD_MODULES.fullmatch(path.stem):
+            yield f"{where}: {path.stem} is a name that was replaced"
+        for node in ast.walk(tree):
+            if not isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.arg
+            ):
+                continue
+            name = node.arg if isinstance(node, ast.arg) else node.name
+            if OLD_NAMES.fullmatch(name.strip("_")):
+                yield f"{where}:{node.lineno}: {name} is a name that was replaced"
 
 
 def old_phrases(root: Path) -> Iterator[str]:

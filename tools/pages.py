@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -53,7 +54,7 @@ NUMBER = re.compile(r"(?<![\w.])[-−]?\d+(?:\.\d+)?(?:e[-+]\d+)?")
 # The colour-blind safe palette of Okabe and Ito, with a lighter blue. Words and axes are of a grey for light and dark.
 COLOURS = ("#1f86cc", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 INK = "#7a7a7a"
-STYLE = {
+STYLE: dict[Any, Any] = {
     **dict.fromkeys(
         ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "grid.color", "text.color"), INK
     ),
@@ -99,7 +100,11 @@ def with_includes(text: str) -> str:
             for x in ("start", "end")
         )
         lines = textwrap.dedent("\n".join(source[start + 1 : end])).strip("\n")
-        fenced = f"```py\n{lines}\n```" if include["path"].endswith(".py") else lines
+        # `{.py}`: code that is neither run nor formatted here, but where it is from
+        is_code = include["path"].endswith(".py")
+        fenced = (
+            f"``` {{.py}}\n{lines}\n```" if is_code else lines.replace("```python", "``` {.py}")
+        )
         return f"{include[1]}\n{fenced}\n\n"
 
     return INCLUDE.sub(lines_of, text)
@@ -124,7 +129,8 @@ def captured_figures() -> Iterator[list[str]]:
     from matplotlib.figure import Figure
 
     figures: list[str] = []
-    plt.rcParams.update(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)})
+    style: Any = STYLE | {"axes.prop_cycle": cycler(color=COLOURS)}
+    plt.rcParams.update(style)
     save, show = Figure.savefig, plt.show
 
     def savefig(figure, file, **options):
@@ -137,7 +143,8 @@ def captured_figures() -> Iterator[list[str]]:
         figures.extend(as_svg(plt.figure(number)) for number in plt.get_fignums())
         plt.close("all")
 
-    Figure.savefig, plt.show = savefig, show_all
+    setattr(Figure, "savefig", savefig)  # noqa: B010 (its parameters have other names)
+    plt.show = show_all
     try:
         yield figures
     finally:
@@ -182,14 +189,14 @@ def run(page: Path) -> list[Result]:
 
 
 def number_close(old: str, new: str) -> bool:
-    """Whether two printed numbers agree to one unit of their last digit; `3e-07` says an order of magnitude only."""
+    """Whether a new number agrees to one unit of the last digit printed; an error, such as `3e-07`, may be smaller."""
     old, new = (x.replace("−", "-") for x in (old, new))
     x, y = float(old), float(new)
+    if "e-" in old + new and max(abs(x), abs(y)) < 1e-3:
+        return abs(y) <= 20 * max(abs(x), 1e-7)
     mantissa, _, exponent = old.partition("e")
     decimals = len(mantissa.partition(".")[2])
-    if exponent and not decimals and x and y:
-        return 0.05 <= x / y <= 20
-    return abs(x - y) <= 1.01 * 10 ** (int(exponent or 0) - decimals) * bool(decimals)
+    return abs(x - y) <= 1.01 * 10.0 ** (int(exponent or 0) - decimals) * bool(decimals)
 
 
 def text_close(old: str, new: str) -> bool:

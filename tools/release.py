@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
 """Prepare a checkout for the package index: `tools/release.py v0.1.0 ADDRESS`, before `python -m build`.
 
+`tools/release.py --names` writes the public names into tests/repository/released.txt: names that are not in it need an
+entry in CHANGELOG.md.
+
 It exits with an error unless the tag is the version of pyproject.toml and the newest one of CHANGELOG.md. README.md
 becomes the long description: an index shows it by itself, so that links into the repository, whose address is given,
 have to be absolute, and it has no equations.
@@ -10,6 +13,8 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+
+import check_structure
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s]+)\)")
@@ -42,6 +47,10 @@ def long_description(readme: str, address: str, tag: str) -> str:
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
     """Checks the tag and rewrites README.md; returns 0, or 1 for a tag of another version."""
+    if arguments == ["--names"]:
+        names = sorted({name for _, name in check_structure.exports(root)})
+        (root / "tests/repository/released.txt").write_text("\n".join([*names, ""]))
+        return 0
     tag, address = arguments
     for name, found in {"pyproject.toml": version(root), "CHANGELOG.md": newest(root)}.items():
         if tag != f"v{found}":

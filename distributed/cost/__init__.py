@@ -5,9 +5,9 @@ r"""The cost of an attention over a mesh, predicted: bytes sent, memory, seconds
 compare the two. `volume` and `latency` follow from the predicted ones, and `merge="auto"` and
 `method="auto"` choose by them.
 
-[`plan.step_time`][energy_attn.distributed.plan.step_time] adds the products of the busiest device, and which
-transfers lie beside them. The model does not know congestion, other users of a network, or the real speed of any
-machine. A compiled program holds no price of communication, either. Exchanges by gloo, measured over an emulated
+[`plan.step_time`][energy_attn.distributed.plan.step_time] adds the products of the busiest device, and counts
+which transfers overlap them. The model ignores congestion, other users of a network, and the real speed of a
+machine. Exchanges by gloo, measured over an emulated
 network of known latency and bandwidth, agree with the model within a factor of 1.5 where cores were idle (of 3.1
 where they were busy). Transfers of GPUs and TPUs have not been measured: there its times only rank strategies.
 

@@ -21,10 +21,10 @@ from ._network import Link, Topology
 
 
 class Interconnect(NamedTuple):
-    """Devices of one kind: the link inside a host (a TPU slice) and that between hosts, each of one device.
+    """Links of one kind of device: inside a host (a TPU slice), and between hosts.
 
-    `source` says where latencies and bandwidths are from; `kinds` are words of `Device.device_kind`. The ends of
-    an axis of a torus are joined where its length is a multiple of `joined`.
+    `source` names the origin of latencies and bandwidths; `kinds` are words of `Device.device_kind`. An axis of a
+    torus wraps around if its length is a multiple of `joined`.
     """
 
     platform: str
@@ -63,7 +63,7 @@ _THREADS = Link(1, 1e-6, 5e9, "memory")
 def _tpu(
     link: float, network: float, kinds: tuple[str, ...], joined: int = 4, source: str = _CLOUD
 ) -> Interconnect:
-    """A TPU, from one-way bytes per second of an ICI link, and between slices. A ring uses two links of a chip."""
+    """A TPU: one-way bytes per second of an ICI link and between slices. A ring uses two links of a chip."""
     ici = Link(1, 1e-6, 2 * link, "ICI", torus=True)
     between = Link(1, 1e-5, network, "data-centre network")
     return Interconnect("tpu", ici, between, "levels", 1e-6, source, kinds, joined=joined)
@@ -230,7 +230,7 @@ def _of_mesh(mesh: object, axes: str | Sequence[str] | None) -> Topology:
 
 
 def usual_topology(mesh: AbstractMesh, axes: tuple[str, ...]) -> Topology:
-    """The network of some axes of the mesh in force, from its devices where they are known."""
+    """Network along some axes of the mesh in force, from its devices if they are known."""
     device: Any = getattr(mesh, "abstract_device", None)
     platform = getattr(device, "platform", None) or jax.default_backend()
     kind = getattr(device, "device_kind", None) or ""
@@ -242,7 +242,7 @@ def usual_topology(mesh: AbstractMesh, axes: tuple[str, ...]) -> Topology:
 
 
 def of_sizes(sizes: tuple[int, ...], platform: str, kind: str, processes: int) -> Topology:
-    """The network of axes with unknown devices: the first is between processes, TPUs are in one slice."""
+    """Network along axes of unknown devices: the first axis is between processes; TPUs share one slice."""
     name = _name(platform, kind, processes > 1)
     if processes > 1 and platform != "tpu":
         return topology(name, sizes[1:], nodes=sizes[0])
@@ -250,7 +250,7 @@ def of_sizes(sizes: tuple[int, ...], platform: str, kind: str, processes: int) -
 
 
 def _devices(mesh: AbstractMesh, kind: str) -> np.ndarray | None:
-    """The devices of the mesh in force, if it is this one, or all devices, if their number is right."""
+    """Devices of the mesh in force if it equals `mesh`, else all devices if their number fits."""
     try:
         mesh_in_force: Mesh = private_names("mesh").in_force()
     except NotImplementedError:
@@ -290,7 +290,7 @@ def _of_devices(devices: np.ndarray, axes: Sequence[int]) -> Topology:
 
 
 def _on_chips(machine: Interconnect, link: Link, devices: np.ndarray, axis: int) -> Link:
-    """A chip's link along an axis, adjusted for devices that share it and for the distance of chips."""
+    """Link of a chip along an axis, adjusted for devices that share it and for the distance of chips."""
     places = np.empty(devices.size, object)
     for i, device in enumerate(devices.flat):
         places[i] = (network_part(device), *device.coords)

@@ -132,7 +132,7 @@ class Transfer:
     Attributes:
         kind: as HLO names it.
         bytes: payload, with the meaning of `bytes` in
-            [`Collective`][energy_attn.distributed.Collective]: its operands on one device, each
+            [`collectives`][energy_attn.distributed.collectives]: its operands on one device, each
             time that it runs. `out` and `lse` of a state are one transfer; where they are
             sent as two arrays, a program may show an instruction for each.
         axes: the mesh axes that it joins, as indices of `Topology.links`.
@@ -159,7 +159,7 @@ Transfers = Iterator[Transfer]
 
 
 class Derivatives(NamedTuple):
-    """Whether the transfers of the tangent, or of the gradients, in query, key and value are counted, too."""
+    """Whether to count the transfers of the tangent, or of the gradients, in query, key and value."""
 
     tangent: bool = False
     gradient: bool = False
@@ -170,14 +170,14 @@ def total_seconds(transfers: Iterable[Transfer], topology: Topology) -> float:
 
 
 def sent(transfer: Transfer, topology: Topology) -> float:
-    """Bytes that one device, the busiest, puts on links: for all runs of a transfer."""
+    """Bytes that the busiest device puts on links in all runs of a transfer."""
     devices = math.prod(topology.links[axis].devices for axis in transfer.axes)
     part = part_sent(transfer.kind, devices, topology.all_reduce)
     return part * transfer.bytes * transfer.count
 
 
 def part_sent(kind: Kind, devices: int, all_reduce: str = "ring") -> float:
-    """Bytes that a device puts on links, as a multiple of the payload."""
+    """Bytes sent per device, as a multiple of the payload."""
     peers = devices - 1
     part = {
         "all-reduce": 2.0 if all_reduce == "tree" else 2 * peers / devices,
@@ -190,7 +190,7 @@ def part_sent(kind: Kind, devices: int, all_reduce: str = "ring") -> float:
 
 
 def seconds(transfer: Transfer, topology: Topology) -> float:
-    """Seconds of one run, linear in `launch`, `overhead`, and each link's latency and seconds per byte."""
+    """Seconds of one run; linear in `launch`, `overhead`, and each link's latency and seconds per byte."""
     links = [topology.links[axis] for axis in transfer.axes]
     joined = [
         dataclasses.replace(link, latency=link.latency + topology.overhead)
@@ -238,7 +238,7 @@ def _levels(transfer: Transfer, links: list[Link], topology: Topology) -> float:
 
 
 def _permute(transfer: Transfer, links: list[Link], topology: Topology) -> float:
-    """A message of each device; in a ring over several axes, one device of each block sends over slow links."""
+    """One message per device; in a ring over several axes, one device of each block sends over slow links."""
     *slow, fast = links
     distance = transfer.distance % fast.devices
     hops = min(distance, fast.devices - distance) if fast.torus and not slow else 1
@@ -253,7 +253,7 @@ def _permute(transfer: Transfer, links: list[Link], topology: Topology) -> float
 
 
 def _exchange(transfer: Transfer, links: list[Link], topology: Topology) -> float:
-    """All to all: each device's part for every other, over the links between them."""
+    """All-to-all: each device sends a different part to every other device."""
     seconds, remaining = 0.0, float(transfer.bytes)
     for link in links:
         crossing = remaining * (link.devices - 1) / link.devices
@@ -274,5 +274,5 @@ def _rounds(link: Link) -> int:
 
 
 def _turns(topology: Topology) -> float:
-    """The factor for two devices that send to each other, which with gloo take turns on a connection."""
+    """Factor for two devices that send to each other: with gloo they alternate on one connection."""
     return 2.0 if topology.all_reduce == "ring" else 1.0

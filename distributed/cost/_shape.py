@@ -1,4 +1,4 @@
-"""The sizes of one attention, one device's part of them, and how methods divide its heads and keys."""
+"""Sizes of one attention, of one device's shard, and how methods divide heads and keys."""
 
 import dataclasses
 import math
@@ -22,9 +22,9 @@ class Shape:
         kv_heads: $K$, of keys and values; it divides `heads`.
         width: $H$, of queries and keys.
         value_width: $H_v$; None: `width`.
-        dtype: of all arrays but `lse`, which is float32 (float64 with float64).
-        causal: whether positions are compared: a ring then gathers, once, those that each
-            device gives for its part. (With `parallel=` all devices know them, and none are sent.)
+        dtype: of all arrays except `lse`, which is float32 (float64 for float64 arrays).
+        causal: whether positions are compared: a ring then gathers the positions of all shards once.
+            (With `parallel=` every device knows them, and none are sent.)
         window: how far a query sees before and after its own position, where positions are those of the layout; None:
             as far as there are keys. A ring of keys, and a gather, then send what some query may see.
         layout: the order of the sequence over the devices, as of
@@ -116,7 +116,7 @@ def check_sizes(shape: object, topology: object) -> None:
 
 
 def kv_shard(shape: Shape, topology: Topology) -> tuple[int, int]:
-    """Bytes of one device's keys, and of its values."""
+    """Bytes of one device's keys, and bytes of its values."""
     rows = shape.batch * -(-shape.keys // topology.devices) * shape.kv_heads
     return rows * shape.width * shape.bytes, rows * shape.out_width * shape.bytes
 
@@ -129,33 +129,34 @@ def local_rows(shape: Shape, topology: Topology) -> int:
 def position_gather(
     length: int, shape: Shape, topology: Topology, axes: tuple[int, ...]
 ) -> Transfers:
-    """The gather, at the start, of the positions of `length` tokens where they are compared."""
+    """Initial gather of the positions of `length` tokens, if positions are compared."""
     if shape.causal:
         yield Transfer("all-gather", 4 * -(-length // topology.devices), axes)
 
 
 def tangent_bytes(size: int, shape: Shape) -> int:
-    """Bytes of the tangents, in `lse`'s dtype, of arrays of `size` bytes that are only sent."""
+    """Bytes of tangents, which have `lse`'s dtype, for arrays of `size` bytes."""
     return size // shape.bytes * shape.lse_bytes
 
 
 def key_copies(heads: int, kv_heads: int, devices: int) -> int | None:
-    """How often each head of keys is sent, so that every device has the keys of its query heads.
+    """Copies of each key head that give every device the keys of its query heads.
 
-    Once where the devices divide the heads of keys; None where they cannot share the query heads so.
+    1 if the devices divide the key heads; None if the query heads cannot be divided.
     """
+    # lcm(K, p) key heads in all, K copies of p / gcd(K, p); they have to divide N
     copies = devices // math.gcd(kv_heads, devices)
     return None if heads % (kv_heads * copies) else copies
 
 
 def pieces(keys: int) -> int:
-    """The number of equal pieces in which a device's keys are gathered, 8 at most."""
+    """Number of equal pieces, at most 8, in which a device's keys are gathered."""
     if not is_static(keys):  # a symbol of `jax.export.symbolic_shape`
         return 1
     return next(n for n in range(min(keys, _MOST_PIECES) or 1, 0, -1) if keys % n == 0)
 
 
 def halves(keys: int) -> int:
-    """The number of runs of a device's keys in a piece: 2 if both halves can be divided so, else 1."""
+    """Runs of a device's keys in one piece: 2 if both halves of its keys can be divided, else 1."""
     count = pieces(keys)
     return 2 if count > 1 and keys % (2 * count) == 0 else 1

@@ -1,7 +1,7 @@
 r"""The time of an attention over a mesh of named chips, planned before anything runs.
 
 [`step_time`][energy_attn.distributed.plan.step_time] adds the products of the busiest device to what
-[`cost.transfers`][energy_attn.distributed.cost.transfers] predicts, and counts which transfers lie beside them.
+[`cost.transfers`][energy_attn.distributed.cost.transfers] predicts, and counts which transfers they overlap.
 `python -m energy_attn plan` prints it for a model.
 
 Examples:

@@ -10,13 +10,13 @@ from ..methods._choice import VARIANTS, check_sharded, memory_of, sent_transfers
 
 
 class DerivativeOptions(TypedDict, total=False):
-    """The derivatives of an attention that are counted, too; none by default."""
+    """Derivatives of an attention whose transfers are added; none by default."""
 
     tangent: bool
-    """Whether to add what the tangent of the state sends, in directions of query, key and value."""
+    """Whether to add the transfers of the tangent of the state along query, key and value."""
 
     gradient: bool
-    """Whether to add what the gradient in query, key and value sends."""
+    """Whether to add the transfers of the gradient in query, key and value."""
 
 
 def transfers(
@@ -26,7 +26,7 @@ def transfers(
     topology: Topology,
     **derivatives: Unpack[DerivativeOptions],
 ) -> tuple[Transfer, ...]:
-    r"""The collectives of one attention, in the order in which they run.
+    r"""Predicts the collectives of one attention, in the order in which they run.
 
     With $p$ devices, $R = B T N$ rows on each, and states of $R (H_v + 1)$ numbers in `lse`'s dtype:
 
@@ -46,15 +46,17 @@ def transfers(
             for the others.
         shape: the sizes.
         topology: the mesh.
-        **derivatives: those that are counted, too.
+        **derivatives: whose transfers are added.
 
     Returns:
-        A [`Transfer`][energy_attn.distributed.cost.Transfer] for each; none over one device.
+        One dataclass per collective, none over one device: `kind`, the HLO name; `bytes`, the payload as of
+        [`collectives`][energy_attn.distributed.collectives]; `axes`, indices of `Topology.links`; `count`, how often it
+        runs; of a permute, `distance` along its axis, and whether devices exchange in `pairs`.
 
     Raises:
         TypeError: `shape` is not a `Shape`, `topology` not a `Topology`, or a flag not a bool.
-        ValueError: an unknown method or merge, or one that these axes, heads or queries do not allow; a gradient
-            beside a tangent, or of a tree or a ring of queries, which the model does not have.
+        ValueError: an unknown method or merge, or one that these axes, heads or queries do not allow; both a gradient
+            and a tangent; the gradient of a tree or of a ring of queries, which the model does not cover.
 
     Source: Tree Attention (arXiv 2408.04093), section 6.3; Ulysses (arXiv 2309.14509); USP (arXiv
         2405.07719).
@@ -82,8 +84,8 @@ def transfers(
         raise ValueError("gradient: wanted False beside tangent=True, got True")
     if gradient and not found.sends_gradient:
         raise ValueError(
-            f"gradient: wanted False for {method!r} with merge={merge!r}, got True; the model has that of "
-            "the ring of keys, of 'ulysses', of 'hybrid', of 'gather' and of 'reproducible'"
+            f"gradient: wanted False for {method!r} with merge={merge!r}, whose gradient the model does not "
+            "cover, got True"
         )
     return tuple(sent_transfers(found, shape, topology, Derivatives(tangent, gradient)))
 
@@ -95,24 +97,24 @@ def volume(
     topology: Topology,
     **derivatives: Unpack[DerivativeOptions],
 ) -> float:
-    r"""Bytes that one device puts on links for one attention.
+    r"""Predicts the bytes that one device puts on links for one attention.
 
     $$V = \sum_c n_c\, \mathrm{count}_c \cdot
       \begin{cases} 2\frac{p-1}{p} & \text{all-reduce (two trees: 2)} \\
       p - 1 & \text{all-gather} \\ \frac{p-1}{p} & \text{reduce-scatter, all-to-all} \\
       1 & \text{permute} \end{cases}$$
 
-    for the payload $n_c$ of each [`Transfer`][energy_attn.distributed.cost.Transfer].
+    for the payload $n_c$ of each of the [`transfers`][energy_attn.distributed.cost.transfers].
 
     Args:
         method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.
-        merge: likewise.
+        merge: as for `transfers`.
         shape: the sizes.
         topology: the mesh, and how it sums.
-        **derivatives: those that are counted, too.
+        **derivatives: whose transfers are added.
 
     Returns:
-        Bytes; of the busiest device, where they differ (`all_reduce="tree"`).
+        Bytes of the busiest device, where devices differ (`all_reduce="tree"`).
 
     Raises:
         ValueError: as `transfers`, with its `TypeError`s.
@@ -131,25 +133,25 @@ def volume(
 
 
 def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> int:
-    r"""Peak bytes of one device: its keys and values, queries, states, and receive buffers.
+    r"""Predicts the peak bytes of one device: its keys and values, queries, states, and receive buffers.
 
     $$M_\text{tree} = B \tfrac{S}{p} K (H + H_v) b + R H b + R (H_v + 2) w, \qquad
       M_\text{ring} = M_\text{tree} + 2 B \tfrac{S}{p} K (H + H_v) b$$
 
-    A gather of keys in $C \le 8$ pieces holds two of these, of all devices, $\frac{2}{C} B S K (H + H_v) b$; a
-    reproducible call those of some heads, one after the other;
-    a hybrid the exchanged queries, keys and values, and twice the keys again, where they go around.
+    A gather of keys in $C \le 8$ pieces holds two pieces of all devices' keys, $\frac{2}{C} B S K (H + H_v) b$. A
+    reproducible call holds the keys of a few heads at a time. A hybrid holds the exchanged queries, keys and values,
+    and twice the keys that go around its ring.
 
     Args:
         method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.
-        merge: likewise.
+        merge: as for `transfers`.
         shape: the sizes.
         topology: the mesh.
 
     Returns:
-        Bytes, without the result and the local kernel's scratch (in a ring of keys that of a part of the queries,
-        whose state is of 8 MiB or of 512 queries). All-reduces work in place; everything else arrives in a
-        buffer of its own, or in two in turn where transfers overlap.
+        Bytes, without the result and the local kernel's scratch (in a ring of keys, the scratch of queries whose
+        states take 8 MiB, or of 512 queries). All-reduces work in place; every other collective arrives in a
+        buffer of its own, or alternates between two where transfers overlap.
 
     Raises:
         ValueError: as `transfers`, with its `TypeError`s.
@@ -176,7 +178,7 @@ def latency(
     topology: Topology,
     **derivatives: Unpack[DerivativeOptions],
 ) -> float:
-    r"""Seconds of communication for one attention, if nothing overlaps.
+    r"""Predicts the seconds of communication of one attention, without overlap.
 
     $$t = \sum_c \mathrm{count}_c \left(\text{launch} + \text{hops}_c\, \alpha
       + \frac{\text{bytes}_c}{\beta}\right)$$
@@ -186,14 +188,14 @@ def latency(
 
     Args:
         method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.
-        merge: likewise.
+        merge: as for `transfers`.
         shape: the sizes.
         topology: the mesh.
-        **derivatives: those that are counted, too.
+        **derivatives: whose transfers are added.
 
     Returns:
-        Seconds, for comparing strategies on one network; no promise for any machine. Exchanges by gloo took as
-        long within a factor of 1.5 (of 3.1 where cores were busy); those of GPUs and TPUs were not measured.
+        Seconds, for comparing strategies on one network. Measured exchanges by gloo agree within a factor of 1.5 (3.1
+        where cores were busy); those of GPUs and TPUs were not measured.
 
     Raises:
         ValueError: as `transfers`, with its `TypeError`s.

@@ -33,8 +33,9 @@ class Chip:
         ValueError: a rate or a memory that is not positive, or an efficiency that is not between 0 and 1.
 
     Examples:
+        >>> import dataclasses
         >>> from energy_attn.distributed import plan
-        >>> plan.Chip("tpu_v5p", flops=459e12, memory=95 * 10**9).efficiency
+        >>> dataclasses.replace(plan.chip("v5p"), efficiency=0.5).efficiency  # a chip of other figures
         0.5
     """
 
@@ -70,7 +71,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
 
 
 def chip(name: str, *, efficiency: float | None = None) -> Chip:
-    """The chip of a name.
+    """Returns a chip by name: its peak rate, memory, network and efficiency.
 
     | name | dense bfloat16 products, TFLOP/s | memory | efficiency |
     |---|---|---|---|
@@ -103,21 +104,21 @@ def chip(name: str, *, efficiency: float | None = None) -> Chip:
 
 
 def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tuple[int, ...]:
-    r"""The pairs of a query and a key that the busiest device computes, in each step of a method.
+    r"""Counts the (query, key) pairs that the busiest device computes in each step of a method.
 
     $$\text{pairs}_s = B \tfrac{N}{h} \max_i
       \left|\{(t, a) : t \in Q_i,\; a \in K_{i,s},\; a \text{ seen by } t\}\right|$$
 
     with the queries $Q_i$ of device $i$, the keys $K_{i,s}$ that it has in step $s$, and $h$ devices that share the
-    heads. Devices wait for each other in each step, so that these add up. A ring has $p$ steps, a hybrid $p / f$, a
-    gather one for each of its pieces, the others have one; so do those that send a halo alone.
+    heads. Devices wait for each other in each step, so the counts add up. A ring has $p$ steps, a hybrid $p / f$, a
+    gather one per piece; other methods, and an exchange of a halo, have one.
 
     Args:
         method: as for [`transfers`][energy_attn.distributed.cost.transfers].
         shape: the sizes, of sharded queries, as many as keys; `causal`, `window` and `layout` say which pairs are seen.
         topology: the mesh.
-        tile: a kernel computes all of a square of so many queries and keys, or of fewer that divide the consecutive
-            tokens of a device, where one of their pairs is seen.
+        tile: the side of the square of queries and keys that a kernel computes whole if one of its pairs is seen;
+            reduced to a divisor of the consecutive tokens of a device.
 
     Returns:
         The number for each step.
@@ -168,7 +169,7 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
 
 
 def _visible_pairs(shape: Shape, devices: int, start: int, stop: int, tile: int) -> np.ndarray:
-    """Pairs of each device's queries and of each one's keys from `start` to `stop`, `[devices, devices]`."""
+    """Visible pairs of each device's queries and of each device's keys from `start` to `stop`, `[devices, devices]`."""
     size = shape.keys // devices
     before, after = (shape.keys, shape.keys) if shape.window is None else shape.window
     window = before, 0 if shape.causal else after
@@ -192,13 +193,13 @@ def _parts(shape: Shape, devices: int, start: int, stop: int) -> list[Run]:
 
 
 def _in_tiles(queries: Run, keys: Run, window: tuple[int, int], tile: int) -> np.ndarray:
-    """Pairs of two runs of one stride in tiles where some pair is seen, `[devices, devices]`."""
+    """Pairs of two runs of one stride, in tiles with a visible pair, `[devices, devices]`."""
     lengths = math.gcd(int(queries.length), int(keys.length))
     tile = next(x for x in range(min(tile, lengths), 0, -1) if lengths % x == 0)
     step, reach = queries.stride * tile, queries.stride * (tile - 1)
     rows, columns = (int(x.length) // tile for x in (queries, keys))
     apart = queries.position[:, None] - keys.position[None, :]
-    # of row i the tiles from `first + i` on, and before `last + i`
+    # row i of tiles sees the columns from `first + i` up to, and without, `last + i`
     last = (apart + reach + window[1]) // step + 1
     first = -((reach + window[0] - apart) // step)
     return tile**2 * (_below(last, rows, columns) - _below(first, rows, columns))
@@ -218,14 +219,9 @@ class StepTime(NamedTuple):
     """Seconds of an attention.
 
     Attributes:
-        products: of the busiest device in each step, added up.
-        transfers: of all collectives, if nothing overlaps; permutes over a torus by one of an axis' two links.
-        exposed: the part of them beside which nothing is computed.
-
-    Examples:
-        >>> from energy_attn.distributed import plan
-        >>> plan.StepTime(products=2.0, transfers=1.5, exposed=0.5).exposed
-        0.5
+        products: matrix products of the busiest device, summed over the steps.
+        transfers: all collectives, without overlap; a permute uses one of the two links of a torus axis.
+        exposed: the part of the transfers that no product hides.
     """
 
     products: float
@@ -234,13 +230,7 @@ class StepTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Products, and the transfers that are exposed.
-
-        Examples:
-            >>> from energy_attn.distributed import plan
-            >>> plan.StepTime(products=2.0, transfers=1.5, exposed=0.5).seconds
-            2.5
-        """
+        """Products and exposed transfers."""
         return self.products + self.exposed
 
 
@@ -260,14 +250,13 @@ def step_time(
       + \text{exposed}, \qquad
       \text{exposed} = \sum_s \max(0, \text{transfers}_s - \text{products}_s) + \text{others}$$
 
-    with the [pairs][energy_attn.distributed.plan.pairs] of each step, and the transfers that a compiled program starts
-    before the products of a step and awaits after them: those of keys and of their gradients around a ring, beside
-    whose last hop, home, half of a device's own keys are left; on GPUs the gathers of all pieces but the first, and the
-    scatters of all gradients but the last. All others are exposed: all-to-alls, gathers of the backward, all gathers on
-    TPUs, the spans of a window, a tree's
-    states. A permute goes one way, by one of the two links of a torus axis. The backward has five products where the
-    forward has two: scores again, and the gradients of weights, values, queries and keys, $2 (3 H + 2 H_v)$
-    operations a pair.
+    with the [pairs][energy_attn.distributed.plan.pairs] of each step. `transfers_s` are those that a compiled program
+    starts before the products of a step and awaits after them: hops of keys and of their gradients around a ring (half
+    of a device's own keys are left for the last hop); on GPUs the gathers of all pieces except the first, and the
+    scatters of all gradients except the last. All others are exposed: all-to-alls, gathers of the backward, all
+    gathers on TPUs, the spans of a window, a tree's states. A permute uses one of the two links of a torus axis. The
+    backward has five products where the forward has two: scores again, and the gradients of weights, values, queries
+    and keys, $2 (3 H + 2 H_v)$ operations per pair.
 
     Args:
         method: as for [`transfers`][energy_attn.distributed.cost.transfers].
@@ -279,7 +268,8 @@ def step_time(
         gradient: whether to add the backward.
 
     Returns:
-        A [`StepTime`][energy_attn.distributed.plan.StepTime].
+        A named tuple of seconds: `products` of the busiest device, `transfers` of all collectives without overlap,
+        and `exposed`, the part of the transfers that no product hides; `seconds` is products plus exposed.
 
     Raises:
         TypeError: `chip` is not a `Chip`, or as `transfers` and `pairs`.

@@ -240,9 +240,8 @@ def coordinate(participant: Participant, bind: str) -> None:
             listener = opened.enter_context(_listen(*split_address("bind", bind)))
         except OSError as error:
             raise RuntimeError(
-                f"coordinator_address: process 0 cannot listen at {bind}, where the others are to "
-                f"find it ({_message_of(error)}). Check that no other program, such as an earlier run, "
-                "has that port, and that the address is one of this host's"
+                f"coordinator_address: process 0 cannot listen at {bind} ({_message_of(error)}). Check that "
+                "no other program, such as an earlier run, has that port, and that the address is this host's"
             ) from error
         present: dict[socket.socket, int] = {}
         reason = _gather(listener, present, participant, end, opened)
@@ -285,7 +284,7 @@ def join(participant: Participant) -> None:
     raise RuntimeError(
         f"coordinator_address: process {participant.process} of {participant.processes} could not meet process 0 "
         f"at {participant.coordinator} within {participant.timeout} s (last attempt: {last}). Check that "
-        "process 0 calls initialize(), that this is its address and that no firewall closes the port"
+        "process 0 calls initialize(), that this is its address and no firewall closes it"
     )
 
 

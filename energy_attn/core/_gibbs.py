@@ -72,6 +72,10 @@ class PreparedKeys(eqx.Module):
         return self.operands.query if self.call.batched else self.operands.query[0]
 
     @property
+    def key(self) -> Array:
+        return self.operands.key if self.call.batched else self.operands.key[0]
+
+    @property
     def value(self) -> Array:
         return self.operands.value if self.call.batched else self.operands.value[0]
 

@@ -30,7 +30,7 @@ def pairs_of(operands: Operands, settings: Settings) -> Pairwise | None:
 
 
 def features_of(operands: Operands, pairs: Pairwise | None) -> Features:
-    """The numbers of queries and of keys that the mask compares; none without positions."""
+    """Returns the numbers of queries and keys that the mask compares; none without positions."""
     queries, keys = operands.tokens.query_positions, operands.tokens.key_positions
     if pairs is None or queries is None or keys is None:
         return Features()
@@ -38,7 +38,7 @@ def features_of(operands: Operands, pairs: Pairwise | None) -> Features:
 
 
 class Visibility(NamedTuple):
-    """Positions, -1 for rows and keys that pad a block, and segments, from which a kernel computes its mask."""
+    """Positions (-1 in padding) and segments, from which a kernel computes its mask."""
 
     row_positions: Int[Array, "b R"] | None
     key_positions: Int[Array, "b C"] | None
@@ -70,15 +70,15 @@ def padded_visibility(
 def meeting_blocks(
     visibility: Visibility, mask: AbstractMask, row_block: int, key_block: int
 ) -> Bool[Array, "b row_blocks key_blocks"] | None:
-    """Whether a block of rows might see a key of a block of keys, for each pair; None: all might."""
-    return meeting(mask, *_cut(visibility, row_block, key_block))
+    """Whether each block of rows might see a key of each block of keys; None if all might."""
+    return meeting(mask, *_split(visibility, row_block, key_block))
 
 
 def open_blocks(
     visibility: Visibility, mask: AbstractMask, row_block: int, key_block: int
 ) -> Bool[Array, "b row_blocks key_blocks"] | None:
-    """Whether all present rows of a block see all keys of a block, for each pair; None: all do."""
-    positions, segments = _cut(visibility, row_block, key_block)
+    """Whether all present rows of each block see all keys of each block; None if all do."""
+    positions, segments = _split(visibility, row_block, key_block)
     conditions = []
     if positions is not None:
         rows, keys = positions
@@ -86,25 +86,25 @@ def open_blocks(
         conditions.append(must_meet(mask, *facing(interval(rows), of_keys)))
     if segments is not None:
         rows, keys = facing(*(Interval(x.min(-1), x.max(-1)) for x in segments))
-        # as low <= high, all four are then equal
+        # low <= high, so these equalities make all four ids equal
         conditions.append((rows.low == keys.high) & (rows.high == keys.low))
     return functools.reduce(operator.and_, conditions) if conditions else None
 
 
-def _cut(visibility: Visibility, row_block: int, key_block: int) -> list[Any]:
-    """Positions and segments, each a pair `[b, blocks, block]` of rows and keys, or None."""
+def _split(visibility: Visibility, row_block: int, key_block: int) -> list[Any]:
+    """Splits positions and segments into blocks: pairs `[b, blocks, block]` of rows and keys, or None."""
 
-    def cut(rows: Array | None, keys: Array | None) -> Any:
+    def split(rows: Array | None, keys: Array | None) -> Any:
         if rows is None or keys is None:
             return None
         sides = (rows, row_block), (keys, key_block)
         return tuple(x.reshape(len(x), -1, block) for x, block in sides)
 
-    return [cut(*visibility[:2]), cut(*visibility[2:4])]
+    return [split(*visibility[:2]), split(*visibility[2:4])]
 
 
 def block_spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:
-    """The first and one past the last block `y` that each block `x` meets; 0 and 0 for none."""
+    """Returns the first block `y` that each block `x` meets, and one past the last; 0 and 0 for none."""
     number = meets.shape[-1]
     index = jnp.arange(number, dtype=jnp.int32)
     stop = jnp.where(meets, index + 1, 0).max(-1)
@@ -112,10 +112,8 @@ def block_spans(meets: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Arr
 
 
 def block_run(visible: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Array, "b x"]]:
-    """The first and one past the last of the first run of visible blocks `y` of each `x`; equal for none.
-
-    By minima that do not wait for each other, nor for those of `block_spans`: one kernel of a GPU computes them all.
-    """
+    """Returns the begin and end of the first run of visible blocks `y` of each `x`; equal for none."""
+    # minima that are independent of each other and of `block_spans`, so that XLA fuses all into one GPU kernel
     number = visible.shape[-1]
     index = jnp.arange(number, dtype=jnp.int32)
     followed = jnp.pad(visible[..., 1:], [(0, 0), (0, 0), (0, 1)])
@@ -124,17 +122,17 @@ def block_run(visible: Bool[Array, "b x y"]) -> tuple[Int[Array, "b x"], Int[Arr
 
 
 class BlockList(NamedTuple):
-    """A list of the blocks `y` that each block `x` meets, which need not be consecutive."""
+    """The blocks `y` that each block `x` meets, which need not be consecutive."""
 
     order: Int[Array, "b x y"]  # blocks that need no mask, the others that meet, the rest
-    stop: Int[Array, "b x"]  # how many meet
-    unmasked: Int[Array, "b x"]  # how many of these need no mask
+    stop: Int[Array, "b x"]  # number of blocks that meet
+    unmasked: Int[Array, "b x"]  # number of blocks that need no mask
 
 
 def block_list(meets: Bool[Array, "b x y"], all_visible: Bool[Array, "#b #x #y"]) -> BlockList:
     all_visible = all_visible & meets
     number = meets.shape[-1]
-    # sort one operand rather than two: XLA:TPU compiles the latter slowly
+    # one sorted operand: XLA:TPU takes much longer to compile a sort of two (to check: time `lax.sort((kind, blocks))`)
     kind = jnp.where(all_visible, 0, jnp.where(meets, 1, 2)).astype(jnp.int32)
     blocks = lax.broadcasted_iota(jnp.int32, kind.shape, kind.ndim - 1)
     order = jnp.sort(kind * number + blocks, axis=-1) % number
@@ -146,6 +144,6 @@ def pad_to_blocks(x: Array, axis: int, block: int, fill: float) -> Array:
 
 
 def moving_arrays(directions: Operands) -> dict[str, Any]:
-    """The directions of query, key and value that are not None, by name."""
+    """Returns the directions of query, key and value that are not None, by name."""
     named = {"query": directions.query, "key": directions.key, "value": directions.value}
     return {name: x for name, x in named.items() if x is not None}

@@ -1,4 +1,4 @@
-"""The inputs that a kernel's score needs, computed from the score's arrays, and their derivatives."""
+"""Inputs of a kernel's score, computed from the score's arrays, with tangents and cotangents."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +13,9 @@ from ._score_program import Numbers, ScoreProgram, Target, score_program
 
 
 def score_of(operands: Operands, settings: Settings, target: Target) -> ScoreProgram | None:
-    """The program of a call's score for kernels of a target; None without a score.
+    """Returns the score program of a call for a target; None without a score.
 
-    Raises `NotImplementedError` if they cannot run it.
+    Raises `NotImplementedError` if the target cannot run it.
     """
     if settings.score is None:
         return None
@@ -28,7 +28,7 @@ def score_of(operands: Operands, settings: Settings, target: Target) -> ScorePro
 
 
 def score_numbers(operands: Operands, program: ScoreProgram | None) -> Numbers:
-    """The inputs of the score, `[B or 1, N or 1]` and `[B or 1, N or 1, D]`; empty without a score."""
+    """Returns the score's numbers `[B or 1, N or 1]` and tables `[B or 1, N or 1, D]`; empty without a score."""
     if program is None:
         return Numbers()
     return program.outside(operands.score_arrays, *operands.part_indices())
@@ -37,7 +37,7 @@ def score_numbers(operands: Operands, program: ScoreProgram | None) -> Numbers:
 def score_directions(
     operands: Operands, program: ScoreProgram | None, directions: Operands
 ) -> Numbers | None:
-    """The change of the numbers and tables in the directions of the score's arrays; None: none move."""
+    """Returns the tangents of numbers and tables, given those of the score's arrays; None if all are None."""
     directions_of_arrays = directions.score_arrays
     if program is None or all(x is None for x in directions_of_arrays):
         return None
@@ -50,7 +50,7 @@ def score_directions(
 def score_cotangents(
     operands: Operands, program: ScoreProgram | None, rows: Numbers
 ) -> tuple[Array | None, ...]:
-    """The cotangents of the score's arrays, from cotangents of its numbers `[B, T, N]` and tables for each row."""
+    """Returns the cotangents of the score's arrays, from per-row cotangents `[B, T, N]` of numbers and tables."""
     if program is None:
         return ()
     numbers_of, arrays = _moving_numbers(operands, program)
@@ -62,17 +62,17 @@ def score_cotangents(
         return x.sum(axes, keepdims=True)
 
     (array_cotangents,) = pullback(jax.tree.map(summed, rows._replace(fixed=()), numbers))
-    found = dict(zip(arrays, array_cotangents, strict=True))
-    return tuple(found.get(i) for i in range(len(operands.score_arrays)))
+    by_index = dict(zip(arrays, array_cotangents, strict=True))
+    return tuple(by_index.get(i) for i in range(len(operands.score_arrays)))
 
 
 def _moving_numbers(operands: Operands, program: ScoreProgram) -> tuple[Any, dict[int, Array]]:
-    """The numbers that have derivatives, as a function of a list of the arrays that have, and these by index."""
+    """Returns the differentiable numbers as a function of the floating arrays, and these arrays by index."""
     moving = {i: x for i, x in enumerate(operands.score_arrays) if floating(x)}
 
-    def numbers_of(moved: Sequence[Array]) -> Numbers:
+    def numbers_of(floats: Sequence[Array]) -> Numbers:
         arrays = list(operands.score_arrays)
-        for i, x in zip(moving, moved, strict=True):
+        for i, x in zip(moving, floats, strict=True):
             arrays[i] = x
         return program.outside(arrays, *operands.part_indices())._replace(fixed=())
 

@@ -1,6 +1,6 @@
-"""Splits a score into numbers by batch and head, tables by position, and the operations on each entry.
+"""Splits a score into numbers per batch entry and head, tables by position, and elementwise operations.
 
-The numbers and the tables are computed outside of the kernel, so that the kernel has no gathers.
+Numbers and tables are computed outside the kernel, so that the kernel has no gathers.
 """
 
 import functools
@@ -30,7 +30,7 @@ from ..program._jaxpr import (
 from ..scores._abstract import ScoreIndices
 from ..scores._structure import ScoreStructure, floating
 
-MOST_ENTRIES = 64  # of a table by position: each is a sum over a tile in the backward
+MOST_ENTRIES = 64  # of a table by position: the backward sums over a tile for each entry
 _NAMES: tuple[str, ...] = "raw", "query", "key", "batch", "head"
 _INSIDE = frozenset({"raw", "query", "key", "table"})
 _POSITIONS = frozenset({"query", "key", "batch", "head"})
@@ -44,7 +44,7 @@ class Target(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The inputs of a score that depend on batch and head alone."""
+    """Inputs of a score that depend only on batch entry and head."""
 
     floats: tuple[Any, ...] = ()
     tables: tuple[Any, ...] = ()  # floating, with a last axis of entries
@@ -52,7 +52,7 @@ class Numbers(NamedTuple):
 
 
 class _Lookup(NamedTuple):
-    """An entry of a table at the indices `starts`; the index along `axis` depends on positions."""
+    """A lookup in a table at indices `starts`, of which the one along `axis` depends on positions."""
 
     table: ProgramValue
     starts: tuple[ProgramValue, ...]
@@ -70,7 +70,7 @@ class _Lookup(NamedTuple):
 
 
 class ScoreProgram:
-    """A score as a kernel computes it, on tiles that all have the same shape."""
+    """A score as a kernel computes it, elementwise on tiles of one shape."""
 
     def __init__(self, structure: ScoreStructure, types: tuple[Any, ...]):
         self.name, self.uses_positions = structure.name, structure.uses_positions
@@ -104,11 +104,11 @@ class ScoreProgram:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The lengths of its tables."""
+        """Lengths of the tables."""
         return tuple(x.size for x in self._lookups)
 
     def outside(self, arrays: Sequence[Array], batch: Array, head: Array) -> Numbers:
-        """Numbers `[B or 1, N or 1]` and tables `[B or 1, N or 1, D]`, for indices `[B]` and `[N]`."""
+        """Returns numbers `[B or 1, N or 1]` and tables `[B or 1, N or 1, D]`, for indices `[B]` and `[N]`."""
 
         def one(batch: Array, head: Array) -> Numbers:
             values: dict[ProgramValue, Any] = dict(zip(self._arrays, arrays, strict=True))
@@ -118,7 +118,7 @@ class ScoreProgram:
             fixed = tuple(values[x].reshape(()).astype(jnp.int32) for x in self._fixed)
             return Numbers(floats, tuple(_row(x, values) for x in self._lookups), fixed)
 
-        def cut(x: Array, reads: frozenset[str]) -> Array:
+        def unbroadcast(x: Array, reads: frozenset[str]) -> Array:
             x = x if "batch" in reads else x[:1]
             return x if "head" in reads else x[:, :1]
 
@@ -129,10 +129,12 @@ class ScoreProgram:
             tuple(reads((x.table, *x.starts)) for x in self._lookups),
             tuple(x.reads for x in self._fixed),
         )
-        return Numbers(*(tuple(map(cut, *x)) for x in zip(numbers, depends_on, strict=True)))
+        return Numbers(
+            *(tuple(map(unbroadcast, *x)) for x in zip(numbers, depends_on, strict=True))
+        )
 
     def indices(self, places: dict[str, Array], numbers: Numbers) -> list[Array]:
-        """The index of each table; with tiles of positions "query" and "key" and of numbers."""
+        """Returns the index into each table, given tiles of positions "query" and "key" and of numbers."""
         if not self._lookups:
             return []
 
@@ -149,7 +151,7 @@ class ScoreProgram:
         ]
 
     def score(self, raw: Array, places: dict[str, Array], numbers: Numbers) -> Array:
-        """The scores of a tile of scaled products; `numbers.tables` holds the entries looked up."""
+        """Returns the scores of a tile of scaled products; `numbers.tables` holds the entries looked up."""
 
         def one(raw: Array, places: dict[str, Array], numbers: Numbers) -> Array:
             values = self._inputs_of(places, numbers)
@@ -168,7 +170,7 @@ class ScoreProgram:
     def vjp(
         self, raw: Array, places: dict[str, Array], numbers: Numbers
     ) -> tuple[Array, Callable[[Array], Any]]:
-        """The scores, and the pullback to the cotangents of products, floats and entries."""
+        """Returns scores, and the pullback to cotangents of products, floats and table entries."""
         score = self._of_numbers(places, numbers.fixed)
         return jax.vjp(score, raw, numbers.floats, numbers.tables)
 
@@ -180,7 +182,7 @@ class ScoreProgram:
         change: Array | None,
         changes: Numbers | None,
     ) -> Array:
-        """The derivative of the scores in a direction of the products, of floats and entries, or of both."""
+        """Returns the tangent of the scores, given tangents of products (`change`), of numbers (`changes`), or both."""
         score = self._of_numbers(places, numbers.fixed)
         if changes is None:
             assert change is not None
@@ -190,7 +192,7 @@ class ScoreProgram:
         return jax.jvp(score, (raw, *numbers[:2]), (change, *changes[:2]))[1]
 
     def check(self, target: Target) -> None:
-        """Raises `NotImplementedError` for what the target lacks, in the score or either derivative."""
+        """Raises `NotImplementedError` for operations or dtypes that the target lacks, derivatives included."""
         tile = 8, 128
         raw = jnp.zeros(tile, jnp.float32)
         places = {x: jnp.zeros(tile, jnp.int32) for x in ("query", "key")}
@@ -227,7 +229,7 @@ class ScoreProgram:
         return values
 
     def _sort(self, operation: Operation) -> None:
-        """Adds an operation to those outside of the kernel, those inside, or the lookups."""
+        """Sorts an operation into those outside the kernel, those inside, or the lookups."""
         inputs = tuple(self._same.get(x, x) for x in operation.inputs)
         operation = operation._replace(inputs=inputs)
         for x in operation.outputs:

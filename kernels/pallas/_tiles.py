@@ -1,4 +1,4 @@
-"""Tiles of kernels: the plan of a call on GPUs, the index of a program, the tiles that it visits, and products."""
+"""Plans of calls on GPUs, the index of a program, the tiles that it visits, and products of tiles."""
 
 import dataclasses
 import functools
@@ -25,14 +25,14 @@ from ._rows import (
     padded_visibility,
 )
 
-LOG2_E = float(np.log2(np.e))  # within a kernel scores are in bits, as the hardware only has exp2
+LOG2_E = float(np.log2(np.e))  # kernels keep scores in bits: the hardware has exp2 only
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TilePlan:
-    """The static properties of a call, and the tiles of one of its kernels.
+    """Static properties of a call, and the tiles of one of its kernels.
 
-    A program keeps a tile of rows and iterates over tiles of keys, or keeps keys and iterates over rows.
+    A program holds a tile of rows and iterates over tiles of keys, or holds keys and iterates over rows.
     """
 
     settings: Settings
@@ -44,10 +44,10 @@ class TilePlan:
     group: int  # query heads that share a key head
     width: int
     value_width: int
-    row_times: int  # successive queries in a tile of rows
-    keys: int  # in a tile of keys
-    stages: int = 2  # steps of an iteration that overlap
-    splits: int = 1  # programs that share the iteration of a tile
+    row_times: int  # consecutive queries in a row tile
+    keys: int  # keys in a key tile
+    stages: int = 2  # steps of the loop that overlap
+    splits: int = 1  # programs that share the loop of one tile
 
     @property
     def heads(self) -> int:
@@ -55,7 +55,7 @@ class TilePlan:
 
     @property
     def head_tiles(self) -> int:
-        """Tiles for the query heads of a key head, where rows of several heads are in a tile."""
+        """Number of tiles for the query heads of a key head, if a tile holds rows of several heads."""
         return 1
 
     @property
@@ -71,13 +71,13 @@ Plan = TypeVar("Plan", bound=TilePlan)
 
 
 def split(plan: Plan, kept: int, steps: int, programs: int, least_steps: int) -> Plan:
-    """A plan with `steps` over tiles split where the `kept` tiles alone are fewer than `programs`."""
+    """Returns the plan with each loop of `steps` split if the `kept` tiles are fewer than `programs`."""
     splits = min(programs // kept, steps // least_steps)
     return dataclasses.replace(plan, splits=max(splits, 1))
 
 
 def sizes_of(operands: Operands) -> dict[str, Any]:
-    """The fields of a plan that are sizes of a call."""
+    """Returns the fields of a plan that are sizes of the call."""
     batch, query_len, heads, width = operands.query.shape
     _, key_len, kv_heads, value_width = operands.value.shape
     lengths = {"batch": batch, "query_len": query_len, "key_len": key_len}
@@ -138,7 +138,7 @@ class TileIndex(NamedTuple):
 def tile_index(
     plan: TilePlan, program: Array, tiles: int, heads: int, *, last_first: bool
 ) -> TileIndex:
-    """The index of a program; tiles vary fastest, those with the longest iterations under a causal mask first."""
+    """Returns the index of a program; tiles vary fastest, `last_first` if the last ones see the most keys."""
     i, tile = divide(program, tiles)
     i, head = divide(i, heads)
     split, batch = divide(i, plan.batch)
@@ -146,7 +146,7 @@ def tile_index(
 
 
 def divide(x: Array, size: int) -> tuple[Array, Array]:
-    """Quotients and remainders of non-negative numbers."""
+    """Returns quotients and remainders of non-negative numbers."""
     if size == 1:
         return x, jnp.zeros_like(x)
     quotient = lax.div(x, lax.full_like(x, size))
@@ -154,7 +154,7 @@ def divide(x: Array, size: int) -> tuple[Array, Array]:
 
 
 class Bounds(NamedTuple):
-    """The tiles that a tile iterates over, and among them a run, from `begin` to `end`, that needs no mask."""
+    """The tiles of a loop, `first` to `stop`, and among them a run, `begin` to `end`, that needs no mask."""
 
     first: Any
     stop: Any
@@ -163,9 +163,9 @@ class Bounds(NamedTuple):
 
 
 def counted_bounds(plan: TilePlan, tile: Array, *, of_keys: bool) -> Bounds:
-    """The tiles that a tile, of rows or of keys, sees by the mask alone, with positions that count from 0.
+    """Returns the tiles that a tile sees by the mask alone, with positions that count from 0.
 
-    NumPy's numbers where they are known.
+    The bounds are NumPy numbers if they are static.
     """
     sides = (plan.row_times, plan.query_len), (plan.keys, plan.key_len)
     (own_block, own_len), (other_block, other_len) = sides[::-1] if of_keys else sides
@@ -201,20 +201,20 @@ def own_share(plan: TilePlan, bounds: Bounds, split: Array) -> Bounds:
 
 
 def batch_of(x: Any, index: TileIndex, axis: int = 0) -> Any:
-    """The index into an array whose batch axis may be 1."""
+    """Returns the batch index for an array whose batch axis may be 1."""
     return 0 if x.shape[axis] == 1 else index.batch
 
 
 def dot(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "i j"]:
-    """The product of two tiles over an axis of each, summed in float32.
+    """Returns the product of two tiles over an axis of each, summed in float32.
 
-    A tile of float32 beside one of bfloat16, as cotangents have beside weights, is cut into three of bfloat16: 24 bits
-    are three times 8, and products of 16 bits are many times faster.
+    If one tile is float32 and the other bfloat16 (cotangents and weights), the first is split exactly into three
+    bfloat16 tiles of 8 bits each: three 16-bit products are much faster than one in float32.
     """
     kinds = {x.dtype.name for x in (a, b)}
     if kinds == {"bfloat16", "float32"}:
         wide, narrow = (a, b) if a.dtype == jnp.float32 else (b, a)
-        # a part that is 0 makes a NaN of what is not finite; the last is not
+        # 0 · inf is NaN and smaller parts may be 0, so only the last, largest part multiplies non-finite entries
         finite = jnp.where(jnp.abs(narrow.astype(jnp.float32)) < jnp.inf, narrow, 0)
         pairs = zip(_thirds(wide), (finite, finite, narrow), strict=True)
         parts = (dot(x, y, over) if wide is a else dot(y, x, over) for x, y in pairs)

@@ -1,4 +1,4 @@
-"""Helpers of the adapters of vendors' kernels: checks, lengths, the cotangent of lse, the tangent.
+"""Helpers of the vendor adapters: checks, lengths, the cotangent of lse, the tangent.
 
 Vendors' kernels take one width, positions that count from 0, and a cotangent of `out` alone, and have no
 derivative in a direction.
@@ -19,12 +19,12 @@ from ..pallas.gpu._kernel import PallasGPU
 
 _DTYPES = ("float16", "bfloat16")
 
-# The energy of a row without keys, for a backward: the exponential of any score less it is zero, not NaN.
+# lse of a fully masked row in a backward: e^(s - FAR) is 0, where e^(s + inf) would be NaN.
 FAR = 1e30
 
 
 class VendorGPU(AbstractKernel):
-    """A vendor's flash attention for NVIDIA's GPUs, by its forward and its backward of `out` alone."""
+    """Flash attention of a vendor, from its forward and from its backward, which takes no cotangent of lse."""
 
     platforms = ("cuda",)
     interpreted = ()
@@ -33,13 +33,13 @@ class VendorGPU(AbstractKernel):
 
     @abc.abstractmethod
     def attend(self, call: KernelCall) -> tuple[Array, Array]:
-        """`out` `[B, T, N, H]`, and `lse` `[B, N, T]` in float32, both of any value in rows without keys."""
+        """Returns `out` `[B, T, N, H]` and float32 `lse` `[B, N, T]`; any value in fully masked rows."""
 
     @abc.abstractmethod
     def pull_back(
         self, call: KernelCall, lse: Array, out: Array, d_out: Array
     ) -> tuple[Array, Array, Array]:
-        """The cotangents of query, key and value, of any value where these are absent. `lse` as of `attend`."""
+        """Returns the cotangents of query, key and value; any value for absent tokens. `lse` is `[B, N, T]`."""
 
     def forward(self, call: KernelCall) -> AttentionState:
         out, lse = self.attend(call._replace(operands=zero_beyond(call.operands)))
@@ -71,12 +71,12 @@ class VendorGPU(AbstractKernel):
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState | None:
-        """The tangent by pallas_gpu: the vendor has none, or none for all widths."""
+        """Uses the tangent of pallas_gpu: vendors have none, or not for all widths."""
         return push_forward(PallasGPU(), call, state, directions)
 
 
 def check_plain(kernel: AbstractKernel, call: KernelCall, widest: int) -> None:
-    """Raises `NotImplementedError` for calls that a vendor's kernel for widths up to `widest` gets wrong."""
+    """Raises `NotImplementedError` for calls that vendor kernels of width up to `widest` do not support."""
     operands, settings = call.operands, call.settings
     query, key, value = operands.qkv
     supported = {"query", "key", "value", "query_lengths", "key_lengths"}
@@ -102,12 +102,12 @@ def check_plain(kernel: AbstractKernel, call: KernelCall, widest: int) -> None:
 
 
 def sides_of(window: tuple[int, int], keys: int) -> list[int | None]:
-    """The sides of a window; None for one that covers all keys."""
+    """Returns the sides of a window; None for a side that covers all keys."""
     return [size if size < keys - 1 else None for size in window]
 
 
 def lengths(operands: Operands) -> tuple[Array, Array]:
-    """The lengths of queries and of keys, `[B]`, at most as long as the arrays."""
+    """Returns the lengths of queries and keys, `[B]`, clipped to the arrays."""
     batch, query_len = operands.query.shape[:2]
     tokens, key_len = operands.tokens, operands.key.shape[1]
     pairs = (tokens.query_lengths, query_len), (tokens.key_lengths, key_len)
@@ -118,7 +118,7 @@ def lengths(operands: Operands) -> tuple[Array, Array]:
 
 
 def zero_beyond(operands: Operands) -> Operands:
-    """Operands with zeros beyond the lengths, so that weights of zero do not multiply NaN."""
+    """Zeros operands beyond the lengths, where a weight of 0 would multiply NaN."""
     if not operands.tokens.has_lengths:
         return operands
     query, key, value = zero_absent(operands.positioned()).qkv
@@ -126,10 +126,10 @@ def zero_beyond(operands: Operands) -> Operands:
 
 
 def vendor_state(out: Array, lse: Array, call: KernelCall) -> AttentionState:
-    """The state from a vendor's outputs, with NaN where the energy is not finite.
+    """Returns the state of a vendor's outputs, with NaN where lse is not finite.
 
-    Rows that lengths mask fully get minus infinity. In calls that pass `check_plain` no others are fully masked,
-    so such an energy comes from a NaN or an overflow, for which FlashAttention-2 writes plus infinity.
+    Rows that lengths mask fully get lse = -inf. `check_plain` lets through no other fully masked rows, so a
+    non-finite lse is a NaN or an overflow, for which FlashAttention-2 writes +inf.
     """
     operands, broken = call.operands, ~jnp.isfinite(lse)
     lse = jnp.where(broken, jnp.nan, lse)
@@ -145,7 +145,7 @@ def vendor_state(out: Array, lse: Array, call: KernelCall) -> AttentionState:
 
 
 def keep_rows(rows: Array, state: AttentionState, lse: float) -> AttentionState:
-    """A state, or a cotangent, with `out` 0 and this `lse` outside of these rows, `[B, T, N or 1]`."""
+    """Returns a state or cotangent with `out` 0 and the given `lse` outside `rows`, `[B, T, N or 1]`."""
     out = jnp.where(rows[..., None], state.out, 0)
     energies = None if state.lse is None else jnp.where(rows, state.lse, lse)
     return AttentionState(out, energies)  # pyright: ignore[reportArgumentType]
@@ -158,7 +158,7 @@ def may_be_empty(operands: Operands) -> bool:
 def without_empty(
     operands: Operands, state: AttentionState, cotangent: AttentionState
 ) -> tuple[AttentionState, AttentionState]:
-    """State and cotangent for a vendor's backward in which rows without keys contribute nothing."""
+    """Returns state and cotangent with which fully masked rows contribute 0 to a vendor's backward."""
     if not may_be_empty(operands):
         return state, cotangent
     rows = holds_keys(state.lse)
@@ -168,7 +168,7 @@ def without_empty(
 def present_cotangents(
     operands: Operands, state: AttentionState, query: Array, key: Array, value: Array
 ) -> Operands:
-    """Cotangents with zeros beyond the lengths, and where a query sees no key."""
+    """Zeros cotangents beyond the lengths and in fully masked rows."""
     if may_be_empty(operands):
         query = jnp.where(holds_keys(state.lse)[..., None], query, 0)
     if operands.tokens.has_lengths:
@@ -180,7 +180,7 @@ def present_cotangents(
 def push_forward(
     kernel: AbstractKernel, call: KernelCall, state: AttentionState, directions: Operands
 ) -> AttentionState | None:
-    """The tangent of `kernel`, one of ours; None if it declines the call."""
+    """Returns the tangent by `kernel`; None if it declines the call."""
     call = call._replace(operands=call.operands.positioned(read=False))
     try:
         kernel.check(call)

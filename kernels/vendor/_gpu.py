@@ -26,7 +26,7 @@ from ..masks._ready import Lengths
 from ..masks._structure import WINDOWS
 from ._adapter import VendorGPU, check_plain, lengths, sides_of
 
-FA4_WIDEST = {8: 256, 9: 256, 10: 128, 12: 256}  # by the major compute capability
+FA4_WIDEST = {8: 256, 9: 256, 10: 128, 12: 256}  # head width, by major compute capability
 FEWEST_ROWS = 64  # of queries and of keys; other kernels split the keys of few rows
 # The widest calls, by the major compute capability, of both forwards and backwards, from cuDNN's documentation:
 # https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html.

@@ -35,9 +35,9 @@ from ._adapter import (
     zero_beyond,
 )
 
-_LEAST = 128  # rows in a block
-_MOST = 32768  # rows; masks are cut into blocks on the host, one by one
-# Rows without keys have a lower energy: the score of a hidden pair is -0.7 times the largest float32.
+_LEAST = 128  # rows per block
+_MOST = 32768  # rows: the package splits masks into blocks on the host, one by one
+# Fully masked rows have a lower lse: a hidden pair scores -0.7 times the largest float32.
 _NO_KEY = -1e38
 
 
@@ -50,8 +50,10 @@ class Splash(AbstractKernel):
     """
 
     blocks: tuple[int, ...] = (1024, 512, 256, _LEAST)  # the first fitting that divides the rows
-    computed: int = 512  # keys that are computed with at once, of a block
-    fewest: int = 8  # larger blocks than these among the keys that a query may see
+    computed: int = 512  # keys of a block that are multiplied at once
+    fewest: int = (
+        8  # blocks larger than `computed` need this many among the keys that a query may see
+    )
 
     name = "splash"
     platforms = ("tpu",)
@@ -87,7 +89,7 @@ class Splash(AbstractKernel):
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        """Two kernels: one for the gradient of queries, one for the others; one where keys are one block."""
+        """Runs the dQ and dK/dV kernels, or one fused kernel if the keys are one block."""
         operands, (kernel, query, key, value) = call.operands, self._scaled(call)
         vendor_rows, cotangent = without_empty(operands, state, cotangent)
         d_out = cotangent.out.astype(value.dtype)
@@ -102,12 +104,12 @@ class Splash(AbstractKernel):
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState | None:
-        """The tangent by pallas_tpu: the vendor has none."""
+        """Uses the tangent of pallas_tpu: splash has none."""
         with _splash_config():
             return push_forward(PallasTPU(), call, state, directions)
 
     def _scaled(self, call: KernelCall) -> tuple[Any, ...]:
-        """The kernel, and operands with heads in front, with scaled queries, which a power of two does not round."""
+        """Returns the kernel and operands `[B, N, T, H]`; scaling queries by a power of two is exact."""
         settings, (query, key, value) = call.settings, zero_beyond(call.operands).qkv
         query, key, value = (x.swapaxes(1, 2) for x in (query * settings.scale, key, value))
         blocks = self._blocks(query, key, settings)
@@ -144,7 +146,7 @@ class _Blocks(NamedTuple):
 
 
 def _segments(operands: Operands) -> Any:
-    """The ids of queries and keys, `[B, T]` and `[B, S]`, or None; with lengths, 0, and -1 beyond them."""
+    """Returns segment ids of queries and keys, or None; with lengths, 0 within them and -1 beyond."""
     ids: Any = operands.tokens.query_segments, operands.tokens.key_segments
     if operands.tokens.has_lengths:
         with_positions: Any = operands.positioned().tokens
@@ -161,7 +163,7 @@ def _segments(operands: Operands) -> Any:
 
 
 def _backward(kernel: Any, segments: Any, query: Array, *rest: Array) -> tuple[Array, Array, Array]:
-    """The cotangents of one batch entry's scaled queries, keys and values."""
+    """Returns the cotangents of scaled queries, keys and values of one batch entry."""
     key, value, lse, d_out, delta = rest
     options, blocks = dict(kernel.kwargs), kernel.kwargs["block_sizes"]
     for name in ("block_sizes", "save_residuals", "residual_checkpoint_name"):

@@ -24,9 +24,11 @@ import select
 import shutil
 import signal
 import socket
+import statistics
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,6 +44,7 @@ _CHECKSUMS, _SEGMENTS = 0x01, 0x02
 _OFFLOAD_HEADER = struct.Struct("=BBHHHH")
 _LARGEST_FRAME = 1 << 17
 _PR_SET_PDEATHSIG = 1
+_PORT, _PINGS, _BULK = 7000, 30, 1 << 22  # of measurements by sockets
 
 
 class Network:
@@ -75,7 +78,7 @@ class Network:
 
         Nothing else should run on the hosts.
         """
-        program = [sys.executable, str(Path(__file__).with_name("_sockets.py"))]
+        program = [sys.executable, __file__]
         started = [
             subprocess.Popen(
                 self.command(host, [*program, str(host), *self.addresses]),
@@ -276,5 +279,59 @@ def _main(plan: dict[str, Any]) -> None:
         _forward(ports, Cables(len(ports), mbit=plan["mbit"], latency_ms=plan["latency_ms"]))
 
 
+def measure_sockets(host: int, addresses: list[str]) -> dict[str, float]:
+    """Measures the network as one host by plain sockets: `python _network.py HOST ADDRESS ...`.
+
+    The first host times messages to the second and back, then every host sends large ones to the next at once.
+    """
+    with socket.create_server((addresses[host], _PORT)) as server:
+        following = _connect(addresses[(host + 1) % len(addresses)])
+        previous, _ = server.accept()
+    trips, rates = [0.0], []
+    with following, previous:
+        for end in (following, previous):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(_PINGS * (host < 2)):
+            start = time.perf_counter()
+            if host == 0:
+                following.sendall(b"?")
+                following.recv(1)
+            else:
+                previous.sendall(previous.recv(1))
+            trips.append(time.perf_counter() - start)
+        for _ in range(4):
+            following.sendall(b"?")  # all hosts start together
+            previous.recv(1)
+            sending = threading.Thread(target=following.sendall, args=(bytes(_BULK),))
+            start = time.perf_counter()
+            sending.start()
+            missing = _BULK
+            while missing > 0:
+                missing -= len(previous.recv(min(missing, 1 << 20)))
+            rates.append(8e-6 * _BULK / (time.perf_counter() - start))
+            sending.join()
+    return {
+        "round_trip_ms": round(1e3 * statistics.median(trips), 3),
+        # without the first, in which the connection finds the rate
+        "mbit": round(statistics.median(rates[1:]), 1),
+    }
+
+
+def _connect(address: str) -> socket.socket:
+    until = time.monotonic() + _SECONDS_TO_START
+    while True:
+        try:
+            return socket.create_connection((address, _PORT), timeout=_SECONDS_TO_START)
+        except ConnectionRefusedError:  # the other host does not listen yet
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+
+
 if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]))
+    if sys.argv[2:]:
+        die_with_parent()
+        signal.alarm(int(2 * _SECONDS_TO_START))
+        print(json.dumps(measure_sockets(int(sys.argv[1]), sys.argv[2:])), flush=True)
+    else:
+        _main(json.loads(sys.argv[1]))

@@ -15,8 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Target(NamedTuple):
-    """Devices to compile for: a display name, the bytes of memory of each as published, the network for the cost
-    model, and a function that returns their description for JAX.
+    """Devices to compile for.
+
+    Attributes:
+        name: for display.
+        memory: bytes of a device, as published.
+        topology: the network, for the cost model.
+        describe: returns the devices as JAX describes them.
     """
 
     name: str
@@ -43,9 +48,7 @@ def tpu(chip: str, shape: str, memory: float) -> Target:
     return Target(f"TPU {name}", memory, cost.topology(f"tpu_{chip}", (chips,)), describe)
 
 
-def gpus(name: str, memory: float, topology: cost.Topology, config: Path) -> Target:
-    """GPUs of one host."""
-
+def _gpus(name: str, memory: float, topology: cost.Topology, config: Path) -> Target:
     def describe() -> list[Any]:
         sys.path.append(str(ROOT))
         os.environ.setdefault("XLA_FLAGS", "")
@@ -62,14 +65,14 @@ def gpus(name: str, memory: float, topology: cost.Topology, config: Path) -> Tar
     return Target(f"{topology.devices}x {name}", memory, topology, describe)
 
 
-H200 = gpus("H200", 141e9, cost.topology("dgx_h200", (8,)), ROOT / "tests" / "cuda" / "h200.txtpb")
-RTX_4090 = gpus(
+H200 = _gpus("H200", 141e9, cost.topology("dgx_h200", (8,)), ROOT / "tests/support/h200.txtpb")
+RTX_4090 = _gpus(
     "RTX 4090", 24e9, cost.topology("rtx_4090", (2,)), Path(__file__).with_name("rtx4090.txtpb")
 )
 
 
 def held(compiled: Any) -> int:
-    """Bytes that a program holds on one device at most, its arguments among them."""
+    """Bytes that a program holds on one device at most, its arguments included."""
     used = compiled.memory_analysis()
     total = used.argument_size_in_bytes + used.temp_size_in_bytes + used.output_size_in_bytes
     return total - used.alias_size_in_bytes

@@ -2,13 +2,12 @@
 
     python papers/tree_attention/latency.py --hosts 2,4,8 --keys 8192,32768 --out results
 
-Every host is a process of its own, in a network namespace of its own, and JAX's distributed runtime
-joins them over links of a set rate and latency. One decode step, in float32 with keys sharded over
-the hosts, is timed by each merge strategy of the tree, by the three all-reduces that the paper's
-listing amounts to, and by rings in which queries or keys travel. Beside the times stand what the
-compiled programs send and what the cost model says; every answer is compared with float64.
+Each host is a process in its own network namespace; JAX's distributed runtime connects them over links of a set rate
+and latency. A decode step in float32 with keys sharded over the hosts is timed by each merge strategy of the tree, by
+the three all-reduces of the paper's listing, and by rings in which queries or keys travel. The results include what
+the compiled programs send and what the cost model predicts; every answer is compared with float64.
 
-Without root, or with `--loopback`, the hosts talk over loopback, and the results say so.
+Without root, or with `--loopback`, the hosts communicate over loopback, and the results say so.
 """
 
 import argparse
@@ -26,11 +25,11 @@ import numpy as np
 from _network import Network
 from _predicted import automatic, predict
 from _problem import HEADS, WIDTH, Problem
-from _report import draw, integers, machine, rows, table
+from _report import draw_latency, integers, latency_table, machine, rows, write
 from _worker import Plan
 
 WORKER = Path(__file__).with_name("_worker.py")
-# An answer in float32 may be off by this many roundings of the terms that it sums.
+# The error of an answer in float32, in roundings of the terms of its sum, is at most this.
 ROUNDINGS = 16
 
 
@@ -55,12 +54,8 @@ def main() -> int:
             run["network"] |= {} if missing else link
             runs.append(run)
             predict(result)
-            print(table(run), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{args.name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, path.with_suffix(".svg"))
-    print(f"wrote {path} and {path.with_suffix('.svg')}")
+            print(latency_table(run), flush=True)
+    write(args.out / f"{args.name}.json", result, draw_latency)
     wrong = [row["error"] > run["tolerance"] for run in runs for row in run["rows"]]
     if any(wrong):
         print(f"latency: {sum(wrong)} answers differ from float64", file=sys.stderr)
@@ -82,7 +77,7 @@ def arguments() -> argparse.Namespace:
     add("--seconds", type=int, default=900, help="time limit for each number of hosts")
     add("--loopback", action="store_true", help="no emulated network, even with root")
     add("--out", type=Path, default=Path("latency"), help="folder for the results")
-    add("--name", default="latency", help="of the files there")
+    add("--name", default="latency", help="name of the files")
     args = parser.parse_args()
     for name in ("devices", "turns", "steps", "seconds"):
         if getattr(args, name) < 1:
@@ -97,7 +92,7 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(network: Network | None, hosts: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All runs over a number of hosts, in one group of processes."""
+    """Measures all lengths over a number of hosts, in one group of processes."""
     problems = [Problem(keys, hosts * args.devices) for keys in args.keys]
     answers = [problem.answer() for problem in problems]
     with tempfile.TemporaryDirectory() as name:
@@ -105,7 +100,7 @@ def measure(network: Network | None, hosts: int, args: argparse.Namespace) -> li
         np.savez(Path(name, "answers.npz"), allow_pickle=False, **by_keys)
         with network or contextlib.nullcontext():
             measured = network.measure() if network else None
-            measurements = together(network, hosts, args, name)
+            measurements = run_hosts(network, hosts, args, name)
     kind = "emulated network" if network else "loopback"
     eps = float(np.finfo(np.float32).eps)
     return [
@@ -122,22 +117,13 @@ def measure(network: Network | None, hosts: int, args: argparse.Namespace) -> li
     ]
 
 
-def together(
+def run_hosts(
     network: Network | None, hosts: int, args: argparse.Namespace, folder: str
 ) -> list[list[dict[str, Any]]]:
-    """Runs all hosts and returns their measurements. All end when one fails or time is up."""
-    plan = Plan(
-        host=0,
-        hosts=hosts,
-        devices=args.devices,
-        keys=args.keys,
-        turns=args.turns,
-        steps=args.steps,
-        seconds_per_method=args.method_seconds,
-        seconds=args.seconds,
-        coordinator=f"{network.addresses[0] if network else '127.0.0.1'}:{free_port()}",
-        folder=folder,
-    )
+    """Runs all hosts and returns their measurements; stops all when one fails or time is up."""
+    coordinator = f"{network.addresses[0] if network else '127.0.0.1'}:{free_port()}"
+    sizes = hosts, args.devices, args.keys, args.turns, args.steps
+    plan = Plan(0, *sizes, args.method_seconds, args.seconds, coordinator, folder)
     started: list[subprocess.Popen[bytes]] = []
     logs = [Path(folder, f"{host}.log") for host in range(hosts)]
     try:
@@ -167,7 +153,7 @@ def together(
 
 
 def free_port() -> int:
-    """A free port of this machine; in a network namespace, all ports are free."""
+    """Returns a free port of this machine; in a network namespace, all ports are free."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 

@@ -3,119 +3,153 @@
     python papers/tree_attention/memory.py --targets rtx4090 --out docs/benchmarks
     python papers/tree_attention/memory.py --targets v5p --add --out docs/benchmarks
 
-Attention over keys that are sharded over devices, in bfloat16: one query, by the tree and by the ring of
-keys that the paper compares with, over two RTX 4090s, which were the paper's, and over TPU slices, with the
-numbers of keys and of devices swept; and as many queries as keys, as for a prompt. What XLA says that a
-program holds on a device stands beside the cost model and, for one query, the paper's equations 29 and 30.
+Attention over keys that are sharded over devices, in bfloat16: one query, by the tree and by the ring of keys that
+the paper compares with, over two RTX 4090s, the paper's, and over TPU slices, with the numbers of keys and devices
+swept; and as many queries as keys, as for a prompt. The memory that XLA reports for a device is compared with the cost
+model and, for one query, with the paper's equations 29 and 30.
 
-It needs libtpu for TPUs, CUDA's compiler for GPUs: what `make test-tpu` and `make test-cuda` install.
-`--add` keeps what the file of results has of the other targets.
+TPUs need libtpu, GPUs CUDA's compiler: `make test-tpu` and `make test-cuda` install them. `--add` keeps the rows of the
+other targets in the file.
 """
 
 import argparse
+import functools
 import json
-import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from _report import machine
-from _tables_report import COLOURS, pyplot
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _report import draw_memory, machine, memory_table, write
+from _targets import RTX_4090, held, tpu
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-TARGETS = ("rtx4090", "v5p")
+from energy_attn.distributed import cost, methods, sharded_attention
+
+AXIS = "device"
+TARGETS = {
+    ("rtx4090", 2): RTX_4090,
+    ("v5p", 4): tpu("v5p", "2x2x1", 95e9),
+    ("v5p", 8): tpu("v5p", "2x2x2", 95e9),
+    ("v5p", 64): tpu("v5p", "4x4x4", 95e9),
+}
+METHODS = {
+    "tree": methods.Tree("allreduce"),
+    "ring, keys": methods.Ring("keys"),
+    "ring, queries": methods.Ring("queries"),
+    "gather": "gather",
+    "ulysses": "ulysses",
+}
+MERGES = {"tree": "allreduce", "ring, keys": "keys", "ring, queries": "queries"}
+
+
+class Case(NamedTuple):
+    """A program: one query, or if `sharded` causal attention with as many queries as keys."""
+
+    target: str
+    devices: int
+    keys: int
+    method: str
+    heads: int = 16
+    kv_heads: int = 16
+    width: int = 128
+    sharded: bool = False
+
+
+CASES = (
+    # the paper's cards and hidden sizes; 128,000 keys make 2btd numbers the paper's 524 MB
+    *(
+        Case("rtx4090", 2, 128_000, method, heads, heads)
+        for heads in (16, 32)
+        for method in ("tree", "ring, keys")
+    ),
+    *(
+        Case("v5p", devices, keys, method)
+        for devices, keys in ((8, 2**17), (8, 2**19), (8, 2**21), (4, 2**19), (64, 2**19))
+        for method in ("tree", "ring, keys")
+    ),
+    Case("v5p", 8, 2**19, "ring, queries"),
+    *(Case("v5p", 8, 2**17, method, 32, 8, sharded=True) for method in METHODS),
+)
+
+
+def local(case: Case, query: Any, key: Any, value: Any) -> Any:
+    """Computes the attention of a case on one of its devices."""
+    options: dict[str, Any] = {"axis_name": AXIS, "method": METHODS[case.method]}
+    options |= {"queries_sharded": case.sharded}
+    if case.sharded:
+        start = lax.axis_index(AXIS) * key.shape[1]
+        positions = start + jnp.arange(key.shape[1], dtype=jnp.int32)[None]
+        options |= {"is_causal": True, "query_positions": positions, "key_positions": positions}
+    return sharded_attention(query, key, value, **options).out
+
+
+def row(case: Case) -> dict[str, Any]:
+    """Memory of a case's compiled program per device, compared with the cost model and the paper."""
+    target = TARGETS[case.target, case.devices]
+    mesh = Mesh(np.array(target.describe()), (AXIS,))
+    split = P(None, AXIS)
+    queries, spec = (case.keys, split) if case.sharded else (1, P())
+
+    def array(length: int, heads: int, spec: P) -> jax.ShapeDtypeStruct:
+        shape, sharding = (1, length, heads, case.width), NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    specs: dict[str, Any] = {"in_specs": (spec, split, split), "out_specs": spec}
+    run = jax.shard_map(functools.partial(local, case), mesh=mesh, check_vma=False, **specs)
+    key = array(case.keys, case.kv_heads, split)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(run).lower(array(queries, case.heads, spec), key, key).compile()
+    used: Any = compiled.memory_analysis()
+    shape = cost.Shape(
+        *(1, queries, case.keys, case.heads, case.kv_heads, case.width),
+        causal=case.sharded,
+        queries_sharded=case.sharded,
+    )
+    method_and_merge = case.method.partition(", ")[0], MERGES.get(case.method)
+    return {
+        **case._asdict(),
+        "device": target.name,
+        "arguments": used.argument_size_in_bytes,
+        "temporaries": used.temp_size_in_bytes,
+        "held": held(compiled),
+        "model": cost.memory(*method_and_merge, shape, target.topology),
+        "paper": None if case.sharded else paper(case),
+    }
+
+
+def paper(case: Case) -> int | None:
+    """Equations 29 and 30 in bytes: $4btd + 2bd$ numbers for a ring of keys, $2btd + 2bd + 2bn_h$ for the tree."""
+    width = case.heads * case.width
+    shard = 2 * case.keys // case.devices * width
+    numbers = {"ring, keys": 2 * shard + 2 * width, "tree": shard + 2 * width + 2 * case.heads}
+    return 2 * numbers[case.method] if case.method in numbers else None
 
 
 def main() -> int:
     """Compiles for the targets that the arguments name, prints rows, and writes JSON and a figure."""
+    targets = tuple(dict.fromkeys(name for name, _ in TARGETS))
     parser = argparse.ArgumentParser(description="Peak memory of tree and ring, compiled ahead.")
     add = parser.add_argument
-    add("--targets", type=lambda text: text.split(","), default=["v5p"], help=", ".join(TARGETS))
-    add("--add", action="store_true", help="keep what the file says of other targets")
+    add("--targets", type=lambda text: text.split(","), default=["v5p"], help=", ".join(targets))
+    add("--add", action="store_true", help="keep the rows of other targets in the file")
     add("--out", type=Path, default=Path("memory"), help="folder for the results")
     args = parser.parse_args()
     for target in args.targets:
-        if target not in TARGETS:
-            parser.error(f"--targets: wanted some of {', '.join(TARGETS)}, got {target}")
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is run
-    from _memory_aot import CASES, row
-
+        if target not in targets:
+            parser.error(f"--targets: wanted some of {', '.join(targets)}, got {target}")
+    jax.config.update("jax_platforms", "cpu")  # nothing is run
     path = args.out / "memory.json"
     kept = json.loads(path.read_text())["rows"] if args.add and path.is_file() else []
     rows = [x for x in kept if x["target"] not in args.targets]
-    for case in CASES:
-        if case.target in args.targets:
-            rows.append(row(case))
-            print(line(rows[-1]), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
-    print(f"wrote {path}")
-    draw(rows, path.with_suffix(".svg"))
+    rows += [row(case) for case in CASES if case.target in args.targets]
+    print(memory_table(rows))
+    write(path, {"machine": machine(), "rows": rows}, draw_memory)
     return 0
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row as text."""
-    paper = "" if row["paper"] is None else f"  paper {row['paper'] / 2**20:9.1f}"
-    queries = "all" if row["sharded"] else "one"
-    return (
-        f"{row['device']:14} {row['devices']:3} devices {row['keys']:8} keys, {queries} queries, "
-        f"{row['heads']:2}/{row['kv_heads']:2} heads  {row['method']:13} MiB: {row['held'] / 2**20:9.1f} "
-        f"({row['temporaries'] / 2**20:.1f} temporary)  model {row['model'] / 2**20:9.1f}{paper}"
-    )
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws the memory of a decode step, over keys and over devices: compiled, by model and by paper."""
-    one = [row for row in rows if row["target"] == "v5p" and not row["sharded"]]
-    middle = sorted({row["keys"] for row in one})[1] if one else 0
-    panels = {
-        "keys": [row for row in one if row["devices"] == 8],
-        "devices": [row for row in one if row["keys"] == middle],
-        "heads": [row for row in rows if row["target"] == "rtx4090"],
-    }
-    titles = {
-        "keys": "8 TPU v5p",
-        "devices": f"TPU v5p, {middle // 1024}k keys",
-        "heads": "2 RTX 4090, as in the paper",
-    }
-    figure, axes = pyplot.subplots(1, 3, figsize=(9.6, 3.8), layout="constrained")
-    for panel, (axis, panel_rows) in zip(axes, panels.items(), strict=True):
-        for name, colour in COLOURS.items():
-            sorted_rows = sorted(
-                (x for x in panel_rows if x["method"] == name), key=lambda x: x[axis]
-            )
-            if not sorted_rows:
-                continue
-            places = [x[axis] * (x["width"] if axis == "heads" else 1) for x in sorted_rows]
-            # a line for what is swept
-            styles = (
-                {"held": "o", "model": "-", "paper": ":"} if len(sorted_rows) > 1 else {"held": "o"}
-            )
-            for figure_name, style in styles.items():
-                sizes = [x[figure_name] / 2**20 for x in sorted_rows if x[figure_name] is not None]
-                if len(sizes) == len(places):
-                    label = f"{name}, {'compiled' if figure_name == 'held' else figure_name}"
-                    panel.plot(places, sizes, style, color=colour, markersize=4, label=label)
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log", base=2)
-        ticks = sorted({x[axis] * (x["width"] if axis == "heads" else 1) for x in panel_rows})
-        panel.set_xticks(ticks, [f"{x // 1024}k" if x >= 2**16 else f"{x}" for x in ticks])
-        lowest, highest = panel.get_ylim()
-        sizes = [2**i for i in range(20) if lowest <= 2**i <= highest]
-        panel.set_yticks(sizes, [f"{size:,}" for size in sizes])
-        panel.minorticks_off()
-        panel.set_title(titles[axis], fontsize=10)
-        panel.set_xlabel({"heads": "hidden size"}.get(axis, axis))
-        panel.grid(axis="y", color="0.9", linewidth=0.8)
-        panel.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("MiB on a device, a decode step")
-    handles = dict(zip(*axes[0].get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(
-        handles.values(), handles, frameon=False, loc="outside lower center", ncols=3, fontsize=8
-    )
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

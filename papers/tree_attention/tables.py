@@ -4,18 +4,17 @@
     python papers/tree_attention/tables.py --processes 2,4 --prompts 8192,16384
     python papers/tree_attention/tables.py --aot h200,rtx4090
 
-A prompt is read, and ten tokens are decoded from a cache that is sharded over all devices: by the
-tree, by the ring of keys that the paper compares with, and by a ring of the queries' states. Times
-are means of ten repetitions with their standard errors; compilation and a first repetition do not
-count. They are printed beside the paper's, and beside what the cost model says of its machines.
+A prompt is read, and ten tokens are decoded from a cache that is sharded over all devices: by the tree, by the ring
+of keys that the paper compares with, and by a ring of the queries' states. Times are means of ten repetitions with
+their standard errors, without compilation and a first repetition. The paper's times and the cost model's predictions
+for its machines are printed as well.
 
-Without `--devices` and `--processes` those devices are used that JAX finds; `--devices` simulates
-so many on the CPU. `--processes` starts real processes on this machine, with `--devices` devices
-each, that talk by gloo over loopback. The model is the library's own, of bytes, 0.9 million weights:
-what they are does not change times.
+By default the devices are those that JAX finds; `--devices` simulates a number of them on the CPU. `--processes`
+starts processes on this machine, with `--devices` devices each, which communicate by gloo over loopback. The model is
+the library's model of bytes with 0.9 million weights, whose values do not change times.
 
-`--aot` compiles the paper's own models for other machines, and prints their memory and communication: for GPUs
-with CUDA's compiler (see `make test-cuda`), for TPUs with libtpu.
+`--aot` compiles the paper's models for other machines, and prints their memory and communication: for GPUs with CUDA's
+compiler (see `make test-cuda`), for TPUs with libtpu.
 """
 
 import argparse
@@ -28,33 +27,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _report import integers, machine
+from _report import case_table, draw_tables, integers, machine, paper_table, run_table, write
 
 TARGETS = ("h200", "rtx4090", "v5p", "v5e")
 WORKER = Path(__file__).with_name("_tables_run.py")
-SECONDS = 3600  # for each number of processes
+SECONDS = 3600  # limit for each number of processes
 LAUNCH = Path(__file__).parents[2] / "examples/cluster/launch.py"
 
 
 def main() -> int:
-    """Measures or compiles, prints tables, and writes JSON and a plot."""
+    """Measures or compiles, prints tables, and writes JSON and a figure."""
     args = arguments()
     prepare(args)
     result = {"machine": machine(), **(compiled(args) if args.aot else measured(args))}
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{args.name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {path}")
-    if args.aot:
-        return 0
-    from _tables_report import draw
-
-    draw(result, path.with_suffix(".svg"))
-    rows = [row for run in result["runs"] for row in run["rows"]]
-    other = [x for row in rows for x in row["methods"].values() if not x["same_tokens"]]
-    if other:
-        print(f"tables: {len(other)} times other tokens than the tree's", file=sys.stderr)
-    return int(bool(other))
+    write(args.out / f"{args.name}.json", result, None if args.aot else draw_tables)
+    rows = [row for run in result.get("runs", ()) for row in run["rows"]]
+    wrong = [x for row in rows for x in row["methods"].values() if not x["same_tokens"]]
+    if wrong:
+        print(f"tables: tokens differ from the tree's {len(wrong)} times", file=sys.stderr)
+    return int(bool(wrong))
 
 
 def arguments() -> argparse.Namespace:
@@ -62,11 +53,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The paper's tables 1 and 2.")
     add = parser.add_argument
     add("--prompts", type=integers, default=[8192, 16384, 32768], help="lengths, in tokens")
-    add("--devices", type=int, help="as many simulated ones; with --processes, of each")
-    add("--processes", type=integers, help="as many, on this machine")
+    add("--devices", type=int, help="simulated devices, of each process")
+    add("--processes", type=integers, help="numbers of processes on this machine")
     add("--aot", type=lambda text: text.split(","), help=f"compile for {', '.join(TARGETS)}")
     add("--out", type=Path, default=Path("tables"), help="folder for the results")
-    add("--name", default="tables", help="of the files there")
+    add("--name", default="tables", help="name of the files")
     args = parser.parse_args()
     counts = {"prompts": args.prompts, "devices": [args.devices], "processes": args.processes}
     for name, values in counts.items():
@@ -79,8 +70,8 @@ def arguments() -> argparse.Namespace:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Sets environment variables that JAX and Equinox read when they are imported or start."""
-    # The cache's check that there is room would wait for the device at each step.
+    """Sets environment variables before JAX and Equinox read them."""
+    # the cache's check for room would wait for the device at each step
     os.environ.setdefault("EQX_ON_ERROR", "off")
     if args.aot:
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is run
@@ -91,9 +82,8 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """The protocol, on the devices of this process or in each group of processes."""
+    """Runs the protocol on the devices of this process or in each group of processes."""
     from _tables_paper import ASSUMPTIONS, TOKENS, beside_measured
-    from _tables_report import paper_table, run_table
     from _tables_run import REPETITIONS, run
 
     runs = []
@@ -113,7 +103,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def by_processes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The measurements by each number of processes; ends with the first that fails."""
+    """Measures with each number of processes; stops at the first failure."""
     for number in args.processes:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "result.json")
@@ -127,9 +117,8 @@ def by_processes(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def compiled(args: argparse.Namespace) -> dict[str, Any]:
-    """The paper's models, compiled for the targets that were asked for."""
+    """Compiles the paper's models for the selected targets."""
     from _tables_aot import CASES, TARGETS, compile_case
-    from _tables_report import case_table
 
     cases = []
     for case in CASES:

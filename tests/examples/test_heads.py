@@ -130,6 +130,7 @@ def test_zero(model, tokens, user_settings):
     assert (jnp.abs(again).mean((2, 3)) > 1e-3).sum() == 15
 
 
+@pytest.mark.full
 def test_matched_without(model, user_settings):
     """Induction that is measured in another head, or without another one."""
     texts = heads.random_texts()["repeated"][:2]

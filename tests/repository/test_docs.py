@@ -10,6 +10,7 @@ import check_structure
 import compare_modes
 import draw_first_light
 import list_kernels
+import pages
 import pytest
 
 from benchmarks import losses
@@ -71,14 +72,15 @@ def test_a_dangling_link_is_found(tmp_path):
 def test_the_start_page_has_every_page():
     """A page that only the navigation leads to, as those of a GPT, of second derivatives and of QK-clip once."""
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    pages = re.findall(r"[\w/]+\.md", settings.partition("\nnav:\n")[2].partition("\n\n")[0])
+    navigation = settings.partition("\nnav:\n")[2].partition("\n\n")[0]
+    names = re.findall(r"[\w/]+\.md", navigation)
     links = r"\]\(((?:\w+/)?\w+\.md)"
     start = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     api = (ROOT / "docs" / "api" / "index.md").read_text(encoding="utf-8")
     found = {*re.findall(links, start), *(f"api/{name}" for name in re.findall(links, api))}
-    assert len(pages) == len(set(pages)) > 40
-    assert set(pages) - found == {"index.md"}
-    titles = re.findall(r"^  - (\w.*):$", settings.partition("\nnav:\n")[2], re.MULTILINE)
+    assert len(names) == len(set(names)) > 40
+    assert set(names) - found == {"index.md"}
+    titles = re.findall(r"^  - (\w.*):$", navigation, re.MULTILINE)
     assert titles == [*re.findall("^## (.*)", start, re.MULTILINE), "API"]
 
 
@@ -144,9 +146,13 @@ def test_where_others_are_faster():
 
 
 def wide(text: str) -> list[str]:
-    """The lines of a page's blocks of code that its column of text cuts off."""
+    """The lines of a page's blocks of code that its column of text cuts off; included files have lines of their own."""
+    text = pages.INCLUDE.sub("", text)
     blocks = re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines()[1:] if len(line) > COLUMNS]
+    code = [
+        block for block in blocks if not block.startswith("```text\n")
+    ]  # an output is as wide as it is
+    return [line for block in code for line in block.splitlines()[1:] if len(line) > COLUMNS]
 
 
 @pytest.mark.structure
@@ -196,6 +202,47 @@ def test_hardware_in_that_table():
     }
     last = list_kernels.section(steps).splitlines()[-1]
     assert last == "| right on hardware so far | none | none | `cudnn` | none | none | those |"
+
+
+def measured() -> dict[str, str]:
+    """The accelerator that each committed file of measurements is from."""
+    devices = {}
+    for path in sorted((ROOT / "docs/benchmarks").glob("*.json")):
+        content = path.read_text(encoding="utf-8")
+        if device := re.search(r'"device": "NVIDIA (\w+)|"device": "(TPU \w+)', content):
+            devices[path.name] = device[1] or device[2]
+    return devices
+
+
+# What is said of hardware that nothing was measured on.
+UNMEASURED = r"(?i)nothing (?:has been|was) measured on (?:an? )?(GPU|TPU)|no (GPU|TPU)s? (?:of ours )?ha(?:s|ve) run"
+
+
+@pytest.mark.structure
+def test_hardware_that_pages_speak_of():
+    """A page without figures that another one has: benchmarks were said to have none of a GPU where an H100 had run."""
+    devices = measured()
+    assert {"first_light.json", "loops-h200.json"} <= set(devices)
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    rows = [row.split(" | ") for row in re.findall(r"^\| NVIDIA .*", page, re.MULTILINE)]
+    for file, device in devices.items():
+        assert any(device in row[0] and f"(benchmarks/{file})" in row[-1] for row in rows), file
+    kinds = {device.partition(" ")[0] if "TPU" in device else "GPU" for device in devices.values()}
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        for gpu, tpu in re.findall(UNMEASURED, text):
+            assert (gpu or tpu) not in kinds, path
+    for name in (
+        "README.md",
+        "docs/compare.md",
+        "docs/faq.md",
+        "docs/versions.md",
+        "docs/install.md",
+    ):
+        missing = set(devices.values()) - set(
+            re.findall(r"\b(?:TPU )?\w+", (ROOT / name).read_text())
+        )
+        assert not missing, name
 
 
 def test_nobody_is_sent_to_an_index():

@@ -13,7 +13,7 @@ from check_structure import ROOMS, module_name, sources
 ROOT = Path(__file__).resolve().parents[2]
 # Pages that a newcomer pastes, which run on the newest JAX, too; and two short ones of the default suite.
 FIRST = ("README.md", "docs/tour.md")
-SHORT = ("README.md", "docs/errata.md")
+SHORT = ("README.md", "docs/byte_llama.md")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings"), pytest.
 
 def test_memory():
     """Programs that have come to hold more than those committed."""
-    aot = module("_memory_aot")
+    aot = module("memory")
     for case in aot.CASES:
         if case.target == "v5p" and case.devices == 8 and case.keys == 2**17:
             before = held(case.sharded)["TPU v5p:2x2x2", 8, case.keys, case.heads]

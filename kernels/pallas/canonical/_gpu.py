@@ -1,4 +1,4 @@
-"""The fold of tiles on NVIDIA's GPUs: the waiting nodes of the tree are in global memory, which the cache holds."""
+"""The fold of tiles on NVIDIA's GPUs; waiting nodes of the tree are in global memory, and so in the L2 cache."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from ._sides import OfPairs, Side, Walk
 
 
 class Place(NamedTuple):
-    """Some rows of an entry along the first axis, and of a head along the third, if there is one."""
+    """A block of rows: their index on axis 0 (the tile) and, for arrays with heads, on axis 2."""
 
     entry: Array
     head: Array | None
@@ -56,18 +56,18 @@ class Place(NamedTuple):
         return jnp.broadcast_to(there[:, None], (self.size, ref.shape[-1])) if matrix else there
 
 
-class Waiting(NamedTuple):
-    """The nodes of a program that wait for their right neighbours."""
+class NodeStack(NamedTuple):
+    """The stack of tree nodes that wait for their right neighbours, one stack per GPU program."""
 
     refs: Sequence[Ref]  # of the arrays of all programs' nodes
-    forks: Ref  # of each node, the bits in which the numbers beside it differ; the highest is its level
+    forks: Ref  # per node: XOR of the leaf numbers on both sides of its end; the highest bit is its level
     base: Array  # the first node of this program
-    there: Array | None  # which rows there are
+    there: Array | None  # which rows are present; None: all
     program: FoldProgram
     interpret: bool
 
     def below(self, count: Array, fork: Array) -> Array:
-        """Number of the `count` waiting nodes whose level is not below the level of a fork."""
+        """Returns how many of the `count` waiting nodes stay: those whose level is not below the fork's."""
 
         def top(count: Array) -> Array:
             return self.forks[self.base + jnp.maximum(count - 1, 0)]
@@ -78,18 +78,19 @@ class Waiting(NamedTuple):
         def down(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             return carry[0] - 1, top(carry[0] - 1)
 
-        # Triton of JAX 0.11 crashes where arrays are carried
+        # The loop carries scalars: JAX 0.11 crashes when it lowers a while loop that carries arrays to Triton. To see
+        # whether this is still so, carry `node` here and run tests/cuda/test_canonical_programs.py.
         return lax.while_loop(is_lower, down, (count, top(count)))[0]
 
-    def joined(self, node: Partial, count: Array, left: Array) -> Partial:
+    def merged(self, node: Partial, count: Array, left: Array) -> Partial:
         """`node` merged with the waiting nodes from `count` down to `left`."""
 
-        def join(index: Array, node: Partial) -> Partial:
+        def merge(index: Array, node: Partial) -> Partial:
             place = self._at(count - 1 - index)
             left = place.load(self.refs, self.there, self.program.identity)
             return self.program.merge(left, node)
 
-        return lax.fori_loop(0, count - left, join, node)
+        return lax.fori_loop(0, count - left, merge, node)
 
     def push(self, node: Partial, count: Array, fork: Array) -> None:
         self._wait()
@@ -105,17 +106,20 @@ class Waiting(NamedTuple):
         return Place(self.base + count, None, 0, self.refs[0].shape[1])
 
 
-PROGRAMS = 264  # at most, each of which folds own blocks in turn
-BLOCKS = {2: 64, 4: 32}  # rows or keys that are in registers at once, by the bytes of a number
-ROWS_OF_ITEMS, GROUP = 8, 8  # likewise, and how many items
-WARPS = {"to_keys": 8}  # of a program, others have 4
-STAGES = 3  # of copies to shared memory
+PROGRAMS = 264  # at most; each loops over blocks of own rows
+BLOCKS = {2: 64, 4: 32}  # rows or keys held in registers, by bytes per number
+ROWS_OF_ITEMS, GROUP = (
+    8,
+    8,
+)  # rows, and partials of the other side, held in registers when partials are folded
+WARPS = {"to_keys": 8}  # per program; 4 for the others
+STAGES = 3  # pipelined copies to shared memory
 
 
 def fold(
     program: FoldProgram, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
 ) -> list[Array]:
-    """The results of a program for each own tile and part, `[B, tiles, parts, size, K(, W)]`."""
+    """Returns the results of a fold program per own tile and part, `[B, tiles, parts, size, K(, W)]`."""
     batch, tiles, parts = walk.first.shape
     like = next(iter(own.arrays.values()))
     size, heads = like.shape[2:4]
@@ -143,7 +147,7 @@ def fold(
         name=f"attention_canonical_{program.name}",
     )(
         jnp.stack([jnp.int32(x) for x in sizes]),
-        # one more is read, and not used, where the last tile meets nothing
+        # padded by one: a tile that meets nothing reads the number after the last, and does not use it
         jnp.pad(walk.numbers.reshape(-1), (0, 1)),
         *(x.reshape(-1) for x in (walk.first, walk.stop)),
         *((_flat(x.arrays), _flat(x.ids)) for x in (own, other)),
@@ -153,12 +157,12 @@ def fold(
 
 
 def _flat(arrays: PyTree[Array]) -> Any:
-    """Arrays with their first two axes as one, so that no stride depends on the sizes of a call."""
+    """Merges the first two axes, so that no stride in a kernel depends on the sizes of the call."""
     return jax.tree.map(lambda x: lax.collapse(x, 0, 2), arrays)
 
 
 class _Tiles(NamedTuple):
-    """Arrays and ids of a side; one block at a time is in registers."""
+    """Arrays and ids of one side, loaded into registers one block at a time."""
 
     arrays: Blocks
     ids: tuple[Ref, ...]
@@ -169,11 +173,11 @@ class _Tiles(NamedTuple):
         return next(iter(self.arrays.values())).shape[1] // self.block
 
     def load(self, place: Place) -> tuple[Blocks, tuple[Array, ...]]:
-        """Arrays of a block, with zeros for absent tokens, and its ids; numbers as rows of matrices."""
+        """Loads a block, zeros for absent tokens, and its ids; numbers per token become rows `[1, block]`."""
         ids = tuple(triton.load(place._replace(head=None).of(x)) for x in self.ids)
         arrays = place.load(self.arrays.values(), ids[0] >= 0 if ids else None)
-        found = zip(self.arrays, arrays, strict=True)
-        return {n: x if x.ndim == 2 else x[None] for n, x in found}, tuple(x[None] for x in ids)
+        named = zip(self.arrays, arrays, strict=True)
+        return {n: x if x.ndim == 2 else x[None] for n, x in named}, tuple(x[None] for x in ids)
 
 
 def _kernel(
@@ -189,19 +193,25 @@ def _kernel(
     other: tuple[Blocks, tuple[Ref, ...]],
     refs: list[Ref],
 ) -> None:
-    """Folds the other side by the tree, for one own block of the program after the other."""
+    """Folds the other side in tree order, for each own block of this program.
+
+    A carry-save fold: `node` is the newest partial, and the stack holds the nodes left of it. Between leaves `i` and
+    `j` lie the levels up to the highest bit of `i ^ j`; nodes below that level are complete and are merged first.
+    """
+    # The closures share the block that is in registers: Triton has no calls, so what would be a function's argument
+    # is a value of this trace. The parameters are the refs that `pl.pallas_call` passes, in its order.
     tiles, parts, heads, others, total, programs, depth, dense = (sizes[i] for i in range(8))
     results = refs[: len(program.results)]
     *waiting, forks = refs[len(results) :]
     rows, keys = (_Tiles(*side, block) for side, block in zip((own, other), blocks, strict=True))
-    this = pl.program_id(0)
+    program_id = pl.program_id(0)
     nothing = tuple(
         jnp.full((rows.block, n), x, jnp.float32)
         for n, x in zip(program.sizes, program.identity, strict=True)
     )
 
-    def one(turn: Array, _: Array) -> Array:
-        work, block = _divided(this + turn * programs, rows.blocks)
+    def fold_block(turn: Array, _: Array) -> Array:
+        work, block = _divided(program_id + turn * programs, rows.blocks)
         at, head = _divided(work, heads)
         tile, part = _divided(at, parts)
         batch = lax.div(tile, tiles)
@@ -209,7 +219,7 @@ def _kernel(
         loaded, ids = rows.load(place)
         there = ids[0][0] >= 0 if ids else None
         ids = tuple(x.T for x in ids)
-        stack = Waiting(waiting, forks, this * depth, there, program, interpret)
+        stack = NodeStack(waiting, forks, program_id * depth, there, program, interpret)
         begin, end = first[at], stop[at]
         start = batch * others
 
@@ -226,7 +236,7 @@ def _kernel(
             return item, numbers[entry]
 
         def some_items(index: Array) -> tuple[Partial, Array]:
-            """The node over the items of a subtree of `GROUP`, or of one of these where numbers have gaps."""
+            # the node over `GROUP` partials of a subtree, or over a single one where numbers have gaps
             number = numbers[start + begin + (1 - dense) * index]
             group = lax.div(number, jnp.int32(GROUP)) + dense * index
             nodes = []
@@ -255,31 +265,31 @@ def _kernel(
             item, number = item_of(index)
             fork = number ^ last
 
-            def beside() -> tuple[Array, Partial]:
+            def merge_pair() -> tuple[Array, Partial]:
                 return count, program.merge(node, item)
 
-            def above() -> tuple[Array, Partial]:
+            def push_node() -> tuple[Array, Partial]:
                 left = stack.below(count, fork)
-                stack.push(stack.joined(node, count, left), left, fork)
+                stack.push(stack.merged(node, count, left), left, fork)
                 return left + 1, item
 
-            # two leaves of one node, or the first one, need not wait
-            is_beside = (index == 0) | (fork <= 1)
-            count, node = lax.cond(is_beside, beside, above)
+            # the first item, and the right one of two sibling leaves, merge without the stack
+            is_pair = (index == 0) | (fork <= 1)
+            count, node = lax.cond(is_pair, merge_pair, push_node)
             return count, number, node
 
         carry = lax.fori_loop(0, count, step, (jnp.int32(0), numbers[start], nothing))
-        node = stack.joined(carry[2], carry[0], jnp.int32(0))
-        found = (x[0] if x.shape[0] == 1 else x for x in program.finish(loaded, node))
-        place._replace(entry=at).store(results, found, there if program.to_partials else None)
+        node = stack.merged(carry[2], carry[0], jnp.int32(0))
+        output = (x[0] if x.shape[0] == 1 else x for x in program.finish(loaded, node))
+        place._replace(entry=at).store(results, output, there if program.to_partials else None)
         return turn
 
-    turns = lax.div(total - this + programs - 1, programs)
-    lax.fori_loop(0, turns, one, jnp.int32(0))
+    turns = lax.div(total - program_id + programs - 1, programs)
+    lax.fori_loop(0, turns, fold_block, jnp.int32(0))
 
 
 def _as_columns(item: Sequence[Array]) -> Partial:
-    """A partial in the form of its program: numbers as columns."""
+    """Returns the partial with one number per row as a column `[rows, 1]`."""
     return tuple(x if x.ndim == 2 else x[:, None] for x in item)
 
 

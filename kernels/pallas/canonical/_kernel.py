@@ -22,27 +22,26 @@ from ..tpu._kernel import TARGET as tpu_target
 from ._schedule import PallasSchedule
 from ._sides import FormatSizes, scores_of
 
-MOST_WIDTH = 256  # whose tiles are on a chip together
+MOST_WIDTH = 256  # widest heads whose tiles fit on a chip together
 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractCanonicalPallas(AbstractCanonical):
     """Attention whose bits depend on a row and the keys that it sees, as `Canonical` on CPUs.
 
-    A tile of rows and a leaf of keys are one program, in which no constant depends on the sizes of a call, and the
-    canonical tree merges what it returns.
-
+    A tile of rows and a leaf of keys are one program, in which no constant depends on the sizes of a call. The
+    canonical tree merges the partials that it returns.
     """
 
     sizes: ClassVar[dict[int, FormatSizes]]  # constants of the format, by the bytes of a number
     dtypes: ClassVar[tuple[str, ...]]
     target: ClassVar[Target]
-    least_tiles: ClassVar[int]  # a fold over keys of fewer tiles of rows is in parts
+    least_tiles: ClassVar[int]  # with fewer tiles of rows, a fold over keys is split into parts
     masks = (AbstractMask,)
 
     def check(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` for a part of the keys of a row; for arrays of biases and masks; for other
-        dtypes and wider heads; and for masks and scores that no kernel of Pallas computes, or with tables.
+        """Raises `NotImplementedError` for partial rows, array biases and masks, other dtypes, heads wider than
+        `MOST_WIDTH`, and masks or scores that Pallas kernels do not compute.
         """
         operands, settings = call.operands, call.settings
         check_whole(settings)
@@ -114,7 +113,7 @@ class CanonicalGPU(AbstractCanonicalPallas):
     platforms = ("cuda",)
     interpreted = ("cpu", "tpu")
     exported = False
-    # products of float32 are made of single instructions, of which larger tiles have too many
+    # float32 products have no tensor cores: larger tiles unroll into too many instructions
     sizes: ClassVar[dict[int, FormatSizes]] = {2: FormatSizes(64, 256), 4: FormatSizes(16, 256)}
     dtypes = ("bfloat16", "float16", "float32")
     target = gpu_target

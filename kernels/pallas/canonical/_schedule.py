@@ -1,4 +1,4 @@
-"""The schedule of Pallas: the operands of a call in tiles, which the kernels of a platform fold."""
+"""The Pallas schedule of a canonical fold: lays a call out in tiles and runs a platform's fold kernel."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +32,7 @@ from ._sides import (
     subtree_for,
 )
 
-_LEAST = 16  # of a width, which is a power of two
+_LEAST = 16  # smallest padded width; widths are padded to powers of two
 
 
 class ChipArithmetic(Arithmetic):
@@ -41,7 +41,7 @@ class ChipArithmetic(Arithmetic):
 
 
 class FoldInParts(AbstractRowsFold):
-    """One kernel folds leaves; for few rows, one folds leaves to nodes of the tree, and another folds the nodes."""
+    """Folds leaves in one kernel; for few rows in two, leaves to tree nodes and then the nodes."""
 
     of: "PallasSchedule"
 
@@ -69,7 +69,7 @@ class FoldInParts(AbstractRowsFold):
         numbers = jnp.take_along_axis(numbers, order, 1)
         absent = (numbers < 0).sum(1, dtype=jnp.int32)[:, None, None]
 
-        def laid(x: Array) -> Array:
+        def packed(x: Array) -> Array:
             x = jnp.stack([of.in_tiles(node) for node in x], 1)  # [B, nodes, tiles, K, rows, ...]
             index = order.reshape(batch, count, *[1] * (x.ndim - 2))
             x = jnp.take_along_axis(x, index, 1)
@@ -80,13 +80,13 @@ class FoldInParts(AbstractRowsFold):
         walk = Walk(
             jnp.tile(numbers, (1, tiles)), first + absent, first + 0 * absent + count, count, False
         )
-        return self._of(own, Side({str(i): laid(x) for i, x in enumerate(nodes)}, ()), walk)
+        return self._of(own, Side({str(i): packed(x) for i, x in enumerate(nodes)}, ()), walk)
 
     def _own(self) -> Side:
         return self.of.row_side(self.rows | self.of.numbers())
 
     def _in_parts(self, walk: Walk, wanted: int) -> tuple[Walk, Array]:
-        """The walk over leaves in about `wanted` parts, and their numbers in the tree."""
+        """Splits the walk over leaves into about `wanted` parts; returns it with the parts' numbers in the tree."""
         if walk.consecutive:
             return walk.in_parts(wanted)
         # whole leaves in order, perhaps of a cache
@@ -109,7 +109,7 @@ class FoldInParts(AbstractRowsFold):
 
 
 class PallasSchedule(AbstractSchedule):
-    """Queries and keys are laid out in tiles of a platform's sizes, which its kernel folds."""
+    """Lays queries and keys out in a platform's tile sizes and runs its fold kernel."""
 
     arithmetic = ChipArithmetic()
     over_keys = FoldInParts
@@ -117,7 +117,7 @@ class PallasSchedule(AbstractSchedule):
     def __init__(
         self, kernel: Any, call: KernelCall, scores: ChipScores, sizes: FormatSizes, subtree: int
     ):
-        """`subtree`: how many leaves of keys are one, where keys lie in such; 0 for keys in any order."""
+        """`subtree`: leaves per aligned run of keys in order; 0 if keys are in any order."""
         super().__init__(call, subtree > 0)
         self._kernel, self._call, self._scores = kernel, call, scores
         self.least_tiles = kernel.least_tiles
@@ -147,19 +147,19 @@ class PallasSchedule(AbstractSchedule):
         return Pairs(see, query, key)
 
     def row_side(self, arrays: Blocks) -> Side:
-        """Rows of all heads of a key head, `[B, T, N, ...]`, in tiles together."""
+        """Tiles the rows `[B, T, N, ...]` of all query heads that share a key head."""
         ids = (self._rows_of(x) for x in (self.operands.tokens.query_positions, *self._ids[0]))
         found = {name: self.in_tiles(x).swapaxes(2, 3) for name, x in arrays.items()}
         return self._side(found, ids)
 
     def key_side(self, arrays: Blocks) -> Side:
-        """Keys `[B, S, K, W]` by leaves."""
+        """Groups keys `[B, S, K, W]` into leaves."""
         found = {name: self.held.spread(x) for name, x in arrays.items()}
         ids = (self.held.positions, *(self.held.spread(x, -1) for x in self._ids[1]))
         return self._side(found, ids)
 
     def query_side(self, arrays: Blocks) -> Side:
-        """Queries `[B, T, N, ...]` of one head by their positions."""
+        """Tiles queries `[B, T, N, ...]` per head, in order of position."""
         group, asked = self.group, self.asked
 
         def by_member(x: Array) -> Array:
@@ -173,15 +173,16 @@ class PallasSchedule(AbstractSchedule):
 
     def walk_keys(self, rows: Side) -> Walk:
         numbers, held = self.held.numbers, self.held
-        is_one = held.tiles <= self.subtree  # of which leaves without keys have numbers, too
-        if is_one:
+        # within one subtree, leaves without keys are numbered too
+        is_one_subtree = held.tiles <= self.subtree
+        if is_one_subtree:
             numbers = jnp.arange(held.tiles, dtype=jnp.int32)[None]
-        consecutive = is_one or self.counted or held.scattered
+        consecutive = is_one_subtree or self.counted or held.scattered
         met = self.met((rows.ids[0], rows.ids[1] if self._has_segments else None))
         return self._walk(met, numbers, 1, consecutive)
 
     def walk_queries(self) -> Walk:
-        """The tiles of queries, by position and head, that may see a leaf."""
+        """Returns the walk over the query tiles, by position and head, that may see a leaf."""
         group, met = self.group, self.met(self.query_ids).swapaxes(1, 2)
         numbers = self.asked.numbers[:, :, None] * group
         numbers = numbers + jnp.arange(group, dtype=jnp.int32)[None, None]
@@ -192,7 +193,7 @@ class PallasSchedule(AbstractSchedule):
         numbers, first, stop = (
             jnp.broadcast_to(x, (self.batch, *x.shape[1:])) for x in (numbers, first, stop)
         )
-        # a leaf without keys, which may be in the middle, is of the same place as that before it
+        # a leaf without keys takes the number of the leaf before it, so that numbers never decrease
         numbers = numbers if consecutive else lax.cummax(numbers, axis=1)
         return Walk(numbers, first, stop, numbers.shape[1], consecutive)
 
@@ -237,7 +238,7 @@ class PallasSchedule(AbstractSchedule):
         return Side({name: self.widened(x) for name, x in arrays.items()}, every)
 
     def widened(self, x: Array) -> Array:
-        """Matrices `[..., W]` of five axes with zeros behind `W`, to a power of two."""
+        """Pads the width of five-axis arrays with zeros to a power of two."""
         missing = self.width_of(x.shape[-1]) - x.shape[-1] if x.ndim == 5 else 0
         return jnp.pad(x, ((0, 0),) * 4 + ((0, missing),)) if missing else x
 
@@ -251,7 +252,7 @@ class PallasSchedule(AbstractSchedule):
         return [self.from_keys(x) for x in found]
 
     def of_rows(self, f: Callable[[Blocks], Array], rows: Blocks) -> Array:
-        # numbers as rows of matrices, as in a tile
+        # one number per row as `[1, rows]`, as in a tile
         rows = {name: x if x.ndim == 4 else x[..., None, :] for name, x in rows.items()}
         return self.computed(lambda x: f(x)[..., 0, :], rows)
 
@@ -284,7 +285,7 @@ class PallasSchedule(AbstractSchedule):
 
 
 def of_part(program: FoldProgram) -> FoldProgram:
-    """The program with partials, unchanged, as results."""
+    """Returns the program with its partials as results, for nodes that another kernel merges."""
     results = tuple(FoldResult(width, jnp.float32) for width in program.widths)
 
     def finish(own: Blocks, partial: Partial) -> Partial:
@@ -297,7 +298,7 @@ def of_part(program: FoldProgram) -> FoldProgram:
 
 
 def of_parts(program: FoldProgram) -> FoldProgram:
-    """The program with results of `of_part` in place of tiles of the other side."""
+    """Returns the program whose other side is the results of `of_part`."""
 
     def term(own: Blocks, other: Blocks, pairs: None) -> Partial:
         del own, pairs

@@ -13,15 +13,15 @@ from ...fold._programs import AbstractTileScores, Blocks, Pullback
 from .._score import score_of
 from .._score_program import Numbers, ScoreProgram, Target
 
-LEVELS = 32  # of a tree, at most
+LEVELS = 32  # at most, of the tree over leaves
 TokenNumbers = tuple[Array, ...]  # positions, and what else masks compare
 
 
 class Side(NamedTuple):
     """Queries or keys in tiles.
 
-    Ids are positions, negative where there is nothing, and what else masks compare; there are none where all is there
-    and all pairs are visible.
+    Ids are positions (negative for absent tokens) and the other numbers that masks compare. They are empty where all
+    tokens are present and all pairs are visible.
     """
 
     arrays: Blocks  # `[B, tiles, size, K, W]`, or numbers `[B, tiles, size, K]`
@@ -42,7 +42,7 @@ class Pairs(NamedTuple):
     key: Int[Array, "..."]
 
 
-# of the ids of own and other tiles, which broadcast; None: partials, which are all there
+# from the ids of an own and an other tile, which broadcast; None for partials, which are all present
 OfPairs = Callable[[TokenNumbers, TokenNumbers], Pairs | None]
 
 
@@ -53,15 +53,15 @@ class Walk(NamedTuple):
     first: Int[Array, "b tiles parts"]  # the first tile of each part of the fold
     stop: Int[Array, "b tiles parts"]
     most: int  # no part has more tiles
-    consecutive: bool  # whether numbers are, so that they can be cut into subtrees
+    consecutive: bool  # whether numbers are consecutive, so that they split into subtrees
 
     @property
     def depth(self) -> int:
-        """How many nodes of a part may wait: one a level of the tree below it, or each where numbers have gaps."""
+        """Most nodes that wait at once: one per level of the tree of a part, or one per tile if numbers have gaps."""
         return (self.most - 1).bit_length() + 1 if self.consecutive else min(self.most, LEVELS)
 
     def in_parts(self, wanted: int) -> tuple["Walk", Array]:
-        """The walk in about `wanted` parts, each one subtree, and their numbers, `[B, parts]`."""
+        """Splits the walk into about `wanted` subtrees; returns it with their numbers, `[B, parts]`."""
         count = self.numbers.shape[1]
         size = subtree_for(count, wanted)
         # the first subtree may be cut by the first tile
@@ -71,7 +71,7 @@ class Walk(NamedTuple):
         return self._cut((numbers * size - first)[:, None], size), numbers
 
     def in_runs(self, size: int) -> "Walk":
-        """The walk in one part per run of `size` tiles."""
+        """Splits the walk into runs of `size` tiles."""
         parts = -(-self.numbers.shape[1] // size)
         return self._cut(size * jnp.arange(parts, dtype=jnp.int32)[None, None], size)
 
@@ -81,11 +81,11 @@ class Walk(NamedTuple):
         return self._replace(first=first, stop=stop, most=size, consecutive=True)
 
     def of_parts(
-        self, found: list[Array], numbers: Array, consecutive: bool
+        self, partials: list[Array], numbers: Array, consecutive: bool
     ) -> tuple[Side, "Walk"]:
-        """Partials `[B, tiles, parts, ...]` as the other side, and the walk that folds them."""
+        """Returns partials `[B, tiles, parts, ...]` as the other side of a fold, and its walk."""
         batch, tiles, parts = self.first.shape
-        arrays = {str(i): lax.collapse(x, 1, 3) for i, x in enumerate(found)}
+        arrays = {str(i): lax.collapse(x, 1, 3) for i, x in enumerate(partials)}
         first = parts * jnp.arange(tiles, dtype=jnp.int32)[None, :, None]
         first = jnp.broadcast_to(first, (batch, tiles, 1))
         numbers = jnp.tile(numbers, (1, tiles))
@@ -104,7 +104,10 @@ class FormatSizes(NamedTuple):
     queries: int  # of a tile of one head, over which gradients of keys are folded
 
 
-FLOATS, FIXED = "score_float", "score_fixed"  # numbers of rows: names whose order is theirs
+FLOATS, FIXED = (
+    "score_float",
+    "score_fixed",
+)  # name prefixes of per-row score inputs; sorted names keep their order
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The fold of tiles on TPUs: the waiting nodes of the tree stay in the chip's memory."""
+"""The fold of tiles on TPUs; waiting nodes of the tree stay in VMEM."""
 
 import functools
 from collections.abc import Callable
@@ -17,14 +17,15 @@ from ...fold._tree import is_below
 from ..tpu._kernel import LEAST_GRANTED, target_chip
 from ._sides import OfPairs, Side, Walk
 
-# Nodes that may wait: one a level of the tree over 2^16 tiles in a row; else of that over all positions.
+# Depth of the stack: one node per level of the tree over 2^16 consecutive tiles, or over all positions.
 IN_A_ROW, DEPTH = 17, 24
 
 
 def fold(
     program: FoldProgram, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
 ) -> list[Array]:
-    """The results of a program for each own tile and part, `[B, tiles, parts, size, K(, W)]`."""
+    """Returns the results of a fold program per own tile and part, `[B, tiles, parts, size, K(, W)]`."""
+    # one `pallas_call` with its specs, read top to bottom; index maps take the grid's indices and the prefetched tables
     batch, tiles, parts = walk.first.shape
     like = next(iter(own.arrays.values()))
     size, heads = like.shape[2:4]
@@ -47,7 +48,7 @@ def fold(
         b: Array, k: Array, t: Array, p: Array, j: Array, sizes: Ref, _: Ref, first: Ref, stop: Ref
     ) -> tuple[Any, ...]:
         at = (b * sizes[0] + t) * sizes[1] + p
-        # steps past the end repeat the last tile, which is not read again
+        # steps past the end repeat the last tile, which Mosaic then does not copy again
         return b, jnp.minimum(first[at] + j, jnp.maximum(stop[at] - 1, 0)), k
 
     def of_result(b: Array, k: Array, t: Array, p: Array, j: Array, *_: Ref) -> tuple[Any, ...]:
@@ -97,7 +98,7 @@ def fold(
 
 
 def _as_read(side: Side) -> Side:
-    """Heads in front of tiles; numbers and ids as rows of two axes."""
+    """Moves heads before the rows of a tile; numbers and ids become rows `[1, size]`."""
     arrays = {name: x.swapaxes(2, 3) for name, x in side.arrays.items()}
     arrays = {name: x if x.ndim == 5 else x[..., None, :] for name, x in arrays.items()}
     return Side(arrays, tuple(x[:, :, None] for x in side.ids))
@@ -118,17 +119,18 @@ def _kernel(
     forks: Ref,
     state: Ref,
 ) -> None:
-    """One step, of an own tile and one of the other side.
+    """One grid step: folds the partial of one own tile and one tile of the other side into the tree.
 
-    `state` is how many nodes wait, and the number of the last item; `forks` has for each node that waits the bits in
-    which the numbers of the items beside it differ, of which the highest is its level in the tree.
+    `state` holds the number of waiting nodes and the tile number of the last item. `forks` holds, per waiting node,
+    the XOR of the tile numbers on both sides of its end; its highest bit is the node's level.
     """
+    # the parameters are the refs that `pl.pallas_call` passes: tables, inputs, results, scratch
     b, t, p, j = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     at = (b * sizes[0] + t) * sizes[1] + p
     index = first[at] + j
 
     def raise_node(fork: Array | None) -> None:
-        """Merges the node with nodes that wait below the level of a fork; with all where it is None."""
+        """Merges the node with the waiting nodes below the level of `fork`; with all if it is None."""
 
         def top(count: Array) -> Array:
             return forks[jnp.maximum(count - 1, 0)]
@@ -183,7 +185,7 @@ def _kernel(
 
 
 def _loaded(arrays: Blocks, ids: tuple[Ref, ...]) -> tuple[Blocks, tuple[Array, ...]]:
-    """The arrays of a tile, with zeros where there is nothing, and its ids."""
+    """Loads a tile, with zeros for absent tokens, and its ids."""
     loaded = tuple(x[...] for x in ids)
     found = {name: x[...] for name, x in arrays.items()}
     if not loaded:

@@ -1,7 +1,7 @@
-"""The GPU kernels of the gradients: one iterates over the keys of rows, one over the rows of keys.
+"""The Triton backward kernels: dQ loops over keys, dK and dV loop over queries.
 
-A program alone sums the gradient of its tile, in float32, so the order of sums is deterministic. The
-formulas are those of FlashAttention-2 (Dao, arXiv 2307.08691).
+One program sums the whole gradient of its tile, in float32, so that the order of the sum is deterministic. Equations:
+FlashAttention-2 (Dao, arXiv 2307.08691).
 """
 
 from collections.abc import Callable
@@ -86,6 +86,7 @@ def _query_kernel(
         value = program.load_keys(value_ref, tile, plan.value_width, not masked)
         if masked:
             key, value = program.zero_hidden(tile, key, value)
+        # dS = P (dOut V^T - delta), P = e^(S - lse), delta = dOut·out - dlse; dQ = scale dS K
         d_scores = weights * (product(d_out, value, 1, 1) - delta[:, None])
         d_scores, added = pull(d_scores, seen)
         score_sums = jax.tree.map(jnp.add, score_sums, added)
@@ -119,7 +120,7 @@ def _key_kernel(
         d_key, d_value = carry
         rows = program.rows(tile)
         query = program.load_rows(query_ref, rows, plan.width)
-        # keys in front, so that sums over rows are plain products
+        # transposed scores [keys, rows], so that sums over rows are plain products
         products = product(key, query, 1, 1)
         scores, pull = score.vjp(products, score.row_inputs(rows), program.tile)
         seen = None
@@ -129,6 +130,7 @@ def _key_kernel(
         lse = program.load_numbers(lse_ref, rows, jnp.inf)
         weights = program.exp2(scores, score.unit, lse[None, :])
         d_out = program.load_rows(out_ref, rows, plan.value_width)
+        # dV = P^T dOut; dK = scale dS^T Q
         d_value += product(weights.astype(d_out.dtype), d_out, 1, 0)
         delta = program.load_numbers(delta_ref, rows, 0.0)
         d_scores = weights * (product(value, d_out, 1, 1) - delta[None, :])

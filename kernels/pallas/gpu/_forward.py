@@ -1,7 +1,7 @@
-"""The GPU kernels of the state and of its derivative in a direction: one pass over the keys of rows.
+"""The Triton kernels of the state and of its tangent: one pass over the keys of each tile of rows.
 
-If rows are few, several programs split their keys. Online softmax merges their states; the weights of a derivative
-come from the saved energies, so that its sums add up, and its formulas are those of `AbstractKernel.tangent`.
+If rows are few, several programs split their keys, and online softmax merges their states. The tangent takes its
+weights from the saved lse, so that its parts add up; its equations are in `AbstractKernel.tangent`.
 
 Sources: the online softmax of Milakov and Gimelshein (arXiv 1805.02867); FlashAttention-2 (Dao,
 arXiv 2307.08691); Flash-Decoding for the split of keys over programs.
@@ -104,6 +104,7 @@ def _kernel(
         scores = score.scores(products, row_inputs, tile)
         if masked:
             scores = jnp.where(program.seen(rows, tile), scores, -jnp.inf)
+        # m' = max(m, max S); l = l 2^(m - m') + sum 2^(S - m'); o = o 2^(m - m') + 2^(S - m') V, scores in bits
         new = jnp.maximum(maximum, scores.max(1))
         shift = jnp.where(new > -jnp.inf, new, 0.0) if masked else new
         weights = program.exp2_from(scores, score.unit, shift[:, None])
@@ -134,7 +135,7 @@ def _kernel(
     program.store_numbers(lse_ref, rows, lse)
 
 
-# The terms that a program adds: 32 for each of its threads.
+# Numbers that one program of the merge adds: 32 per thread.
 _TERMS = 4096
 
 
@@ -173,7 +174,7 @@ def _merge_kernel(block: int, parts_ref: Ref, lses_ref: Ref, out_ref: Ref, lse_r
         lambda x: x.max(0, keepdims=True),
         lambda pair: (pair[0].sum(0, keepdims=True), pair[1].sum(0, keepdims=True)),
     )
-    # sums over an axis of one element, as JAX's lowering to Triton has no slices
+    # `sum` drops the axis of one element: JAX's lowering to Triton has no slices (to check: write `x[0]`)
     out, lse = (x.sum(0) for x in state)
     triton.store(out_ref.at[row, column], out.astype(out_ref.dtype), mask=in_width)
     triton.store(lse_ref.at[row], lse, mask=column_block == 0)
@@ -226,7 +227,7 @@ def _tangent_kernel(
         d_query = program.load_rows(moving["query"], rows, plan.width)
     lse = program.load_numbers(lse_ref, rows, -jnp.inf)
     has_keys = holds_keys(lse)
-    # in bits; a row without keys has no weight
+    # in bits; a fully masked row has weights 0
     shift = jnp.where(has_keys, lse * LOG2_E, jnp.inf)
     score = TritonScores(program, numbers)
     row_inputs, of_score = score.row_inputs(rows), None
@@ -254,6 +255,7 @@ def _tangent_kernel(
         if "key" in moving:
             d_scores.append(product(query, keys(moving["key"], plan.width), 1, 1))
         if scores_move:
+            # dS = scale (dQ K^T + Q dK^T); dlse = sum P dS; dout = P (dS V + dV) - dlse out
             change: Any = None
             if d_scores:
                 change = sum(d_scores[1:], d_scores[0]) * plan.settings.scale

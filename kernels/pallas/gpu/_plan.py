@@ -1,4 +1,4 @@
-"""The tiles and programs of a call for the GPU kernels, by shapes and by the GPU of the program alone."""
+"""Tiles and programs of a call for the Triton kernels, chosen by shapes and by the program's GPU."""
 
 import contextlib
 import dataclasses
@@ -52,7 +52,7 @@ class GPUChip(NamedTuple):
 
 
 def target_chip() -> GPUChip:
-    """The GPU of the program being lowered, which need not be attached; the default while a call is traced."""
+    """Returns the GPU that the program is lowered for, attached or not; the default while tracing."""
     device = target_device()
     capability = getattr(device, "compute_capability", None)
     if device is None or capability is None:  # interpreted on another platform
@@ -64,11 +64,9 @@ def target_chip() -> GPUChip:
 
 @contextlib.contextmanager
 def named_gpu(platform: str | None) -> Iterator[None]:
-    """Names a GPU to JAX if it has none, for lowering on another machine (`tests/cuda`).
-
-    Versions before 0.11 assume compute capability 9.0 instead. The kernels do not depend on it, and XLA
-    compiles them for the GPU of the program.
-    """
+    """Names a GPU to JAX if none is attached, so that a machine without one can lower the program."""
+    # JAX 0.11 and newer ask the abstract device for its compute capability; older ones assume 9.0. The kernels do not
+    # depend on it: XLA compiles them for the program's GPU. To check: lower in tests/cuda without this context.
     mesh = jax.sharding.get_abstract_mesh()
     default_device = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
     devices = (default_device, mesh.abstract_device)
@@ -108,20 +106,19 @@ class GPUTiles(NamedTuple):
 
 
 class Need(NamedTuple):
-    """The memory that one kernel of a call holds and reads.
+    """Memory that one kernel of a call holds and reads.
 
-    A program keeps a tile of rows and iterates over tiles of keys; the other way round in the kernel of
-    the gradients in keys and values.
+    A program holds a tile of rows and iterates over tiles of keys; in the dK/dV kernel it holds keys.
     """
 
     kind: KernelKind
-    rows: int  # of a key head, rounded up to a power of two
-    keys: int  # likewise
-    tiled: int  # key heads in the batch, each of which is tiled separately
-    own_bytes: int  # of a row (or key) of the kept tile
-    other_bytes: int  # of a key (or row) of the iterated tiles
-    pair_bytes: int  # of the tables of a score, which are loaded for each pair
-    sums: int  # float32 numbers that a program sums for each row (or key) that it keeps
+    rows: int  # per key head, rounded up to a power of two
+    keys: int  # rounded up to a power of two
+    tiled: int  # batch entries times key heads, each tiled separately
+    own_bytes: int  # per row (or key) of the kept tile
+    other_bytes: int  # per key (or row) of the iterated tiles
+    pair_bytes: int  # per (row, key) pair: entries of the score's tables
+    sums: int  # float32 sums per row (or key) that a program keeps
     float32: bool  # whether products are of float32
     scored: bool
     listed: bool  # whether the tiles are in a `BlockList`, whose next entry is loaded first
@@ -149,14 +146,14 @@ class Need(NamedTuple):
         return kept * self.own_bytes + tiles + weights
 
     def fitting(self, kept: int, other: int, stages: int, chip: GPUChip) -> int:
-        """How many programs fit into the shared memory of a multiprocessor; 0: not even one."""
+        """Number of programs that fit into the shared memory of a multiprocessor."""
         needed = self.memory(kept, other, stages)
         return (
             0 if needed + SCRATCH > chip.memory else (chip.memory + RESERVED) // (needed + RESERVED)
         )
 
     def warps(self, kept: int, other: int) -> int:
-        """The warps of a program: enough to hold its sums and its scores in registers."""
+        """Number of warps that hold a program's sums and scores in registers."""
         # three products over the width, or conversions, are long sequences of instructions in float32
         long_products = self.float32 and (self.kind == "tangent" or self.eight_bits)
         # and their derivatives, or what they are made of
@@ -166,12 +163,12 @@ class Need(NamedTuple):
 
 
 def power(size: int) -> int:
-    """The least power of two that holds `size`, at least `LEAST`."""
+    """Returns the smallest power of two that is at least `size` and `LEAST`."""
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
 def default_tiles(need: Need, chip: GPUChip) -> GPUTiles | None:
-    """The tiles of a kernel on a GPU; None if not even the smallest fit."""
+    """Returns the tiles of a kernel on a GPU; None if not even the smallest fit."""
     of_state = need.kind in ("forward", "tangent")
     kept = FLOAT32 if need.float32 else min(OWN, need.kept)
     while kept * need.sums > 4 * SUMS and kept > LEAST:
@@ -182,7 +179,7 @@ def default_tiles(need: Need, chip: GPUChip) -> GPUTiles | None:
 
 
 def _of_few_rows(need: Need, kept: int, chip: GPUChip) -> GPUTiles | None:
-    """The tiles that keep the most bytes in flight to a multiprocessor."""
+    """Returns the tiles that keep the most bytes in flight to each multiprocessor."""
     by_groups = kept >= WARP_GROUP
     other = min(need.iterated, KEYS_OF_WARP_GROUPS if by_groups else KEYS_OF_WARPS)
     if need.float32:
@@ -213,9 +210,9 @@ def _of_few_rows(need: Need, kept: int, chip: GPUChip) -> GPUTiles | None:
 
 
 def _of_many_rows(need: Need, kept: int, chip: GPUChip) -> GPUTiles | None:
-    """Large tiles, in three stages where they fit: with two, loads wait for the preceding products.
+    """Returns large tiles, in three stages if they fit: with two, loads wait for the previous products.
 
-    A list of tiles gets two stages, as its next entry would occupy one of three.
+    A `BlockList` gets two stages: loading its next entry takes one of three.
     """
     other = FLOAT32 if need.float32 else OWN if need.kind == "forward" else OWN // 2
     # registers also hold the residuals of the score's derivative, or all the sums that they can, of width 256
@@ -347,7 +344,7 @@ def need_of(
 def _numbers(
     operands: Operands, settings: Settings, kind: KernelKind, pairs: Pairwise | None
 ) -> int:
-    """The 32-bit numbers that a program loads for each key, or row, of an iteration."""
+    """Number of 32-bit numbers that a program loads per key (or row) that it iterates over."""
     compared = 0
     if pairs is not None:
         compared = pairs.of_queries if kind == "key" else pairs.of_keys

@@ -48,9 +48,9 @@ def launch(
     interpret: bool,
     name: str,
 ) -> Any:
-    """The results of the programs that share an iteration, along a first axis; float32 if there are several.
+    """Runs `kernel(program, *arrays, *numbers, *results)`.
 
-    Runs `kernel(program, *arrays, *numbers, *results)`.
+    Results have a first axis of the programs that share a loop, and are float32 if there are several.
     """
     visibility, count = visibility_of(operands, plan), len(arrays)
 
@@ -81,7 +81,7 @@ def numbers(size: int) -> Int[Array, " size"]:
 def load(
     ref: Array | Ref, index: tuple[Any, ...], in_bounds: Array | None, other: float = 0
 ) -> Array:
-    """The elements at `index`, or `other` where `in_bounds` is false; None: all are in bounds."""
+    """Loads the elements at `index`, or `other` where `in_bounds` is false; None if all are in bounds."""
     ref_slice: Any = ref.at[index]
     if in_bounds is None:
         return triton.load(ref_slice)
@@ -89,7 +89,7 @@ def load(
 
 
 class TritonRows(NamedTuple):
-    """The rows of a tile of queries: their times and heads, and which exist; None: all."""
+    """Times and heads of the rows of a tile, and which rows exist (None: all)."""
 
     time: Int[Array, " rows"]
     head: Int[Array, " rows"]
@@ -97,9 +97,9 @@ class TritonRows(NamedTuple):
 
 
 class TritonProgram:
-    """This program, whose tile is of rows or of keys.
+    """The running Triton program, which holds a tile of rows or of keys.
 
-    The tiles with the longest iterations under a causal mask start first: the last rows, the first keys.
+    Tiles with the longest loops under a causal mask start first: the last rows, the first keys.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class TritonProgram:
         self._store(ref, index, x.astype(ref.dtype), in_bounds)
 
     def load_numbers(self, ref: Ref, rows: TritonRows, other: float) -> Float[Array, " rows"]:
-        """One number for each row, of an array `[B, T, N]`; `other` outside of it."""
+        """Loads one number per row of an array `[B, T, N]`; `other` outside of it."""
         return load(ref, (self.batch, rows.time, rows.head), rows.in_bounds, other)
 
     def store_numbers(self, ref: Ref, rows: TritonRows, x: Array) -> None:
-        """Stores one number for each row to this program's share of `[splits, B, T, N]`."""
+        """Stores one number per row in this program's part of `[splits, B, T, N]`."""
         self._store(ref, (rows.time, rows.head), x, rows.in_bounds)
 
     def load_keys(self, ref: Array | Ref, tile: Array, width: int, full: bool) -> Array:
@@ -168,7 +168,7 @@ class TritonProgram:
         return (key[:, None], self.kv_head, column), _both(in_bounds, in_width, self.plan.keys)
 
     def read(self, x: Array | Ref, number: Array, in_bounds: Array | None) -> Array:
-        """The numbers of queries or of keys in an array `[B or 1, T or S]`; -1 outside of it."""
+        """Loads per-query or per-key numbers of an array `[B or 1, T or S]`; -1 outside of it."""
         return load(x, (batch_of(x, self.index), number), in_bounds, -1)
 
     def seen(self, rows: TritonRows, tile: Array) -> Bool[Array, "i j"]:
@@ -202,7 +202,7 @@ class TritonProgram:
         return see
 
     def zero_hidden(self, tile: Array, *arrays: Array) -> tuple[Array, ...]:
-        """Arrays of a tile of keys, with zeros for keys that no row of the call sees."""
+        """Zeros the keys of a tile that no row of the call sees, whose memory may hold NaN."""
         plan, positions = self.plan, self.visibility.key_positions
         key, right = self.key_numbers(tile), plan.settings.mask.window[1]
         if positions is not None:
@@ -250,7 +250,7 @@ class TritonProgram:
         return lax.fori_loop(first, stop - (end - begin), around, x)
 
     def _range(self) -> tuple[Bounds, Callable[[Array], Array]]:
-        """The range of this program's tile, and the tile at an index of it."""
+        """Returns the loop bounds of this program's tile, and the function from loop index to tile."""
         plan, ranges, of_keys = self.plan, self.ranges, self.of_keys
         tile = self.tile if of_keys else divide(self.tile, plan.head_tiles)[0]
         if ranges is None:
@@ -273,7 +273,7 @@ class TritonProgram:
 
 
 def _columns(width: int) -> tuple[Int[Array, "1 width"], Bool[Array, "1 width"] | None]:
-    """The columns of a tile over an array's last axis, and which exist; None: all."""
+    """Returns the columns of a tile over an array's last axis, and which exist (None: all)."""
     number = numbers(power(width))[None, :]
     return number, None if power(width) == width else number < width
 
@@ -292,12 +292,11 @@ def _both(a: Array | None, b: Array | None, size: int) -> Array | None:
 
 
 def _bits(x: float) -> str:
-    """A float32 number in PTX."""
     return struct.pack(">f", x).hex().upper()
 
 
 def _ptx_exp2(instructions: str, x: Array, shift: Array) -> Array:
-    """The power of two of what PTX instructions compute in `%x` from an element of a tile and its shift."""
+    """Returns 2^x elementwise, with `%x` computed by PTX instructions from an element and its shift."""
     (out,) = triton.elementwise_inline_asm(
         f"{{ .reg .f32 %x; {instructions}; ex2.approx.ftz.f32 $0, %x; }}",
         args=[x, jnp.broadcast_to(shift, x.shape)],

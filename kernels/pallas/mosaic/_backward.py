@@ -1,11 +1,9 @@
-"""The Hopper kernels of the gradients: one iterates over the keys of rows, one over the rows of keys.
+"""The Hopper backward kernels: dQ loops over keys, dK and dV loop over queries.
 
-A program alone sums the gradient of its tile, in float32, so the order of sums is deterministic, and
-the queries that share a key head are summed where their key is. Each group of warps recomputes the
-scores of 64 rows, or of 64 keys with the keys in front, so that the weights are in registers as the
-products that follow read them.
-
-The formulas are those of FlashAttention-2 (Dao, arXiv 2307.08691).
+One program sums the whole gradient of its tile, in float32, so that the order of the sum is deterministic; dK and dV
+sum over the query heads that share a key head. Each warp group recomputes the scores of 64 rows, or transposed of
+64 keys, so that the weights are in the registers that the next product reads. Equations: FlashAttention-2 (Dao, arXiv
+2307.08691).
 """
 
 from collections.abc import Sequence
@@ -109,7 +107,7 @@ def _key_gradients(
 
 
 def _numbers(rows: BackwardRows, plan: MosaicPlan) -> Float[Array, "B N 2 R"]:
-    """The energy of each row, in bits, and its delta; rows that pad the last tile have no weight."""
+    """Returns lse in bits and delta per row; padding rows have lse = inf, and so weights 0."""
     lse = numbers_of_rows(rows.lse, plan, jnp.inf) * LOG2_E
     return jnp.stack([lse, numbers_of_rows(rows.delta, plan, 0.0)], axis=2)
 
@@ -155,6 +153,7 @@ def _query_kernel(
             if masked:
                 visible = program.seen(row, program.other(i) * plan.keys, weights.shape)
                 weights = jnp.where(visible, weights, 0.0)
+            # dS = P (dOut V^T - delta), P = e^(S - lse), delta = dOut·out - dlse; dQ = scale dS K
             d_weights = tiles.products((d_out, value))
             d_scores = weights * (d_weights - tiles.of_rows(delta, plan.keys))
             sums = tiles.add_product(sums, d_scores.astype(key.dtype), key, interpret)
@@ -209,7 +208,8 @@ def _key_kernel(
         def step(i: Array, carry: tuple[Array, Array], masked: bool) -> tuple[Array, Array]:
             slot, (query, d_out, numbers) = tiles.filled(plan, ring, i)
             d_key, d_value = carry
-            # in this order the sums, two tiles and few other numbers fit into the registers
+            # P^T = e^(K Q^T - lse); dV = P^T dOut; dK = scale dS^T Q. This order of products keeps the
+            # sums, two tiles and few other numbers in registers.
             scores = tiles.products((key, query))
             lse = tiles.load(numbers.at[0], tiles.OF_COLUMNS)
             weights = jnp.exp2(scores * factor - tiles.of_columns(lse, ROWS))

@@ -1,12 +1,12 @@
-"""The Hopper kernels of the state and of its derivative in a direction: one pass over the keys of rows.
+"""The Hopper kernels of the state and of its tangent: one pass over the keys of each tile of rows.
 
-One group of warps starts the copies of keys and values into shared memory, some tiles ahead. Each of
-the others computes on 64 rows: while one multiplies, the other takes its softmax. Where rows are few,
-their keys are split over programs. Online softmax merges their states; the weights of a derivative come from the
-saved energies, so that its sums add up, and its formulas are those of `AbstractKernel.tangent`.
+One warp group copies keys and values into shared memory, some tiles ahead. Each of the others computes 64 rows: while
+one multiplies, the other takes its softmax. If rows are few, programs split their keys, and online softmax merges the
+states. The tangent takes its weights from the saved lse, so that its parts add up; its equations are in
+`AbstractKernel.tangent`.
 
 Sources: the online softmax of Milakov and Gimelshein (arXiv 1805.02867); FlashAttention-3 (Shah et
-al., arXiv 2407.08608) for the groups of warps and their turns; Flash-Decoding for the split.
+al., arXiv 2407.08608) for the alternating warp groups; Flash-Decoding for the split.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from ._tile import MosaicProgram, Ref, SlotRing
 
 
 def _parts_like(query: Array, plan: MosaicPlan, dtype: DTypeLike) -> list[jax.ShapeDtypeStruct]:
-    """The types of states, or of their derivatives, of all programs; float32 where several share keys."""
+    """Types of the states, or tangents, of all programs; float32 where several share keys."""
     (batch, tokens, heads, _), length = query.shape, plan.row_tiles * plan.row_times
     parts, dtype = plan.splits * batch, dtype if plan.splits == 1 else jnp.float32
     return [
@@ -53,7 +53,7 @@ def _parts_like(query: Array, plan: MosaicPlan, dtype: DTypeLike) -> list[jax.Sh
     ]
 
 
-def _cut(state: Sequence[Array], plan: MosaicPlan) -> AttentionState:
+def _without_padding(state: Sequence[Array], plan: MosaicPlan) -> AttentionState:
     out, lse = state
     return AttentionState(out[:, : plan.query_len], lse[:, :, : plan.query_len].swapaxes(1, 2))
 
@@ -82,7 +82,7 @@ def forward(operands: Operands, plan: MosaicPlan, *, interpret: bool) -> Attenti
         ],
         interpret=interpret,
     )
-    state = _cut(state, plan)
+    state = _without_padding(state, plan)
     if plan.splits == 1:
         return state
     split = AttentionState(*(x.reshape(plan.splits, plan.batch, *x.shape[1:]) for x in state))
@@ -104,6 +104,8 @@ def _kernel(
     query_ready: Any,
     turn: Any,
 ) -> None:
+    # The parameters are the refs that `launch` passes. `compute` holds the pipeline of one warp group: its barriers
+    # order it against the copies and the other group, so its steps are kept together.
     plan, interpret = program.plan, program.interpret
 
     def sources(i: Array) -> Sequence[tuple[Sequence[Any], SlotRing]]:
@@ -138,6 +140,7 @@ def _kernel(
             if masked:
                 visible = program.seen(row, program.other(i) * plan.keys, scores.shape)
                 scores = jnp.where(visible, scores, -jnp.inf)
+            # m' = max(m, max S); l = l e^(m - m') + sum e^(S - m'); o = o e^(m - m') + e^(S - m') V
             new = jnp.maximum(maximum, scores.max(1))
             shift = jnp.where(new > -jnp.inf, new, 0.0) if masked else new
             # subtract first: the difference is 0 where the score is the maximum, which a fused product rounds
@@ -183,7 +186,7 @@ def _kernel(
 
 
 class KeyBuffers(NamedTuple):
-    """The buffers of a tile of keys; None where the directions do not need them."""
+    """Buffers of a tile of keys; None for operands that this tangent does not need."""
 
     key: Any
     value: Any
@@ -233,7 +236,7 @@ def tangent(
         ],
         interpret=interpret,
     )
-    pairs = zip(_cut(d_state, plan), state, strict=True)
+    pairs = zip(_without_padding(d_state, plan), state, strict=True)
     return AttentionState(*(sum_of_parts(x, plan, like.dtype) for x, like in pairs))
 
 
@@ -261,7 +264,7 @@ def _tangent_kernel(
         query, *d_query = tiles_of_rows = [tile.at[group] for tile in row_tiles]
         tiles.start_copies([program.rows(x, row) for x in rows], tiles_of_rows, ready.at[group])
         lse = tiles.load(lse_ref.at[program.batch, program.head, pl.ds(row, ROWS)], tiles.OF_ROWS)
-        # a row without keys has no weight
+        # a fully masked row has weights 0
         shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
         plgpu.barrier_wait(ready.at[group])
         scale = plan.settings.scale
@@ -276,7 +279,8 @@ def _tangent_kernel(
             if masked:
                 visible = program.seen(row, program.other(i) * plan.keys, weights.shape)
                 weights = jnp.where(visible, weights, 0.0)
-            # in this order the sums, two tiles and one of 16 bits fit into the registers
+            # dS = scale (dQ K^T + Q dK^T); dlse = sum P dS; dout = P (dS V + dV) - dlse out. This order of
+            # products keeps the sums, two tiles and one of 16 bits in registers.
             if tile.d_value is not None:
                 added = weights.astype(tile.d_value.dtype), tile.d_value
                 sums = tiles.add_product(sums, *added, interpret)

@@ -1,4 +1,4 @@
-"""The mosaic_gpu implementation: kernels for NVIDIA's Hopper GPUs, in Pallas on Mosaic GPU, and the plans of calls."""
+"""The mosaic_gpu implementation: kernels for Hopper GPUs, in Pallas on Mosaic GPU, and the plans of their calls."""
 
 import dataclasses
 import math
@@ -76,7 +76,7 @@ class MosaicPlan(TilePlan):
 def make_plan(
     operands: Operands, settings: Settings, sizes: MosaicSizes = TILE_SIZES
 ) -> MosaicPlan:
-    """The plan of the forward pass of a call."""
+    """Returns the plan of the forward kernel."""
     plan = _rows_plan(operands, settings, sizes)
     value_width = plan.value_width
     # sums and scores are in registers: each thread has half a number for every column
@@ -97,7 +97,7 @@ def make_plan(
 def query_plan(
     operands: Operands, settings: Settings, sizes: MosaicSizes = TILE_SIZES
 ) -> MosaicPlan:
-    """The plan of the kernel of the gradient of the queries."""
+    """Returns the plan of the dQ kernel."""
     plan = _rows_plan(operands, settings, sizes)
     bytes_per_key = (plan.width + plan.value_width) * operands.value.dtype.itemsize
     most = _consumers(sizes, plan.width)
@@ -110,7 +110,7 @@ def tangent_plan(
     moving: Container[str],
     sizes: MosaicSizes = TILE_SIZES,
 ) -> MosaicPlan:
-    """The plan of the kernel of the derivative in directions of the operands of these names."""
+    """Returns the plan of the tangent kernel, for directions of the operands named in `moving`."""
     plan = _rows_plan(operands, settings, sizes)
     width, value_width = plan.width, plan.value_width
     itemsize = operands.value.dtype.itemsize
@@ -128,7 +128,7 @@ def scores_move(moving: Container[str]) -> bool:
 
 
 def key_plan(operands: Operands, settings: Settings, sizes: MosaicSizes = TILE_SIZES) -> MosaicPlan:
-    """The plan of the kernel of the gradients of keys and values."""
+    """Returns the plan of the dK and dV kernel."""
     plan = _rows_plan(operands, settings, sizes)
     width, value_width, itemsize = plan.width, plan.value_width, operands.value.dtype.itemsize
     most = 1 if plan.key_len <= ROWS else sizes.consumers
@@ -295,7 +295,7 @@ class MosaicGPU(AbstractKernel):
 
     def check(self, call: KernelCall) -> None:
         operands = call.operands
-        # neither a source, which makes queries and keys float32
+        # a source makes queries and keys float32, which these dtypes exclude too
         check_operands(operands, _DTYPES, ("bias", "mask"))
         query, value = operands.query, operands.value
         if query.dtype != value.dtype:
@@ -335,10 +335,7 @@ class MosaicGPU(AbstractKernel):
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
-        """Two kernels: one for the gradient of queries, one for the others.
-
-        That of the blockwise implementation for the widest calls, whose sums do not fit on the chip.
-        """
+        """Runs two kernels, dQ and dK/dV; `Blockwise` for the widest heads, whose sums do not fit on the chip."""
         try:
             plans = self._backward_plans(call)
         except NotImplementedError:

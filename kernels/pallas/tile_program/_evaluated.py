@@ -1,7 +1,7 @@
-"""Evaluates a jaxpr on TPUs and GPUs by operations that give an entry bits that depend on its operands alone.
+"""Evaluates a jaxpr with deterministic primitives on TPUs and GPUs: each output depends only on its inputs.
 
-Pallas computes matrix products, sums and functions, in tiles of one shape. What is left to XLA are additions and
-multiplications of float32, and choices, which are the same in all that it fuses, and roundings that it leaves there.
+Pallas computes matrix products, sums and functions, in tiles of one shape. XLA computes float32 additions and
+multiplications, selections and explicit roundings, whose bits do not depend on what it fuses.
 """
 
 import functools
@@ -21,15 +21,15 @@ from ...xla._loops import rows_of_groups, sums_of_groups
 
 _ROWS_OF_A_GROUP = 64  # in a product of a group's matrix, of which each is read once
 
-# exact, or moves data
+# primitives that are exact or only move data
 _EXACT = frozenset(
     "abs bitcast_convert_type broadcast_in_dim clamp concatenate copy copy_p cummax cummin dynamic_slice "
     "dynamic_update_slice expand_dims gather iota max min neg optimization_barrier pad reduce_max reduce_min "
     "reshape rev select_n sign slice sort split squeeze stop_gradient top_k transpose ceil floor round".split()
 )
-# elementwise, rounded correctly
+# elementwise primitives, correctly rounded
 _ROUNDED = frozenset("add add_any sub mul square convert_element_type".split())
-# elementwise, in ways of a compiler
+# elementwise primitives, with implementation-defined rounding
 _APPROXIMATED = frozenset(
     "div integer_pow sqrt rsqrt pow exp exp2 log log1p logistic tanh sin cos".split()
 )
@@ -41,7 +41,7 @@ _CONTROL = frozenset("cond while scan".split())
 
 
 class TileArithmetic(NamedTuple):
-    """The operations of a platform on tiles of one shape, in float32; products also of narrower numbers."""
+    """A platform's float32 operations on tiles of one shape; products also take 16-bit numbers."""
 
     product: Callable[[Array, Array, bool], Array]  # of `[M, K]` and `[K, N]`, or `[N, K]` if set
     sums: Callable[[Array], Array]  # of rows `[M, N]`
@@ -49,7 +49,7 @@ class TileArithmetic(NamedTuple):
 
 
 def chip_for(platform: str, *, interpret: bool) -> TileArithmetic:
-    """The arithmetic of a platform. Raises `NotImplementedError` for one that has none."""
+    """Returns the arithmetic of a platform; raises `NotImplementedError` if it has none."""
     if platform == "tpu":
         from . import _tpu as tiles
     elif platform == "cuda":
@@ -65,7 +65,7 @@ def chip_for(platform: str, *, interpret: bool) -> TileArithmetic:
 def evaluated(
     jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any], platform: str, chip: TileArithmetic
 ) -> list[Any]:
-    """The results of a jaxpr. Raises `NotImplementedError` for operations whose order is XLA's."""
+    """Evaluates a jaxpr; raises `NotImplementedError` for operations whose order XLA chooses."""
     options: Any = {"calls": CALLS_WITH_RULES, "constant": as_array}
     return interpret(jaxpr, consts, given, functools.partial(_results, platform, chip), **options)
 
@@ -109,7 +109,7 @@ def _results(platform: str, chip: TileArithmetic, eqn: JaxprEqn, given: list[Any
 
 
 def _for_platform(params: dict[str, Any], platform: str) -> ClosedJaxpr | None:
-    """The branch of `jax.lax.platform_dependent` for a platform; None: it is another choice."""
+    """Returns the branch of `jax.lax.platform_dependent` for a platform; None for other conditionals."""
     platforms = params.get("branches_platforms")
     if platforms is None:
         return None
@@ -123,7 +123,7 @@ def _wide(x: Array) -> Array:
 
 
 def narrowed(x: Array, kind: DTypeLike) -> Array:
-    """`x` of float32 as numbers of `kind`. XLA may leave out a conversion to 16 bits and back, this rounding not."""
+    """Rounds float32 to `kind` explicitly: XLA may drop a conversion to 16 bits and back."""
     return _rounded(x, kind).astype(kind)
 
 
@@ -156,7 +156,7 @@ def _dot_general(params: dict[str, Any], chip: TileArithmetic, a: Array, b: Arra
     depth = math.prod(a.shape[i] for i in over_a)
     a, b = (x if _is_floating(x) else x.astype(jnp.float32) for x in (a, b))
     a = a.transpose(*free_a, *over_a).reshape(-1, depth)
-    # weights stay as they lie, where they can
+    # no transpose of the weights if the contracted axes are already last
     if is_transposed := list(over_b) == list(range(b.ndim - len(over_b), b.ndim)):
         b = b.reshape(-1, depth)
     else:
@@ -167,7 +167,7 @@ def _dot_general(params: dict[str, Any], chip: TileArithmetic, a: Array, b: Arra
 def _ragged_dot_general(
     params: dict[str, Any], chip: TileArithmetic, a: Array, b: Array, sizes: Array
 ) -> Array:
-    """Rows of groups, in their order, times the matrix of each; or the sum of each group's outer products."""
+    """Multiplies rows by the matrix of their group, or sums the outer products of each group."""
     numbers, tile = params["ragged_dot_dimension_numbers"], min(len(a), _ROWS_OF_A_GROUP)
     over, groups = numbers.dot_dimension_numbers[0], list(numbers.rhs_group_dimensions)
     if (a.ndim, b.ndim, groups) == (2, 3, [0]) and over in [((1,), (1,)), ((1,), (2,))]:
@@ -195,7 +195,7 @@ def _cumsum(params: dict[str, Any], chip: TileArithmetic, x: Array) -> Array:
 
 
 def _cumulative(chip: TileArithmetic, x: Array) -> Array:
-    # a product would spread what is not finite to the sums before it
+    # sums are a product with a triangle of ones: 0 · inf = NaN would reach the sums before the entry
     high, low, no = (
         lax.cummax(y.astype(jnp.int32), axis=1) > 0
         for y in (x == jnp.inf, x == -jnp.inf, jnp.isnan(x))
@@ -220,19 +220,19 @@ def _cumulative_finite(chip: TileArithmetic, x: Array) -> Array:
 def _scatter_add(
     params: dict[str, Any], chip: TileArithmetic, x: Array, indices: Array, updates: Array
 ) -> Array:
-    """One after the other: where two are of one entry, XLA adds them in any order."""
+    """Adds updates one by one: XLA adds updates of the same entry in any order."""
     del chip
     numbers = params["dimension_numbers"]
-    own = [i for i in range(updates.ndim) if i not in numbers.update_window_dims]
+    update_axes = [i for i in range(updates.ndim) if i not in numbers.update_window_dims]
     turns = [i for i in range(indices.ndim - 1) if i not in numbers.scatter_indices_batching_dims]
     sizes = [indices.shape[i] for i in turns]
 
     def one(turn: Array, x: Array) -> Array:
         place, update, index = indices, updates, turn
         for axis, size in zip(reversed(turns), reversed(sizes), strict=True):
-            this, index = lax.rem(index, jnp.int32(size)), lax.div(index, jnp.int32(size))
-            place = lax.dynamic_slice_in_dim(place, this, 1, axis)
-            update = lax.dynamic_slice_in_dim(update, this, 1, own[axis])
+            offset, index = lax.rem(index, jnp.int32(size)), lax.div(index, jnp.int32(size))
+            place = lax.dynamic_slice_in_dim(place, offset, 1, axis)
+            update = lax.dynamic_slice_in_dim(update, offset, 1, update_axes[axis])
         return lax.scatter_add(x, place, update, numbers, unique_indices=True, mode=params["mode"])
 
     return lax.fori_loop(jnp.int32(0), jnp.int32(math.prod(sizes)), one, x)

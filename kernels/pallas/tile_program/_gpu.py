@@ -77,14 +77,14 @@ def entries(
 
 
 def _bytes(a: Array, b: Array) -> int:
-    """The bytes of the numbers that are multiplied."""
+    """Bytes per number of the operands of a product; float32 times bfloat16 is split into bfloat16."""
     kinds = {x.dtype.name for x in (a, b)}
     of_thirds = kinds == {"bfloat16", "float32"}
     return 2 if of_thirds or (len(kinds) == 1 and "float32" not in kinds) else 4
 
 
 def _padded(x: Array, block: int) -> Array:
-    """`x` with zeros behind, to two blocks or four: with no mask a kernel is the same code for all numbers but one."""
+    """Pads `x` to an even number of blocks, so that a kernel needs no mask and is the same code for all lengths."""
     return jnp.pad(x, ((0, -len(x) % (2 * block)), *[(0, 0)] * (x.ndim - 1)))
 
 
@@ -123,12 +123,12 @@ def _sums(x: Ref, out: Ref) -> None:
 
 
 def _is_inside(index: Array, size: int, block: int) -> Bool[Array, " block"] | None:
-    """Whether indices are below a size; None if a block divides the size: all are."""
+    """Whether indices are below `size`; None if `block` divides it, so that all are."""
     return None if size % block == 0 else index < size
 
 
 def _load(ref: Ref, first: tuple[Array, Array | None], second: tuple[Array, Array | None]) -> Array:
-    """The numbers at pairs of indices, and zeros at those that are outside."""
+    """Loads the numbers at pairs of indices; zeros outside the array."""
     shape = len(first[0]), len(second[0])
     at = ref.at[first[0][:, None], second[0][None]]
     masks = [

@@ -93,7 +93,7 @@ def entries(
 
 
 def _product(depth: int, is_transposed: bool, a: Ref, b: Ref, out: Ref) -> None:
-    """One step. The sum of an entry stays in the block of the result, which is on the chip."""
+    """One grid step: adds a partial product to the result block, which stays in VMEM."""
     k, axis = pl.program_id(2), 1 if is_transposed else 0
     x, y = a[...], b[...]
     if depth % a.shape[1]:  # behind the last number there is anything
@@ -127,6 +127,6 @@ def _sums(x: Ref, out: Ref, total: Ref) -> None:
 
 
 def _first(x: Array, axis: int, count: Array) -> Array:
-    """The first numbers of a block along an axis, and zeros. Mosaic has no masks for two bytes on all chips."""
+    """Zeros a block after `count` entries of an axis; in float32, as Mosaic lacks 16-bit masks on some chips."""
     there = lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
     return jnp.where(there, x.astype(jnp.float32), 0.0)

@@ -1,4 +1,4 @@
-"""The TPU kernels of the gradients: one iterates over the keys of rows, one over the rows of keys."""
+"""The TPU backward kernels: dQ loops over keys, dK and dV loop over queries."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,16 +41,16 @@ def backward(
     *,
     interpret: bool,
 ) -> Operands:
-    """The cotangents of query, key, value and score.
+    """Returns the cotangents of query, key, value and score.
 
-    Two kernels recompute the scores. One sums over the keys of a block of rows, the other over the rows of
-    a block of keys, so that each block of results is written once.
+    Both kernels recompute the scores. Each sums over the blocks that it iterates over, so that every block of results
+    is written once.
     """
     key, value = operands.key, operands.value
     query, d_out, lse, delta = backward_rows(
         operands, layout.settings, row_cotangents(state, cotangent)
     )
-    # also for rows that pad a block: e^{s - inf} = 0
+    # padding rows have lse = inf, and so weights e^(s - inf) = 0
     lse = fold_rows(lse, layout, jnp.inf)[:, :, None]
     delta = fold_rows(delta, layout)[:, :, None]
     rows = (fold_rows(query, layout), fold_rows(d_out.astype(value.dtype), layout), lse, delta)
@@ -132,7 +132,7 @@ def _rows_kernel(
     layout: Layout,
     range_index: Callable[..., Any],
 ) -> None:
-    """One step, of a block of rows and a block of keys: `dq += ds k`.
+    """One grid step of dQ, over a block of rows and a block of keys: `dq += ds k`.
 
     query and d_query `[rows, H]`, d_out `[rows, Hv]`, lse and delta `[1, rows]`, key `[keys, H]`,
     value `[keys, Hv]`, visibility `[1, rows]` and `[1, keys]`; sums `[rows, H]`, float32.
@@ -153,7 +153,9 @@ def _rows_kernel(
         values = load_present(value, compared, tall=layout.tall_value)
         score = BlockScores(layout, numbers, visibility)
         scores, pullback = score.vjp(dot(query[...], keys, (1, key_width)))
+        # P = e^(S - lse), recomputed
         weights = jnp.exp(hide(scores, compared, block, layout, turned=False) - lse[...].T)
+        # dS = P (dOut V^T - delta), with delta = dOut·out - dlse per row
         d_scores = weights * (dot(d_out[...], values, (1, value_width)) - delta[...].T)
         d_scores = pullback(d_scores, score_sums)
         sums[...] += dot(d_scores.astype(key.dtype), keys, (1, 1 - key_width))
@@ -185,7 +187,7 @@ def _keys_kernel(
     """One step, of a block of keys and a block of rows: `dv += P^T dout` and `dk += ds^T q`.
 
     Scores are `[keys, rows]`, so that no matrix is transposed. Keys past the end only enter rows of
-    the results that are not written. Arguments as those of `_rows_kernel`;
+    the results that are not written. Shapes are as in `_rows_kernel`;
     d_key and key_sums `[keys, H]`, d_value and value_sums `[keys, Hv]`.
     """
     b, p, i, j = map(pl.program_id, range(4))
@@ -203,6 +205,7 @@ def _keys_kernel(
         score = BlockScores(layout, numbers, visibility, turned=True)
         scores, pullback = score.vjp(dot(keys, query[...], (key_width, 1)))
         weights = jnp.exp(hide(scores, compared, i, layout, turned=True) - lse[...])
+        # dV = P^T dOut; dK = scale dS^T Q, scaled when it is written
         value_sums[...] += dot(weights.astype(d_out.dtype), d_out[...], (1, 0))
         d_scores = weights * (dot(values, d_out[...], (value_width, 1)) - delta[...])
         d_scores = pullback(d_scores, Numbers())

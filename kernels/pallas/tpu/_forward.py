@@ -1,7 +1,7 @@
-"""The TPU kernels of the state and of its derivative in a direction: one pass over the keys of rows.
+"""The TPU kernels of the state and of its tangent: one pass over the keys of each block of rows.
 
-The state is by online softmax. The weights of a derivative come from the saved energies, so the sums over two parts of
-the keys add up; its formulas are those of `AbstractKernel.tangent`.
+The state is computed by online softmax (Milakov and Gimelshein, arXiv 1805.02867). The tangent takes its weights from
+the saved lse, so that sums over parts of the keys add up; its equations are in `AbstractKernel.tangent`.
 """
 
 import math
@@ -111,6 +111,7 @@ def _kernel(
         product = dot(query[...], key[...], (1, key_width))
         scores = score.in_units(product)
         scores = hide(scores, compared, block, layout, turned=False)
+        # m' = max(m, max S); l = l e^(m - m') + sum e^(S - m'); o = o e^(m - m') + e^(S - m') V
         old = maximum[...]
         new = jnp.maximum(old, scores.max(-1, keepdims=True))
         shift = jnp.where(new == HIDDEN, 0.0, new)
@@ -131,7 +132,7 @@ def _kernel(
         # the score of a finite product may overflow
         divisor = jnp.where(largest == math.inf, math.nan, divisor)
         out[...] = jnp.where(empty, 0.0, sums[...] / divisor).astype(out.dtype)
-        # the column is written as a row: a column takes 128 times the memory
+        # written as a row: tiles of 128 lanes would pad a column to 128 times its size
         lse[...] = jnp.where(empty, HIDDEN, largest + jnp.log(divisor)).T
 
 
@@ -157,14 +158,14 @@ def tangent(
     }
 
     def folded(arrays: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Any]]:
-        """The arrays by name, in the layout of their kind, with their specs."""
+        """Returns the arrays in their kernel layouts, and their specs, by name."""
         blocks = {
             name: fold_keys(x, layout, tall=tall[name]) if name in tall else fold_rows(x, layout)
             for name, x in arrays.items()
         }
         return blocks, {name: specs[name] for name in blocks}
 
-    # rows without keys, and those that pad a block, have no weight: e^{s - inf} = 0
+    # fully masked rows and padding rows have lse = inf, and so weights e^(s - inf) = 0
     lse = fold_rows(jnp.where(holds_keys(state.lse), state.lse, jnp.inf), layout, jnp.inf)
     out, lse = grid.run(
         _tangent_kernel,
@@ -239,6 +240,7 @@ def _tangent_kernel(
         if "key" in moving:
             d_scores.append(dot(query, keys(moving["key"], tall=layout.tall_key), over))
         if scores_move:
+            # dS = scale (dQ K^T + Q dK^T); dlse = sum P dS; dout = P (dS V + dV) - dlse out
             change: Any = None
             if d_scores:
                 change = sum(d_scores[1:], d_scores[0]) * layout.settings.scale

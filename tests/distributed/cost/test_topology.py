@@ -79,7 +79,7 @@ def test_axes_between_hosts():
     assert [link.devices for link in cost.topology(turned).links] == [8, 4]
     both = cost.topology(mesh((16,), "NVIDIA H100 80GB HBM3"))
     assert seen(both)[1] == ["400 Gbit/s"]
-    assert cost.topology(hosts, "device").links[0].name == "NVLink 4"
+    assert cost.topology(hosts, axes="device").links[0].name == "NVLink 4"
     # a process for each GPU of a host
     alone = mesh((8,), "NVIDIA H200", per_process=1, slices=[0] * 8)
     assert seen(cost.topology(alone)) == ("dgx_h200", ["NVLink 4"])
@@ -184,7 +184,7 @@ def test_numbers_of_ones_own():
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (("token_ring", (2,)), {}, ValueError, "name: wanted one of 'dgx_h100', .*'token_ring'"),
+        (("token_ring", (2,)), {}, ValueError, "machine: wanted one of 'dgx_h100', .*'token_ring'"),
         (("tpu_v5p", 3), {}, TypeError, "sizes: wanted one for each mesh axis, got int 3"),
         (("tpu_v5p", (2, 0)), {}, ValueError, "sizes: .*at least 1, got 0"),
         (("tpu_v5p",), {}, ValueError, "links: wanted one for each mesh axis, got none"),

@@ -171,7 +171,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("problem", "way"), few_rows(WAYS, 3))
+@pytest.mark.parametrize(("problem", "way"), few_rows(WAYS, 1))
 def test_ways(problem, way):
     """A fold in the order of arrival; a sum that devices share; keys in leaves by place and not by position."""
     same(way.run(problem), alone(problem))

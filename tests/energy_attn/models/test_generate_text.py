@@ -116,6 +116,7 @@ def drafter_of(name, model, texts=None):
     }[name]()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("way", ["greedy", "drawn"])
 @pytest.mark.parametrize("name", few(["none", "lookup", "itself", "told"], "itself", "told"))
 def test_all_options_at_once(name, way, model, wanted):

@@ -26,6 +26,7 @@ from energy_attn.prefix_tree import pack
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.llama import CONFIG, CUT, DEEPSEEK, GPT_OSS, build
+from tests.support.selection import few
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 4, 2], [0, 0, 9, 0], [5, 4, 1, 30]])
@@ -184,7 +185,7 @@ def test_over_devices(kind):
     assert sum(x.bytes for x in sent) <= 2 * 2 * 4 * 24 * 8
 
 
-@pytest.mark.parametrize("over", [False, True], ids=["one device", "4 x 2"])
+@pytest.mark.parametrize("over", few([False, True], True), ids=["one device", "4 x 2"])
 def test_gradients_of_16_bits(over):
     """Weights of sixteen bits beside scores of thirty-two that do not meet; gradients that lose more than rounding."""
     model = build(DEEPSEEK)
@@ -229,7 +230,7 @@ def test_text_over_devices(drafter):
     np.testing.assert_array_equal(np.asarray(found.tokens), want)
 
 
-@pytest.mark.parametrize("config", [GPT_OSS, DEEPSEEK], ids=["softmax", "groups"])
+@pytest.mark.parametrize("config", few([GPT_OSS, DEEPSEEK], DEEPSEEK), ids=["softmax", "groups"])
 def test_symbolic_sizes(config, unchecked):
     """A program for any batch and number of tokens: fewer rows than a tile, and several tiles for an expert."""
     model = build(config)
@@ -302,7 +303,7 @@ def test_norms_of_16_bits(is_wide):
     assert (found == same).mean() > 0.99 > 0.9 > (found == other).mean()
 
 
-@pytest.mark.parametrize("config", [GPT_OSS, DEEPSEEK], ids=["sinks", "latent"])
+@pytest.mark.parametrize("config", few([GPT_OSS, DEEPSEEK], DEEPSEEK), ids=["sinks", "latent"])
 def test_what_is_asked_of_layers(config):
     """An energy without the sink, of other heads or without a window; documents that do not reach a layer."""
     model = build(config)

@@ -48,7 +48,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=few([*MODELS], "bfloat16", "routed"))
+@pytest.fixture(scope="module", params=few([*MODELS], "routed"))
 def model(request):
     config, dtype = MODELS[request.param]
     return build(config, jnp.dtype(dtype), scale=config.hidden_size**-0.5)
@@ -154,7 +154,8 @@ def test_ragged_prompts(small):
         same(prefill(small, tokens, chunk_size, small.empty_cache(5, slots)), wanted)
 
 
-@pytest.mark.parametrize("drawn", few([False, True], True))
+@pytest.mark.full
+@pytest.mark.parametrize("drawn", [False, True])
 def test_drafted_text(small, drawn):
     """A draft, a queue or another prompt beside: another text, or other bits of its log-probabilities."""
     prompts = [[1, 2, 3, 4, 1, 2], [5, 6, 7, 8, 9, 5, 6, 7], [12], [7, 7, 7]]
@@ -206,6 +207,7 @@ def test_tree(small):
             same(found[0, tree.unpacker[0, branch, level]], logits[9 + level])
 
 
+@pytest.mark.full
 def test_over_devices(small):
     """Rows that XLA splits otherwise over devices, and weights that do not vary beside tokens that do."""
     tokens = jnp.asarray(np.concatenate([texts(), texts()[:3]])[:, :40])
@@ -253,6 +255,7 @@ def test_gradients(small):
     same(gradient(small, jnp.pad(tokens, pads), jnp.pad(weights, pads), True), found)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("width", [1, 3, 8, 37, 96, 256])
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "gelu", "silu", "norm", "map"])
 def test_sizes_of_tiles(name, width):

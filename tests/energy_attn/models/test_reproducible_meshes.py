@@ -26,7 +26,7 @@ from energy_attn.prefix_tree import pack
 from tests.support.compare import same
 from tests.support.flags import spawn
 from tests.support.llama import GPT_OSS, build
-from tests.support.selection import few_rows
+from tests.support.selection import few, few_rows
 
 SMALL = LlamaConfig(
     40, 48, 72, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
@@ -208,7 +208,9 @@ def read_tree(model, tokens, tree, lengths, options):
     return model.read_tree(tree, cache, reproducible=True).logits
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 70}, {"quantize": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options", few([{}, {"window": 70}, {"quantize": "int8"}], {"window": 70}), ids=str
+)
 def test_trees(options):
     """A path whose keys are folded beside the cache's: other bits than on one device, or than without drafts."""
     config = dataclasses.replace(SMALL, sliding_window=options.get("window"))
@@ -238,6 +240,7 @@ def test_trees(options):
     same(found, wanted)
 
 
+@pytest.mark.full
 def test_own_leaves():
     """Keys, or a root for each 256 of them, that a step of `generate` gathers; keys that are lost at a leaf's end."""
     config = dataclasses.replace(SMALL, num_hidden_layers=1, max_position_embeddings=1 << 16)

@@ -36,7 +36,7 @@ from tests.support.prompts import (
     tangent,
 )
 from tests.support.reference import dense, dense_jvp, dense_vjp
-from tests.support.selection import few_rows
+from tests.support.selection import few, few_rows
 
 LENGTH = 1030  # five leaves of 256 keys
 KERNELS = {"tpu": CanonicalTPU(), "gpu": CanonicalGPU()}
@@ -76,7 +76,7 @@ def test_rows(name, option):
     )
 
 
-@rows
+@pytest.mark.parametrize(("name", "option"), few_rows(ROWS))
 def test_derivatives(name, option):
     """Sums over rows or leaves in an order that follows the call: its padding, batch and capacity."""
     more, rng, tokens = {"kernel": KERNELS[name]}, np.random.default_rng(1), tokens_of(option)
@@ -129,7 +129,7 @@ def test_values(name, option):
     close(tuple(x[None] for x in found), dense_jvp(problem, moves), option, 10 * tolerance)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", few([*KERNELS], "tpu"))
 def test_in_parts(name, monkeypatch):
     """A fold in parts, for calls of few rows, in another order than in one kernel, or that rounds less."""
     kernel, rng, first = KERNELS[name], np.random.default_rng(5), 2 * LEAF + 90
@@ -159,6 +159,7 @@ def test_masks(name):
     close(found, wanted, name, 1e-5)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("of_entries", [False, True])
 def test_sinks(name, of_entries):
@@ -202,7 +203,7 @@ def test_sinks(name, of_entries):
     same_bytes(to_sink(cotangent, *given), found[1][3])
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", few([*KERNELS], "tpu"))
 def test_nodes(name):
     """Nodes of two devices, each with every other two leaves, that are folded in another order than on one device."""
     rng, tokens = np.random.default_rng(4), tokens_of("causal", length=1900)
@@ -284,7 +285,7 @@ SCORES = {
 }
 
 
-@pytest.mark.parametrize(("name", "score"), few_rows([(x, y) for y in SCORES for x in KERNELS], 2))
+@pytest.mark.parametrize(("name", "score"), few_rows([(x, y) for y in SCORES for x in KERNELS]))
 def test_scores(name, score):
     """A score that is left out of the state, a gradient or the tangent, or is told another head, position or entry."""
     kernel, rng = KERNELS[name], np.random.default_rng(3)

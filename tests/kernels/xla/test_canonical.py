@@ -276,6 +276,7 @@ def test_short_axes():
 
 
 @pytest.mark.smoke
+@pytest.mark.full
 def test_short_axes_as_users_compile():
     """Likewise, in programs that LLVM makes vectors of, which the suite's are not; by the newest JAX, too."""
     file = "tests/kernels/xla/test_canonical.py"

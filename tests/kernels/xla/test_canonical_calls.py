@@ -173,7 +173,6 @@ def test_terms_of_scores(dtype):
             (1, 1, 1, 1, "float32"),
             (8, 8, 16, 257, "float32"),
         ],
-        2,
     ),
 )
 def test_odd_sizes(heads, key_heads, width, value_width, dtype):
