@@ -29,7 +29,7 @@ def received(x: object) -> str:
 
 
 def check_array(name: str, x: object) -> Any:
-    """Returns `x` if it is an array, JAX's or NumPy's, and so typed as neither; nothing is converted silently."""
+    """Returns `x` if it is a JAX or NumPy array; converts nothing."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name}: wanted a JAX or NumPy array, got {received(x)}")
     return x
@@ -54,7 +54,7 @@ def check_shape(name: str, x: Shaped, shape: tuple[int | str, ...]) -> None:
 def check_broadcastable(
     name: str, x: Shaped, shape: tuple[int, ...], *, leading: bool = True
 ) -> None:
-    """Checks that `x` has, on each axis of `shape`, its size or 1. `leading`: whether leading axes must be given."""
+    """Checks that each axis of `x` has the size in `shape`, or 1. `leading`: whether leading axes are required."""
     given = x.shape if leading else (1,) * (len(shape) - len(x.shape)) + x.shape
     if not broadcasts(given, shape):
         raise ValueError(
@@ -109,7 +109,7 @@ def is_concrete(x: object) -> bool:
 
 
 def check_int32(name: str, x: object) -> Any:
-    """Returns `x` if it is an array of integers that, where they are known, 32 bits hold."""
+    """Returns `x` if it is an array of integers whose concrete values fit in int32."""
     array = check_integral(name, x)
     if array.size and not np.can_cast(array.dtype, np.int32) and not isinstance(x, jax.core.Tracer):
         with jax.ensure_compile_time_eval():  # a known array may be used in a program being traced
@@ -120,9 +120,9 @@ def check_int32(name: str, x: object) -> Any:
 
 
 def as_int32(x: jax.Array | np.ndarray) -> Any:
-    """Integers as int32, NumPy's as NumPy's; those that 32 bits do not hold are the nearest that they do.
+    """Integers as int32, clipped to its range; a NumPy array stays one.
 
-    So a length beyond all indices, which a compiled program cannot refuse, remains one.
+    A length beyond all indices, which a compiled program cannot refuse, so remains beyond them.
     """
     if not np.can_cast(x.dtype, np.int32):
         own, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
@@ -131,9 +131,9 @@ def as_int32(x: jax.Array | np.ndarray) -> Any:
 
 
 def as_ids(x: jax.Array | np.ndarray) -> Any:
-    """Checked integers that are only compared for equality, so that none may be taken for another one: int32.
+    """Checked ids, which are compared for equality alone, as int32.
 
-    Traced ones that 32 bits need not hold are of 64 bits, where JAX has these on.
+    Traced ids of a wider dtype keep 64 bits where JAX enables them, as two of them might be equal in 32 bits.
     """
     needs_int64 = isinstance(x, jax.core.Tracer) and not np.can_cast(x.dtype, np.int32)
     return x.astype(jax.dtypes.canonicalize_dtype(np.int64) if needs_int64 else np.int32)
@@ -225,7 +225,7 @@ def check_names(name: str, x: object, what: str) -> tuple[str, ...]:
 
 
 def check_function(name: str, x: object, *arguments: str, static: bool = True) -> None:
-    """Checks that `x` can be called with as many arguments as `arguments` names, and hashed if it is `static`."""
+    """Checks that `x` can be called with these arguments, and hashed if it is `static`."""
     wanted = f"a function of ({', '.join(arguments)})"
     if not callable(x):
         raise TypeError(f"{name}: wanted {wanted}, got {received(x)}")
@@ -248,7 +248,7 @@ def check_function(name: str, x: object, *arguments: str, static: bool = True) -
 
 
 def check_nesting(name: str, x: object, kind: type, hint: str) -> None:
-    """Raises `ValueError` for a module with more than 100 others of its kind inside each other."""
+    """Raises `ValueError` for a module that nests more than 100 modules of its kind."""
     level = [x]
     for _ in range(101):
         fields = [field for module in level for field in vars(module).values()]
@@ -273,8 +273,8 @@ def check_flag(name: str, x: object) -> bool:
 def check_taylor(arrays: object) -> None:
     """Raises `NotImplementedError` under `jax.experimental.jet`, which only JAX's own derivatives pass.
 
-    Sees the tracers of a call that is not inside `jax.jit`. `jet` looks through rules of kernels,
-    down to loops, of which it knows none.
+    `jet` ignores the derivatives that kernels define, and has no rule for loops. Its tracers are visible only in a
+    call outside of `jax.jit`.
     """
     for x in jax.tree.leaves(arrays):
         if type(x).__module__ == "jax.experimental.jet":  # by name, so that jet is not imported

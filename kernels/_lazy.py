@@ -14,21 +14,21 @@ def lazy(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` (PEP 562) of a module that imports names when they are first used.
 
-    `module`: its `__name__`. `modules`: for a name that is a module, that module: `{"models": ".models"}`.
-    `names`: for any other, the module that defines it: `{"KVCache": ".cache._cache"}`; in a package none is the
-    name of one of its folders, to which any import from it would bind it.
+    `module`: its `__name__`. `modules`: maps a name to the module that it stands for: `{"models": ".models"}`.
+    `names`: maps any other name to the module that defines it: `{"KVCache": ".cache._cache"}`. No name may be that of
+    a folder of the package, as importing the folder would bind it.
     """
     own, modules, names = sys.modules[module], modules or {}, names or {}
 
     def get(name: str) -> object:
         if name in modules:
-            found: object = importlib.import_module(modules[name], own.__package__)
+            result: object = importlib.import_module(modules[name], own.__package__)
         elif name in names:
-            found = getattr(importlib.import_module(names[name], own.__package__), name)
+            result = getattr(importlib.import_module(names[name], own.__package__), name)
         else:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        setattr(own, name, found)
-        return found
+        setattr(own, name, result)
+        return result
 
     def list_names() -> list[str]:
         return sorted({*vars(own), *modules, *names})

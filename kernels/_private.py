@@ -29,7 +29,7 @@ _USES: dict[str, tuple[str, dict[str, str]]] = {
             "Layout": _CUDNN + "AttentionLayout",
         },
     ),
-    # those of cuDNN and of CUDA's runtime at hand, which programs are compiled for
+    # the versions of the installed cuDNN and CUDA runtime, which programs are compiled for
     "cuda_versions": ("JAX 0.8 to 0.12", {"versions": "jax._src.lib.cuda_versions"}),
     # the backward kernels, called with a delta that includes the cotangent of lse
     "splash": (
@@ -70,13 +70,13 @@ _USES: dict[str, tuple[str, dict[str, str]]] = {
 def private_names(use: str) -> Any:
     """The names of one use, as attributes under our names. Raises `NotImplementedError` where one is missing."""
     versions, names = _USES[use]
-    found = {}
+    result = {}
     for name, place in names.items():
         module, _, attribute = place.rpartition(".")
         try:
-            found[name] = getattr(importlib.import_module(module), attribute)
+            result[name] = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as reason:
             raise NotImplementedError(
                 f"{use}: wanted {place}, as {versions} have it, got JAX {jax.__version__}: {reason}"
             ) from reason
-    return SimpleNamespace(**found)
+    return SimpleNamespace(**result)

@@ -1,7 +1,8 @@
 """Primitives that slice an array, and add to a slice, which remain slices under `jax.vmap`.
 
-Under `jax.vmap` JAX turns `lax.dynamic_slice` into a gather, and an update into a scatter, even if all entries are cut
-at the same place. XLA's partitioner aborts on such a gather of an array that is sharded along several axes.
+Under `jax.vmap` JAX turns `lax.dynamic_slice` into a gather, and an update into a scatter, even if all batch
+entries are sliced at the same index. XLA's partitioner aborts on such a gather of an array that is sharded along
+several axes.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,15 +26,16 @@ def slice_at(x: Array, corner: Corner, sizes: tuple[int, ...]) -> Array:
 
 
 def add_at(total: Array, part: Array, corner: Corner) -> Array:
-    """`total` with `part` added to its entries from a corner on."""
+    """Adds `part` to the slice of `total` that begins at a corner."""
     return add_p.bind(total, part, *corner)
 
 
 def _slice(x: Array, *corner: ArrayLike, sizes: tuple[int, ...]) -> Array:
     if x.dtype.itemsize != 2:
         return lax.dynamic_slice(x, corner, sizes)
-    # Older versions of XLA:CPU slice 16-bit floats, but not integers, through a float32 copy of the whole array. Tied
-    # to the corner: else XLA takes the bits of all of it out of a loop, a copy, too (`test_loops_copy_no_keys`).
+    # Older versions of XLA:CPU slice 16-bit floats, but not integers, through a float32 copy of the whole array. The
+    # barrier ties it to the corner: else XLA hoists the cast of the whole array out of a loop, which copies it, too.
+    # Without this, `test_loops_copy_no_keys` fails on the oldest JAX.
     x, corner = lax.optimization_barrier((x, corner))
     bits = lax.bitcast_convert_type(x, jnp.uint16)
     return lax.bitcast_convert_type(lax.dynamic_slice(bits, corner, sizes), x.dtype)
@@ -74,15 +76,15 @@ def _add_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
 def _add_transpose(
     cotangent: Array | ad.Zero, total: Any, part: Any, *corner: ArrayLike
 ) -> list[Any]:
-    found: list[Any] = [None] * (2 + len(corner))
+    result: list[Any] = [None] * (2 + len(corner))
     for i, x in enumerate((total, part)):
         if not ad.is_undefined_primal(x):
             continue
         if isinstance(cotangent, ad.Zero):
-            found[i] = ad.Zero(x.aval)
+            result[i] = ad.Zero(x.aval)
         else:
-            found[i] = slice_at(cotangent, tuple(corner), x.aval.shape) if i else cotangent
-    return found
+            result[i] = slice_at(cotangent, tuple(corner), x.aval.shape) if i else cotangent
+    return result
 
 
 def _slice_batch(

@@ -16,8 +16,8 @@ _Tree = TypeVar("_Tree")
 
 def vary_together(tree: _Tree, axes: Sequence[str] = ()) -> _Tree:
     """Arrays that all vary over the mesh axes `axes` and over all that any of them varies over."""
-    # Inside shard_map a kernel may get arrays that are replicated (a query) beside arrays that vary
-    # over devices (a shard of the keys). Cast to varying here, the derivative of a replicated operand
+    # Inside shard_map a kernel may get replicated arrays (a query) together with arrays that vary over
+    # devices (a shard of the keys). Cast to varying here, the derivative of a replicated operand
     # is summed over devices by JAX itself.
     union = frozenset(axes).union(*map(varying_axes, jax.tree.leaves(tree)))
     return vary_over(union, tree)
@@ -32,10 +32,10 @@ def vary_over(axes: frozenset[str], tree: _Tree) -> _Tree:
 
 
 def apply_in_float32(collective: Callable[[Array], Array], x: Array) -> Array:
-    """`collective(x)`, where it or its derivative reduces over devices: 16 bits are reduced in 32.
+    """Applies a collective that reduces over devices, or whose derivative does, in at least float32.
 
     XLA:CPU aborts on sums of bfloat16 in a `jax.shard_map` over some axes of a mesh: "Invalid binary instruction
-    opcode copy" (JAX 0.8 to 0.12; red without the cast: `test_bfloat16_beside_another_axis`).
+    opcode copy" (JAX 0.8 to 0.12; fails without the cast: `test_bfloat16_beside_another_axis`).
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
         return collective(x)

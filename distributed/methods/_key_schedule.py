@@ -189,9 +189,9 @@ class _ScheduledAttention(autodiff.AbstractFunction, derivatives.AbstractDerivat
         )
 
     def backward(
-        self, saved: derivatives.Saved, cotangent: AttentionState, moved: Operands
+        self, saved: derivatives.Saved, cotangent: AttentionState, needs_grad: Operands
     ) -> Operands:
-        settings, schedule = derivatives.needing(self.settings, moved), self.schedule
+        settings, schedule = derivatives.needing(self.settings, needs_grad), self.schedule
         operands, rows = saved.operands, blockwise.row_cotangents(saved.state, cotangent)
 
         def once(
@@ -207,7 +207,7 @@ class _ScheduledAttention(autodiff.AbstractFunction, derivatives.AbstractDerivat
             here = _with_keys(operands, keys, schedule, step, some)
             d_query = None if staying is None else staying.query
             found, in_flight = blockwise.backward_by_head(d_query, here, settings, rows, in_flight)
-            found = derivatives.keep_needed(found, moved)
+            found = derivatives.keep_needed(found, needs_grad)
             bias = found.bias
             if bias is not None and operands.bias is not None:
                 bias = _unslice_keys(schedule, step, some, bias, operands.bias.shape[3], 3)

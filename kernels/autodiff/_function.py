@@ -1,4 +1,4 @@
-"""Functions and linear maps with derivatives of their own, as primitives, for both modes and to any order.
+"""Functions and linear maps with custom derivatives, as primitives: in both modes and to any order.
 
 In `grad(grad(f))` and `jvp` of `grad` of an `f` with a `lax.scan`, JAX 0.10.2 ignores the rules of a `jax.custom_jvp`
 in its body and differentiates the functions themselves; JAX 0.12.0 does not. A primitive has no other rules
@@ -38,8 +38,7 @@ class AbstractFunction(abc.ABC):
 class AbstractLinearMap(abc.ABC):
     """A function of two trees of arrays, linear in the second; static and hashable.
 
-    `None` in a tree stands for what is absent: a direction that does not move, or a cotangent that is
-    zero.
+    `None` in a tree stands for a tangent or a cotangent that is zero.
     """
 
     @abc.abstractmethod
@@ -93,12 +92,12 @@ def jvp_of_some(
 
 
 def run_compiled(primitive: Primitive, static: tuple[str, ...]) -> Callable[..., Any]:
-    """Compiles calls of a primitive, with these parameters that are no arrays, when it runs; returns its `bind`."""
+    """Makes a primitive run its calls by `jax.jit`, with these static parameters; returns its `bind`."""
     bind = jax.jit(primitive.bind, static_argnames=static)
 
     @primitive.def_impl
     def _(*flat: Any, **params: Any) -> Any:
-        # it has no other implementation, also where `jax.disable_jit` is in force
+        # the primitive has no other implementation, even under `jax.disable_jit`
         with jax.disable_jit(False):
             return bind(*flat, **params)
 
@@ -136,7 +135,7 @@ def _apply(*flat: Any, call: Callable[..., list[Any]]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _UnderVmap:
-    """A call of a function or a linear map under `jax.vmap`. The mapped axes of its results are in front."""
+    """A call of a function or a linear map under `jax.vmap`; results have the mapped axis in front."""
 
     call: TreeCall
     axes: tuple[int | None, ...]
@@ -238,11 +237,12 @@ def _jvp_of_map(
     found = linear_call_p.bind(*primals, program=program, call=call)
     number = call.args[0].num_leaves
     changes = list(map(_unless_symbolic, tangents))
+    # d(L(x) u) = L(x) du where x has no tangent
     if all(x is None for x in changes[:number]):
         fixed, moving = call.split([*primals[:number], *changes[number:]])
         return found, jax.tree.leaves(linear_call(call.owner, fixed, moving))
 
-    # in one pass, that in the moving arguments with that in the fixed ones
+    # d(L(x) u) = L(x) du + (dL(x)) u: both terms in one pass of the plain function
     def plain(*flat: Array) -> list[Any]:
         return jax.tree.leaves(call.owner.plain(*call.split(flat)))
 

@@ -37,7 +37,7 @@ from ._tokens import (
     split_mask,
 )
 
-# What a layout says of a call's tokens, and whether masks, scores or lengths of keys read their positions.
+# (tokens, whether masks, scores or key lengths read positions) to the tokens with the positions of a layout
 PlaceFn = Callable[[Tokens, bool], Tokens]
 
 
@@ -71,8 +71,8 @@ def check_call(
 ) -> CheckedCall:
     """Checks every argument of `local_attention` but `implementation`, and a sink.
 
-    `scales`: of keys and values that are int8, which are dequantized if a source or an array for `scale` has to be
-    joined to them. Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
+    `scales`: the scales of int8 keys and values, which are dequantized if there is a source or an array `scale`.
+    Raises `TypeError` or `ValueError` naming the argument, what was wanted and what was given.
     """
     check_options(options, MergedOptions, "source", "bias", "mask")
     arrays = check_arrays(query, key, value, scales)
@@ -220,7 +220,7 @@ def check_scale(scale: object) -> Any:
 
 
 def _scaled(operands: Operands, scale: float | Array, reproducible: bool) -> tuple[Operands, float]:
-    """Operands that a scale is multiplied into if it is an array, and the number that remains."""
+    """Multiplies an array `scale` into the query; returns the operands and the number that remains."""
     if isinstance(scale, jax.Array) and reproducible:
         raise NotImplementedError(
             "scale: wanted a number beside reproducible=True; scores.Temperature takes an array of one for each "
@@ -240,7 +240,7 @@ def _scaled(operands: Operands, scale: float | Array, reproducible: bool) -> tup
     query, tokens = operands.query, operands.tokens
     # An array may be traced and differentiated (an inverse temperature). It multiplies the query,
     # in the dtype of the scores, so that it rounds no more than a number would. Its derivative sums over all
-    # queries, so that what an absent one holds is left out here already.
+    # queries, so the numbers of absent queries are zeroed here.
     if tokens.query_positions is not None or tokens.query_lengths is not None:
         positions: Any = operands.positioned().tokens.query_positions
         query = jnp.where(positions[:, :, None, None] >= 0, query, 0)
@@ -265,7 +265,7 @@ def _of_scores(
     try:
         check_broadcastable(name, array, shape, leading=False)
     except ValueError as wrong:
-        # other libraries leave these axes out; two may have one length, so here they are written
+        # Other libraries accept shapes without these axes. Two axes may have one length, so users have to write them.
         batch, _, query_len, key_len = shape
         if broadcasts(array.shape, (batch, key_len)):
             hint = f"(batch, keys) write {name}[:, None, None, :]"

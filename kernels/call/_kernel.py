@@ -38,8 +38,8 @@ class AbstractKernel(abc.ABC):
             given to it. `AbstractMask` stands for all masks. With `Lengths` among them it gets
             the lengths of `tokens` as they are; otherwise positions in their place.
         scores: whether it computes scores of `energy_attn.scores`; if not, it gets no call with one.
-        differentiated_by_jax: whether all derivatives are JAX's own of `forward`, those of any order and that in
-            the source too. Otherwise those of second order are of the blockwise kernel, which computes the same.
+        differentiated_by_jax: whether all derivatives are JAX's own of `forward`, of any order, also in the
+            source. Otherwise second derivatives are those of the blockwise kernel.
         reproducible: whether the bits of a row depend on it, the keys that it sees and the options alone. Derivatives
             of second order then raise, as their sums would be in another order.
 
@@ -74,9 +74,9 @@ class AbstractKernel(abc.ABC):
         """
 
     def check_preferred(self, call: KernelCall) -> None:
-        """Raises `NotImplementedError` with the reason for calls that it takes, but that those after it compute faster.
+        """Raises `NotImplementedError` with the reason for calls that a later kernel computes faster.
 
-        None by default. It gets such a call where it is named and no other kernel that is takes it.
+        Declines none by default. The kernel still gets such a call if no other candidate takes it.
         """
         del call
 
@@ -88,10 +88,10 @@ class AbstractKernel(abc.ABC):
         """
 
     def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
-        """The state of `forward`, and what rounding took from `lse`, `[B, T, N]`; 0 by default.
+        """The state of `forward`, and the rounding error of `lse`, `[B, T, N]`; 0 by default.
 
-        The weights of a backward are `exp(s - lse)`, whose sum is off by as much as `lse` is, by 1% from 3e5 on in
-        float32: so they are divided by the exponential of the rest.
+        The weights of a backward are `exp(s - lse)`, whose sum has the relative error of `exp(lse)`: 1% where
+        `lse` is 3e5 in float32. So they are divided by `exp(rest)`.
         """
         state = self.forward(call)
         return state, jnp.zeros_like(state.lse)
@@ -212,7 +212,7 @@ Candidate = str | AbstractKernel  # what may compute a call: a name of the regis
 def check_call_of(kernel: AbstractKernel, call: KernelCall) -> None:
     """Raises `NotImplementedError` for calls that a kernel does not take.
 
-    Also for masks that it does not know and for ids of 64 bits, so that nothing is ignored or cut off.
+    Declines unknown masks and 64-bit ids for all kernels, so that no mask is ignored and no id truncated.
     """
     operands, settings = call.operands, call.settings
     unknown = [x.__name__ for x in settings.mask.classes if not issubclass(x, kernel.masks)]
@@ -235,14 +235,14 @@ def check_call_of(kernel: AbstractKernel, call: KernelCall) -> None:
         read = jax.eval_shape(
             lambda x: as_read(kernel, call._replace(operands=x)).operands, operands
         )
-        # without the mesh axes of a jax.shard_map, of which `eval_shape` takes none back
+        # without the mesh axes of a jax.shard_map, which `eval_shape` does not accept as inputs
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), read)
         call = call._replace(operands=shapes)
     kernel.check(call)
 
 
 def as_read(kernel: AbstractKernel, call: KernelCall) -> KernelCall:
-    """Operands as a kernel takes them: positions unless it takes lengths, dequantized unless it reads eight bits."""
+    """Converts a call for a kernel: lengths to positions, and eight bits to the query's dtype, unless it reads them."""
     operands = call.operands
     if Lengths not in kernel.masks:
         operands = operands.positioned(read=False)
@@ -291,8 +291,8 @@ _DEVICE: ContextVar[Device | None] = ContextVar("device", default=None)
 def target_device() -> Device | None:
     """Returns one of the devices that the program being lowered is for, all of a kind; None: not known.
 
-    It need not be there: a program may be compiled ahead of time. Not known are those of a program that is exported,
-    for several platforms, or still traced. So a call is checked twice.
+    The device need not be attached: a program may be compiled ahead of time. It is not known while a program is traced,
+    nor in one that is exported or lowered for several platforms; a call is therefore checked twice.
     """
     return _DEVICE.get()
 
@@ -331,7 +331,7 @@ def check_capability(name: str, least: Capability, below: Capability | None = No
 
 @functools.cache
 def cuda_version(library: str) -> int | None:
-    """The version of "cudnn" or "cuda_runtime" here, as 12080 for CUDA 12.8; None if there is none."""
+    """The version of the installed "cudnn" or "cuda_runtime", as 12080 for CUDA 12.8; None if there is none."""
     try:
         return getattr(private_names("cuda_versions").versions, f"{library}_get_version")()
     except Exception:  # of various kinds, without CUDA or cuDNN

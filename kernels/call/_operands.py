@@ -43,9 +43,8 @@ class Operands(NamedTuple):
         bias: None, or floating of four axes that broadcast to `[B, N, T, S]`.
         mask: None, or boolean of four axes that broadcast to `[B, N, T, S]`.
         tokens: the positions, segments and lengths of queries and keys.
-        mask_arrays: those of the mask of the settings, each with a first axis of `B` or 1. A kernel
-            that knows no mask with arrays gets none.
-        score_arrays: those of the score of the settings. A kernel that knows no scores gets none.
+        mask_arrays: the arrays of the mask of the settings, each with a first axis of `B` or 1.
+        score_arrays: the arrays of the score of the settings.
         indices: for a score, the indices of a part in the whole batch, `indices.batch`, int32 `[B]`, and among all
             heads of queries, `indices.heads`, int32 `[N]`; each may be None: from 0.
         scales: where key and value are int8, `scales.key` and `scales.value`, float32 `[B, S, K]`: the numbers of a
@@ -123,10 +122,10 @@ class Needs(NamedTuple):
         unrounded: whether `out` has the dtype of `lse`, for merging, instead of that of `value`.
         score_grad: whether a backward has to compute the cotangents of the score's arrays; otherwise zeros
             will do.
-        bias_grad: whether it has to compute that of the bias.
-        sink_grad: whether it has to compute that of the sink.
-        part: whether these are some of the queries of a larger array: a kernel that needs another layout
-            then copies them alone.
+        bias_grad: whether it has to compute the cotangent of the bias.
+        sink_grad: whether it has to compute the cotangent of the sink.
+        part: whether the queries are a slice of a larger array: a kernel that needs another layout copies only
+            the slice.
     """
 
     unrounded: bool = False
@@ -143,9 +142,9 @@ class Settings(NamedTuple):
         scale: the factor of the scores.
         mask: the static structure of the mask. Its `window` is how far a query sees before and after
             it; a kernel that takes no other masks than `All`, `Causal` and `Window` needs no more.
-        score: what is static in the score, or None: the scaled product itself. Its `width` is how many features of
-            query and key make the product that the score is of, where a source is given; the product of the others,
-            the source and the value, is added to it. None: all.
+        score: the static structure of the score; None: the scaled product itself. Where a source is given, only the
+            first `width` features of query and key enter the score's product; the product of the other features (source
+            and value) is added to the score.
         needs: what the caller needs of the call.
 
     Examples:
@@ -166,7 +165,7 @@ class Settings(NamedTuple):
 
     @property
     def scored_width(self) -> int | None:
-        """How many features of query and key the score is a function of; None: all."""
+        """The number of features of query and key whose product the score reads; None: all."""
         return None if self.score is None else self.score.width
 
     def needing(self, **needs: bool) -> "Settings":
@@ -248,7 +247,7 @@ def with_moved(operands: Operands, moved: Operands) -> Operands:
 
 
 def bound(settings: Settings, operands: Operands) -> AbstractMask:
-    """The mask of a call, whose arrays have a first axis of the batch, for `visible` and its like."""
+    """The mask of a call, whose arrays have a first axis of the batch, for `visible` and `meeting`."""
     return settings.mask.bind(operands.mask_arrays)
 
 
@@ -300,11 +299,11 @@ def zero_absent(operands: Operands) -> Operands:
 def present_keys(operands: Operands) -> Array | None:
     """Mask of the keys that some query may see, `[B or 1, S or 1]`; None if all."""
     positions = operands.tokens.key_positions
-    found = None if positions is None else positions >= 0
+    result = None if positions is None else positions >= 0
     if operands.mask is None:
-        return found
+        return result
     shown = operands.mask.any((1, 2))
-    return shown if found is None else found & shown
+    return shown if result is None else result & shown
 
 
 def out_dtype(operands: Operands, settings: Settings) -> jnp.dtype:

@@ -1,4 +1,4 @@
-"""Additions to the scores of a call: a source, a sink, and numbers of a context's tokens."""
+"""Terms that are added to the scores of a call: a source, a sink, and scores of a context's tokens."""
 
 from typing import Any
 
@@ -65,13 +65,14 @@ def with_sink(state: AttentionState, sink: Array, positions: Array | None) -> At
     $$F = \log(e^{F_{keys}} + e^b), \qquad \mathrm{out} = e^{F_{keys} - F}\, \mathrm{out}_{keys}, \qquad
       \frac{\partial F}{\partial b} = e^{b - F}$$
 
-    `positions`: those of the queries, `[B or 1, T]`, negative where a query is absent, which then has no
-    sink; None: all are there.
+    `positions`: positions of the queries, `[B or 1, T]`; a query of negative position is absent and has no sink.
+    None: all are present.
     """
 
     def as_rows(x: Array) -> Array:
         return _sharded_as(jnp.broadcast_to(x, state.lse.shape), state.lse, state.lse.ndim)
 
+    # F = log(e^{F_keys} + e^b), out = e^{F_keys - F} out_keys, shifted by m = max(F_keys, b)
     scores = jnp.asarray(sink, state.lse.dtype)
     scores = as_rows(scores[None, None] if scores.ndim == 1 else scores[:, None])
     if positions is not None:
@@ -90,9 +91,9 @@ def with_sink(state: AttentionState, sink: Array, positions: Array | None) -> At
     return AttentionState(out, lse)
 
 
-# By which a program shows where they are added.
+# The checkpoint name that marks the addition in a jaxpr.
 TOKEN_SCORES = "energy_attn_token_scores"
-# The `TokenScores` in force, the outermost first. JAX's caches tell programs by them.
+# The active `TokenScores`, the outermost first; part of the keys of JAX's caches.
 active_token_scores = jax.make_user_context(())
 
 

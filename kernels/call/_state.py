@@ -163,19 +163,20 @@ def exp_from(scores: Array, shift: Array) -> Array:
 
 
 def unfused(scores: Array) -> Array:
-    """`scores`, each rounded before a shift is taken from it.
+    """Rounds each score before a shift is subtracted from it.
 
     Scores end in a product. XLA fuses a product with a difference that follows, and then does not round it: from 5e9 on
-    it may differ from its own maximum by more than an exponential can take. XLA fuses nothing across a choice; this one
-    changes nothing, NaNs and derivatives included.
+    it may differ from its own maximum by more than an exponential can take. XLA fuses nothing across a select; this one
+    changes no value, NaNs and derivatives included.
     """
     return jnp.where(scores == scores, scores, scores + scores)
 
 
 def of_each(f: Callable[..., Array], *arrays: Array) -> Array:
-    """`f(*arrays)`, computed of each entry, in bits that do not depend on the shape.
+    """Applies an elementwise `f`, with bits that do not depend on the shape.
 
-    XLA:CPU takes another exponential or logarithm for a few odd numbers of entries, and where the last axis is short.
+    XLA:CPU computes exponentials and logarithms by another program in the remainder of a vector loop and where the last
+    axis is short.
     """
     size, shape = arrays[0].size, arrays[0].shape
     rows = [jnp.pad(x.reshape(-1), (0, -size % 8)) for x in arrays]
@@ -184,7 +185,7 @@ def of_each(f: Callable[..., Array], *arrays: Array) -> Array:
 
 
 def divided(cotangent: AttentionState, factor: Array) -> AttentionState:
-    """The cotangent times `factor`, the inverse of the sum of the weights, which makes shares of them."""
+    """The cotangent times `factor`, the inverse of the sum of the weights."""
     out = cotangent.out.astype(factor.dtype) * factor[..., None]
     lse = None if cotangent.lse is None else cotangent.lse * factor
     return AttentionState(out.astype(cotangent.out.dtype), lse)  # pyright: ignore[reportArgumentType]
@@ -213,6 +214,7 @@ def _weighed(state: AttentionState, shift: Array) -> tuple[Array, Array]:
     Each is rounded before the sum. A compiler that computes a state twice, to keep and to send, may fuse another one of
     its products with the sum each time, and two devices would then go on with numbers that differ in the last bit.
     """
+    # w_i out_i and w_i, with w_i = e^{F_i - m}
     weight = jnp.exp(state.lse - shift)
     out = jnp.where(holds_keys(state.lse)[..., None], state.out.astype(weight.dtype), 0.0)
     return unfused(out * weight[..., None]), weight
@@ -221,6 +223,7 @@ def _weighed(state: AttentionState, shift: Array) -> tuple[Array, Array]:
 def _divided(
     numerator: Array, denominator: Array, shift: Array, dtype: jnp.dtype
 ) -> AttentionState:
+    # out = Σ w_i out_i / Σ w_i, F = m + log Σ w_i
     empty = denominator == 0
     denominator = jnp.where(empty, 1.0, denominator)
     lse = jnp.where(empty, -jnp.inf, shift + jnp.log(denominator))
@@ -271,7 +274,7 @@ def merge(a: State, b: State) -> State:
                     f"b.{field}: wanted the {fact} of a's, {wanted}, got {received(theirs)}"
                 )
     # The larger part first. XLA fuses one of the two products into the sum, where it is rounded less
-    # than the other. In the order given, merge(a, b) and merge(b, a) would differ in the last bit, as
+    # than the other. In the order of the arguments, merge(a, b) and merge(b, a) would differ in the last bit, as
     # would two devices that exchange their states and each merge "mine, theirs". Parts of equal lse
     # have the weights 1 and 1, whose products are exact.
     larger = a.lse >= b.lse
@@ -279,7 +282,7 @@ def merge(a: State, b: State) -> State:
     def either(x: Array, y: Array) -> Array:
         return jnp.where(larger.reshape(*larger.shape, *[1] * (x.ndim - larger.ndim)), x, y)
 
-    # No array of both: XLA makes one loop over the elements of this, without memory but the result's.
+    # Not a stacked array: XLA fuses this into one loop over elements, which allocates only the result.
     first, second = jax.tree.map(either, a, b), jax.tree.map(either, b, a)
     shift = safe_shift(lax.stop_gradient(first.lse))
     parts = (_weighed(AttentionState(x.out, x.lse), shift) for x in (first, second))
@@ -345,6 +348,7 @@ def share(part: Array, whole: Array) -> Array:
 
 def covariance_term(part: CovarianceState, whole: AttentionState) -> Array:
     """The term of a part in the covariance of the whole, in the dtype of `lse`."""
+    # e^{F_i - F} (Σ_i + (out_i - out)(out_i - out)^T), the law of total covariance
     dtype = part.lse.dtype
     portion = share(part.lse, whole.lse)
     # zeroed before it is multiplied, so that a part without keys makes no NaN in a derivative either

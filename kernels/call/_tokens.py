@@ -27,13 +27,13 @@ class Tokens(NamedTuple):
     Attributes:
         query_positions: None, or int32 `[B, T]`; given together with the keys'. Where the mask compares positions
             and None is given, they count from 0. Negative where a query is absent.
-        key_positions: None, or int32 `[B, S]` likewise.
+        key_positions: None, or int32 `[B, S]`, as for queries.
         query_segments: None, or int32 `[B, T]`; given together with the keys'. Of 64 bits if they are traced and
             may need them, for kernels made of XLA's operations alone.
-        key_segments: None, or `[B, S]` likewise.
+        key_segments: None, or `[B, S]`, as for queries.
         query_lengths: None, or int32 `[B]`: queries from this index on are absent. A kernel gets positions in their
             place, unless `Lengths` is one of its `masks`.
-        key_lengths: None, or int32 `[B]` likewise.
+        key_lengths: None, or int32 `[B]`, as for queries.
     """
 
     query_positions: Array | None = None
@@ -57,7 +57,7 @@ class Tokens(NamedTuple):
     def with_lengths(
         self, queries: Array | np.ndarray | None, keys: Array | np.ndarray | None
     ) -> "Tokens":
-        """Tokens that are absent from a position, the length `[B or 1]`, on; None: no token is."""
+        """Tokens that are absent at positions from a length `[B or 1]` on; None: all are present."""
         if self.query_positions is None or self.key_positions is None:
             return self._replace(
                 query_lengths=_shorter(self.query_lengths, queries),
@@ -69,11 +69,11 @@ class Tokens(NamedTuple):
         )
 
     def map_queries(self, f: Callable[[Array], Any]) -> "Tokens":
-        """`f` of the positions and segments of queries that are given."""
+        """Applies `f` to the positions and segments of queries, where given."""
         return self._mapped(f, "query_positions", "query_segments")
 
     def map_keys(self, f: Callable[[Array], Any]) -> "Tokens":
-        """`f` of the positions and segments of keys that are given."""
+        """Applies `f` to the positions and segments of keys, where given."""
         return self._mapped(f, "key_positions", "key_segments")
 
     def _mapped(self, f: Callable[[Array], Any], *names: str) -> "Tokens":
@@ -152,7 +152,7 @@ def leaves_for(tokens: int, size: int = LEAF) -> int:
 
 
 def check_leaves(positions: Int[Array, "b keys"] | None) -> None:
-    """Raises `ValueError` for known positions that repeat, or span more leaves than there is room for."""
+    """Raises `ValueError` for concrete positions that repeat, or that span too many leaves."""
     if positions is None or isinstance(positions, jax.core.Tracer):
         return
     for row in np.asarray(positions):
@@ -173,14 +173,14 @@ def check_leaves(positions: Int[Array, "b keys"] | None) -> None:
 
 
 class Masks(NamedTuple):
-    """An energy's mask and a call's array; keys are seen that both show."""
+    """The mask of an energy and the array of a call; a key is seen if both show it."""
 
     mask: AbstractMask
     array: Any
 
 
 def join_masks(own: AbstractMask | None, mask: object) -> Any:
-    """A mask, or None, and what `mask=` is, in one mask for `split_mask`."""
+    """Joins the mask of an energy, or None, with the `mask=` of a call; `split_mask` takes the result."""
     given, array = split_mask(mask)
     if own is None:
         return mask
@@ -229,8 +229,9 @@ def position_rules(
 ) -> PositionRules:
     """Returns the conjunction of a mask, causality and a window, in the form that most kernels take.
 
-    Of the masks that `&` joins, `Causal` and `Window` become one; `Segments` and `Lengths` are for the tokens, but
-    segments beside those that `tokens` have.
+    Of the masks that `&` joins, `Causal` and `Window` become one; `Lengths` and the first `Segments` are returned for
+    the tokens,
+    unless `tokens` already have segments.
     """
     left, right = window or (None, None)
     right = 0 if is_causal else right
@@ -308,15 +309,15 @@ def _with_segments(mask: Segments, tokens: Tokens, query_len: int, key_len: int)
         )
     tokens = tokens.with_positions(query_len, key_len)
 
-    def found(ids: Array, positions: Any) -> tuple[Array, Array]:
+    def result(ids: Array, positions: Any) -> tuple[Array, Array]:
         (batch,) = jnp.broadcast_shapes(ids.shape[:1], positions.shape[:1])
         segments, inside = jax.vmap(looked_up)(
             *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in (ids, positions))
         )
         return segments, jnp.where(inside, positions, -1)
 
-    query_segments, query_positions = found(of_queries, tokens.query_positions)
-    key_segments, key_positions = found(of_keys, tokens.key_positions)
+    query_segments, query_positions = result(of_queries, tokens.query_positions)
+    key_segments, key_positions = result(of_keys, tokens.key_positions)
     return Tokens(query_positions, key_positions, query_segments, key_segments)
 
 

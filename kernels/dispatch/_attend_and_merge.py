@@ -18,9 +18,9 @@ from ._registry import attend
 Computed = TypeVar("Computed")
 Tree = TypeVar("Tree")
 
-# What a kernel returns, and its copies in other layouts, are scratch beside the state that they are
-# merged into. So a state is computed in parts of about so many bytes and of at least so many queries,
-# each of which still fills a device.
+# The result of a kernel and its copies in other layouts are scratch memory in addition to the state that
+# they are merged into. So a state is computed in parts of about PART bytes and at least LEAST_PART queries,
+# which still fill a device.
 PART, LEAST_PART = 8 << 20, 512
 
 
@@ -33,13 +33,14 @@ def attend_and_merge(
 ) -> tuple[AttentionState, Tree]:
     """`merge(state, attend(names, settings, operands))`, in parts of the queries; and `in_flight`.
 
-    `state` is of other keys, of the types of a call's. The transfer of `in_flight` overlaps with the attention.
+    `state` is the state of other keys, with the types of `attend`'s result. The transfer of `in_flight` overlaps with
+    the attention.
     Raises as `attend`.
     """
     query_len, size = operands.query.shape[1], _part_len(state)
     if not is_static(query_len) or query_len <= size:
-        found, in_flight = overlap_transfer(attend(names, settings, operands), in_flight)
-        return merge(state, found), in_flight
+        result, in_flight = overlap_transfer(attend(names, settings, operands), in_flight)
+        return merge(state, result), in_flight
     operands = operands.positioned(settings.uses_positions)
     settings = settings.needing(part=True)
 
@@ -72,7 +73,8 @@ def overlap_transfer(computed: Computed, in_flight: Tree) -> tuple[Computed, Tre
     """Returns both behind an optimization barrier, so that XLA overlaps the transfer with the computation.
 
     XLA:TPU starts a transfer as late as it can, after all products if sums or copies of their results could
-    hide it. Behind the barrier these cannot, so the products do (red without: `test_a_ring_sends_while_it_computes`).
+    hide it. Behind the barrier these cannot, so the products do (`test_a_ring_sends_while_it_computes` fails without
+    it).
     """
     return function_call(_OverlapTransfer(), (computed, in_flight))
 

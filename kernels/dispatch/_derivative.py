@@ -40,13 +40,13 @@ Attend = Callable[[tuple[Any, ...], Settings, Operands], AttentionState]  # hash
 
 
 CHECKPOINT_NAMES = ("energy_attn_out", "energy_attn_lse")
-"""The names, by `jax.ad_checkpoint.checkpoint_name`, of what the derivative of a call keeps beside its operands: `out`,
-and what is of the size of `lse`.
+"""The names, by `jax.ad_checkpoint.checkpoint_name`, of the residuals of a call's derivative in addition to its
+operands: `out`, and arrays of the size of `lse`.
 
 A policy of `jax.checkpoint` that keeps them, as `jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)`, or
 one that offloads them, has a backward that computes all else again, but no attention: the derivative needs
 queries, keys and values, which are cheap, and the state, which is not. On a mesh the states before and after a merge
-have these names alike; a tree's merge of sharded queries takes its maxima again.
+have these names; a tree's merge of sharded queries recomputes its maxima.
 
 Examples:
     >>> import jax, jax.numpy as jnp
@@ -86,8 +86,8 @@ class AbstractDerivative(abc.ABC):
         """The derivative in the directions that are not None."""
 
     @abc.abstractmethod
-    def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
-        """The cotangents of the operands that `moved` names; others are dropped."""
+    def backward(self, saved: Saved, cotangent: AttentionState, needs_grad: Operands) -> Operands:
+        """The cotangents of the operands that are not None in `needs_grad`; others are dropped."""
 
     @abc.abstractmethod
     def plain(self) -> "AbstractDerivative":
@@ -99,27 +99,27 @@ def tangent_along(
 ) -> AttentionState:
     """The tangent of a state, for tangents of its operands that are None where they are zero.
 
-    What does not move costs nothing, in this mode or in the other.
+    Operands without a tangent cost nothing, in either mode.
     """
-    directions = differentiated(changes)  # masks, positions and segments do not move
+    directions = differentiated(changes)  # masks, positions and segments have no tangents
     if not jax.tree.leaves(directions):
         return jax.tree.map(jnp.zeros_like, saved.state)
     return linear_call(Tangent(derivative), saved, directions)
 
 
-def keep_needed(found: Operands, moved: Operands) -> Operands:
-    """Keeps the cotangents that are not None in `moved`, and makes the others None."""
+def keep_needed(result: Operands, needs_grad: Operands) -> Operands:
+    """Keeps the cotangents that are not None in `needs_grad`, and replaces the others by None."""
     # a kernel that takes no scores may return None for their arrays
-    found = found._replace(score_arrays=found.score_arrays or ())
-    return map_some(lambda _, x: x, moved, found)
+    result = result._replace(score_arrays=result.score_arrays or ())
+    return map_some(lambda _, x: x, needs_grad, result)
 
 
-def needing(settings: Settings, moved: Operands) -> Settings:
-    """The settings of a backward that computes the cotangents in `moved`."""
+def needing(settings: Settings, needs_grad: Operands) -> Settings:
+    """The settings of a backward that computes the cotangents in `needs_grad`."""
     return settings.needing(
-        score_grad=any(x is not None for x in moved.score_arrays),
-        bias_grad=moved.bias is not None,
-        sink_grad=moved.sink is not None,
+        score_grad=any(x is not None for x in needs_grad.score_arrays),
+        bias_grad=needs_grad.bias is not None,
+        sink_grad=needs_grad.sink is not None,
     )
 
 
@@ -134,19 +134,19 @@ class Tangent(AbstractLinearMap):
         return self.derivative.plain().tangent(fixed, moving)
 
     def transpose(self, fixed: Saved, moving: Operands, cotangent: AttentionState) -> Operands:
-        moved = jax.tree.map(lambda _: True, moving)
-        return linear_call(Pullback(self.derivative, moved), fixed, cotangent)
+        needs_grad = jax.tree.map(lambda _: True, moving)
+        return linear_call(Pullback(self.derivative, needs_grad), fixed, cotangent)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pullback(AbstractLinearMap):
-    """The cotangents of the operands that are True in `moved`, not None, given a cotangent of the state.
+    """The cotangents of the operands that are True in `needs_grad`, given a cotangent of the state.
 
     A cotangent of `lse` that is None is zero: one call of a vendor's backward, which takes none, is enough.
     """
 
     derivative: AbstractDerivative
-    moved: Operands
+    needs_grad: Operands
 
     def apply(self, fixed: Saved, moving: AttentionState) -> Operands:
         return self._of(self.derivative, fixed, moving)
@@ -157,14 +157,14 @@ class Pullback(AbstractLinearMap):
     def _of(self, derivative: AbstractDerivative, fixed: Saved, moving: AttentionState) -> Operands:
         if moving.out is None:
             moving = moving._replace(out=jnp.zeros_like(fixed.state.out))
-        found = derivative.backward(fixed, moving, self.moved)
-        return keep_needed(found, self.moved)
+        result = derivative.backward(fixed, moving, self.needs_grad)
+        return keep_needed(result, self.needs_grad)
 
     def transpose(
         self, fixed: Saved, moving: AttentionState, cotangent: Operands
     ) -> AttentionState:
-        found = linear_call(Tangent(self.derivative), fixed, cotangent)
-        kept = zip(moving, found, strict=True)
+        result = linear_call(Tangent(self.derivative), fixed, cotangent)
+        kept = zip(moving, result, strict=True)
         return AttentionState._make(None if x is None else y for x, y in kept)
 
 
@@ -172,7 +172,8 @@ class Pullback(AbstractLinearMap):
 class Attention(AbstractFunction):
     """The state by the first of `kernels` that fits; `out` and `lse` are differentiable, in both modes.
 
-    `has_rest`: with it, the rounding error of `lse`, which does not move. First derivatives are the kernel's own
+    `has_rest`: whether the rounding error of `lse`, a constant for derivatives, is returned, too. First derivatives
+    are the kernel's own
     `tangent` and `backward`, each of which is the transpose of the other; derivatives of higher order are JAX's, of
     the blockwise ones. Raises as `run_when_lowered`.
     """
@@ -189,13 +190,13 @@ class Attention(AbstractFunction):
         state, rest = function_call(dataclasses.replace(self, has_rest=True), primals)
         if not self.has_rest:
             state, rest = with_checkpoint_names(state), with_lse_name(rest)
-        derivative = _OfKernels(self.kernels, self.settings)
+        derivative = KernelDerivative(self.kernels, self.settings)
         change = tangent_along(derivative, Saved(primals, state, rest), tangents)
         return ((state, rest), (change, None)) if self.has_rest else (state, change)
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfKernels(AbstractDerivative):
+class KernelDerivative(AbstractDerivative):
     kernels: Kernels
     settings: Settings
 
@@ -203,8 +204,8 @@ class _OfKernels(AbstractDerivative):
         of = self.kernels, self.settings, saved.operands
         return run_when_lowered(_tangent, like_state, *of, saved.state, directions)
 
-    def backward(self, saved: Saved, cotangent: AttentionState, moved: Operands) -> Operands:
-        of = self.kernels, needing(self.settings, moved), saved.operands
+    def backward(self, saved: Saved, cotangent: AttentionState, needs_grad: Operands) -> Operands:
+        of = self.kernels, needing(self.settings, needs_grad), saved.operands
         return run_when_lowered(_backward, _like_operands, *of, saved.state, saved.rest, cotangent)
 
     def plain(self) -> AbstractDerivative:
@@ -215,7 +216,7 @@ class _OfKernels(AbstractDerivative):
                 "reproducible: wanted False for second derivatives, whose sums would be in another order, got True"
             )
         blockwise = next((x for x in self.kernels if isinstance(x, Blockwise)), Blockwise())
-        return _OfKernels((blockwise,), self.settings)
+        return KernelDerivative((blockwise,), self.settings)
 
 
 def _forward(kernel: AbstractKernel, call: KernelCall) -> AttentionState:
@@ -234,9 +235,9 @@ def like_rest(settings: Settings, operands: Operands) -> tuple[AttentionState, A
 def _tangent(
     kernel: AbstractKernel, call: KernelCall, state: AttentionState, directions: Operands
 ) -> AttentionState:
-    found = kernel.tangent(call, state, directions)
-    if found is not None:
-        return found
+    result = kernel.tangent(call, state, directions)
+    if result is not None:
+        return result
     call = call._replace(operands=call.operands.positioned(read=False))
     return Blockwise().tangent(call, state, directions)
 
@@ -263,8 +264,9 @@ def _like_operands(settings: Settings, operands: Operands, *_: object) -> Operan
 class EightBits(AbstractFunction):
     """The state of operands with scales, by the first of `kernels` that fits.
 
-    Few queries on a TPU or a GPU read keys and values of eight bits as they are stored. Derivatives are those of
-    dequantized operands, of which `attend(names, settings, operands)` gives the state, in both modes.
+    Few queries on a TPU or a GPU read keys and values of eight bits as they are stored. Derivatives in both modes are
+    those of
+    `attend(names, settings, operands)` at the dequantized operands.
     """
 
     attend: Attend
@@ -279,7 +281,7 @@ class EightBits(AbstractFunction):
 
         # XLA:TPU casts eight bits inside a product. Of eight bits times their scale it still writes keys or values
         # to memory (libtpu 0.0.52), and for a Pallas kernel both: so scores and weights are scaled in their place.
-        # Red with keys and values dequantized: `test_nothing_is_dequantized` of tests/tpu.
+        # `test_nothing_is_dequantized` of tests/tpu fails with keys and values dequantized.
         def in_place(args: Operands) -> AttentionState:
             return dense_state(self.settings, hide_unreachable(args, self.settings))
 

@@ -44,16 +44,16 @@ def run_when_lowered(
     args = operands, *others
     flat, tree = jax.tree.flatten(args)
     call: Any = {"method": method, "like": like, "kernels": tuple(kernels), "settings": settings}
-    found = _bind(*flat, **call, levels=(), tree=tree)
+    result = _bind(*flat, **call, levels=(), tree=tree)
     results = jax.eval_shape(functools.partial(like, settings), *args)
-    return jax.tree.unflatten(jax.tree.structure(results), found)
+    return jax.tree.unflatten(jax.tree.structure(results), result)
 
 
 class Program(NamedTuple):
     """The properties of a program that decide which kernels it may contain.
 
     `partitioned`: by XLA, over devices. `exported`: serialised, to be run by other versions of JAX. `symbolic`: of
-    arrays with symbolic sizes. `device`: one of those that will run it, if it is known. `call`: its shapes.
+    arrays with symbolic sizes. `device`: one that will run it, if known. `call`: the shapes of its call.
     """
 
     platform: str
@@ -103,7 +103,7 @@ def why_unfit(kernel: AbstractKernel, program: Program) -> str | None:
     if program.exported and not kernel.exported:
         return "JAX does not serialise programs with it (jax.export)"
     if program.device is not None and program.call is not None:
-        try:  # again: it has been asked when the call was traced, of no device
+        try:  # again: the check at trace time did not know the device
             with lowered_for(program.device):
                 check_call_of(kernel, program.call)
         except NotImplementedError as reason:
@@ -214,8 +214,8 @@ def _types(
 def _batch(
     flat: Sequence[Array], axes: Sequence[int | None], *, levels: Levels, **params: object
 ) -> tuple[list[Any], list[int]]:
-    found = attention_kernel_p.bind(*flat, levels=(*levels, tuple(axes)), **params)
-    return found, [0] * len(found)
+    result = attention_kernel_p.bind(*flat, levels=(*levels, tuple(axes)), **params)
+    return result, [0] * len(result)
 
 
 batching.primitive_batchers[attention_kernel_p] = _batch
@@ -326,7 +326,7 @@ def _is_unpartitioned(context: object) -> bool:
 def unless_exported(function: Callable[..., Array], x: Array, *others: Array) -> Array:
     """`function(x, *others)`, of the type of `x`; in a program of `jax.export`, `x`.
 
-    So a callback, with which JAX does not serialise a program, is in other programs only.
+    JAX does not serialise programs with callbacks; by this they are in other programs only.
     """
     return _bind_unless_exported(x, *others, function=function)
 

@@ -29,7 +29,10 @@ class CallOnDevice:
     def run(
         self, method: Callable[..., Any], like: Like, *args: PyTree, run: int | None = None
     ) -> Any:
-        """`method(kernel, call, *args)` of the kernel that takes the call, of keys in such runs."""
+        """`method(kernel, call, *args)` of the first kernel that takes the call.
+
+        `run`: the length of runs of successive keys.
+        """
         kernels, _ = accepting(reproducible_kernels(run), self.settings, self.operands)
         return run_when_lowered(method, like, kernels, self.settings, self.operands, *args)
 
@@ -47,8 +50,8 @@ class CallOnDevice:
 class FoldOfRows:
     """A fold of each row over its keys, by the method `name` of a canonical kernel; static.
 
-    `like` returns arrays of the types of its results, and `widths(operands)` the number of features of each array of
-    a node for each row, None for a number.
+    `like` returns arrays with the types of the results; `widths(operands)` the width of each array of a node, None for
+    one number per row.
     """
 
     name: str
@@ -61,7 +64,7 @@ class FoldOfRows:
     def nodes(self, of: CallOnDevice, run: int, *others: PyTree) -> tuple[list[Array], Array]:
         """Partial folds, one per run of whole leaves, `[nodes, B, T, N, ...]`, with their index in the tree."""
         leaves = run // LEAF
-        # of a number of leaves that is no power of two, each run has several nodes
+        # a run whose number of leaves is no power of two has several nodes
         step = _Nodes(self.name, self, leaves & -leaves)
         return of.run(step, step.like, *others, run=run)
 

@@ -12,15 +12,15 @@ from ._registry import candidates, is_reproducible, reproducible_kernels
 
 @dataclasses.dataclass(frozen=True)
 class CallPolicy:
-    """How a call is computed; static. By default by these kernels, and otherwise as the call says.
+    """Static choices of how a call is computed; by default only the kernels.
 
     Attributes:
         kernels: the implementations to try, or kernels.
         method: the name of the method by which keys are sharded; None: as the call says.
-        folds_sinks: whether kernels take in a sink as one more key; else it is merged with the state of all keys.
-        attention_only: whether energies and attention, and no other observable, can be computed so.
-        row_tiles: whether functions of rows, as the layers of a decoder, are computed in tiles of one size.
-        leaf: the least number of successive keys that lie on one device of a mesh; None: any.
+        folds_sinks: whether kernels fold a sink as one more key; otherwise it is merged with the state of all keys.
+        attention_only: whether the policy supports only energies and attention, no other observables.
+        row_tiles: whether token-wise functions, such as a decoder's layers, run in tiles of one size.
+        leaf: the least number of successive keys per device of a mesh; None: any.
         reads_trees: whether the nodes of a prefix tree are read at once, by a mask; else path by path.
     """
 
@@ -39,19 +39,19 @@ class CallPolicy:
         return None
 
     def laid_out(self, run: int | None) -> "CallPolicy":
-        """The policy for keys that lie in runs of this many successive positions; None: in no such runs."""
+        """The policy for keys in runs of this many successive positions; None: in any order."""
         del run
         return self
 
     def bind(self, attend: Callable[..., Any], run: int | None = None) -> Callable[..., Any]:
-        """A function that is called as `attention`, with the kernels that the policy demands for keys in such runs."""
+        """Returns `attend` with the kernels of the policy for keys in runs of `run` positions."""
         del run
         return attend
 
 
 @dataclasses.dataclass(frozen=True)
 class ReproduciblePolicy(CallPolicy):
-    """The bits of a row depend on the row and the keys that it sees: by canonical kernels alone."""
+    """Bitwise reproducible rows, by canonical kernels alone."""
 
     method = "reproducible"
     folds_sinks = True

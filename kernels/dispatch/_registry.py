@@ -48,7 +48,7 @@ _REGISTRY: dict[str, AbstractKernel] = {
         Reference(),
     )
 }
-# Those that have passed no test on hardware yet: they are tried only if they are named.
+# Kernels that have passed no test on hardware yet; they are tried only if they are named.
 _BY_NAME: frozenset[str] = frozenset({"fa4"})
 
 
@@ -117,7 +117,7 @@ class Explanation(NamedTuple):
 
 
 def reproducible_kernels(run: int | None = None) -> tuple[AbstractKernel, ...]:
-    """The canonical kernels of all platforms, for keys in such runs; the last runs on CPUs."""
+    """The canonical kernels of all platforms, for keys in runs of `run` positions; the last runs on CPUs."""
     return CanonicalTPU(run), CanonicalGPU(run), Canonical(run)
 
 
@@ -298,11 +298,15 @@ def accepting(
         kernels.append(kernel)
         if not kernel.platforms:
             break
-    if all(kernel.platforms for kernel in kernels):  # else the last takes what slower ones are left
+    if all(
+        kernel.platforms for kernel in kernels
+    ):  # otherwise the last kernel runs everywhere, and slower ones are not needed
         kernels += slower
     if kernels:
         return tuple(kernels), {name: str(reason) for name, reason in reasons}
-    if len(reasons) == 1 or is_reproducible(names):  # the last of which takes what others do
+    if len(reasons) == 1 or is_reproducible(
+        names
+    ):  # the last canonical kernel takes every call that the others take
         raise reasons[-1][1]
     raise ExceptionGroup(
         f"no implementation of {', '.join(x for x, _ in reasons)} takes this call",

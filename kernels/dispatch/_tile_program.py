@@ -1,4 +1,4 @@
-"""Programs whose results have the same bits in all surroundings, each one operation until it is lowered."""
+"""Programs with deterministic results, independent of what they are fused with; one primitive until lowered."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -26,9 +26,10 @@ def computed(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr to entries with the same bits in all surroundings.
+    """Evaluates a jaxpr so that the bits of each entry do not depend on the surrounding program.
 
-    Raises `NotImplementedError`, when it is lowered for a TPU or a GPU, for operations whose order is XLA's there.
+    Raises `NotImplementedError`, when it is lowered for a TPU or a GPU, for operations whose order of summation XLA
+    chooses.
     """
     return _tile_program_p.bind(*consts, *given, jaxpr=jaxpr)
 
@@ -64,8 +65,8 @@ def _batch(
 ) -> tuple[Any, Any]:
     named = {"axis_name": axis.name, "axis_size": axis.size}
     program = jax.make_jaxpr(jax.vmap(function_of(jaxpr), in_axes=tuple(axes), **named))(*flat)
-    found = evaluated(program.jaxpr, program.consts, flat)
-    return found, [0] * len(found)
+    result = evaluated(program.jaxpr, program.consts, flat)
+    return result, [0] * len(result)
 
 
 ad.primitive_jvps[_tile_program_p] = _jvp

@@ -1,4 +1,4 @@
-"""The operands of a canonical call, and what a platform's schedule makes of them."""
+"""A canonical call: its operands, and the abstract schedule by which a platform folds it."""
 
 import abc
 import dataclasses
@@ -19,7 +19,7 @@ from ..scores._structure import floating
 from ._programs import AbstractTileScores, Arithmetic, Blocks, FoldProgram
 from ._tree import PositionSlots
 
-# The format: whoever changes one of these, `LEAF`, or a fold program, counts it up.
+# The version of the format: increment it with any change of `QUERIES`, `LEAF` or a fold program.
 FORMAT = 3
 QUERIES = 256  # queries of a tile of one head, of a fold over queries on a CPU
 
@@ -34,8 +34,8 @@ class AbstractRowsFold(abc.ABC):
     program: FoldProgram  # what is folded
     rows: Blocks  # arrays of rows by name, `[B, T, N, W]` or numbers `[B, T, N]`
     keys: Blocks  # arrays of keys, `[B, S, K, W]`
-    width: int  # of results and nodes that are no numbers
-    wrap: Callable[..., Any]  # is given the results
+    width: int  # of the results and partials that are not one number per row
+    wrap: Callable[..., Any]  # maps the arrays of results to the value returned
 
     @abc.abstractmethod
     def whole(self) -> Any:
@@ -124,7 +124,7 @@ class AbstractSchedule(abc.ABC):
         return lax.full_like(self.operands.query, fill, shape=shape, dtype=self.dtype)
 
     def of_heads(self, x: Array | None, absent: float) -> Float[Array, "B T N"] | None:
-        """`[N]` or `[B, N]` for each row; another number where a query is absent."""
+        """Broadcasts `[N]` or `[B, N]` to rows, with `absent` where a query is absent."""
         positions = self.operands.tokens.query_positions
         if x is None or positions is None:
             return None
@@ -150,7 +150,7 @@ class AbstractSchedule(abc.ABC):
 
 
 def rounded(arrays: PyTree[Array]) -> Any:
-    """Arrays whose products XLA fuses with no sum that follows."""
+    """Rounds floating arrays, so that XLA fuses no product in them with a sum that follows."""
     return jax.tree.map(lambda x: unfused(x) if floating(x) else x, arrays)
 
 
@@ -159,7 +159,7 @@ def given(**arrays: Array | None) -> Blocks:
 
 
 def empty_like(settings: Settings, operands: Operands) -> AttentionState:
-    """The state of no keys, of the types of the state of `operands`."""
+    """The state of no keys, with the types of the state of `operands`."""
     shape = (*operands.query.shape[:-1], operands.value.shape[-1])
     out = lax.full_like(operands.value, 0.0, shape=shape, dtype=out_dtype(operands, settings))
     dtype = lse_dtype(operands.query.dtype)

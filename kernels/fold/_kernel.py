@@ -2,8 +2,8 @@
 
 A leaf holds the keys of `LEAF` successive positions. A tile of rows meets a leaf in one program, whose rows do not
 depend on how many they are, and leaves are merged by the binary tree over their numbers. A leaf of which a row sees
-nothing is the identity of a merge in every bit. So neither other rows, nor where keys lie in an array and what is
-beside them, change a bit.
+nothing is the identity of a merge in every bit. So neither other rows nor the
+places of keys in an array change a bit.
 """
 
 import abc
@@ -34,17 +34,16 @@ from ._programs import Blocks, without_signs
 
 @dataclasses.dataclass(frozen=True)
 class AbstractCanonical(AbstractKernel):
-    """Bits of a row that depend on it, the keys that it sees and their positions, and on nothing else of a call.
+    """A bitwise reproducible kernel: the bits of a row depend on it, the keys that it sees and their positions alone.
 
-    It knows the keys of its call alone: methods that merge the states of several devices' keys do so in an order of
-    their own. It takes the sink of a call, the last partial of a row's fold. Derivatives of second order raise
+    It knows the keys of its call alone: methods that merge the states of several devices' keys do so in another
+    order. It takes the sink of a call, the last partial of a row's fold. Derivatives of second order raise
     `NotImplementedError`. In its methods, `given` are the state and its cotangent.
 
     Attributes:
-        run: of how many keys each run of the array is, whose positions follow each other from a multiple of that number
-            on, but for absent ones, and later runs have larger positions: as in an array by position, and in blocks of
-            a cache. Whole leaves are then read where they lie, as they are where no positions are given. Not checked.
-            None: there are none.
+        run: the length of runs of keys. The present keys of a run have successive positions from a multiple of `run`
+            on, and later runs have larger positions, as in an array by position or in blocks of a cache. Whole leaves
+            are then read in place, as they are where no positions are given. Not checked. None: keys in any order.
     """
 
     run: int | None = None
@@ -73,7 +72,8 @@ class AbstractCanonical(AbstractKernel):
         return state, jnp.zeros_like(state.lse)
 
     def state_fold(self, call: KernelCall) -> AbstractRowsFold:
-        """The state of each row over leaves, and its rest."""
+        """The fold of rows over leaves to their state and the rounding error of `lse`."""
+        # (out, F) of each row: FlashAttention-2 (arXiv 2307.08691), algorithm 1, with leaves as blocks
         of, operands = self.schedule(call, self.in_order), call.operands
         width, dtype = operands.value.shape[-1], out_dtype(operands, call.settings)
         program = programs.softmax(of.arithmetic, of.scores(), of.width_of(width), dtype)
@@ -102,8 +102,8 @@ class AbstractCanonical(AbstractKernel):
         if operands.sink is not None and needs.sink_grad and 0 not in operands.query.shape[:2]:
             others = others._replace(sink=self.sink_cotangent(*args))
         to_query, to_keys = self.query_cotangent(*args), self.key_cotangents(*args)
-        found = cotangents(to_query, *to_keys, others.bias, others.score_arrays, others.sink)
-        return map_some(lambda x, like: without_signs(x.astype(like.dtype)), found, operands)
+        result = cotangents(to_query, *to_keys, others.bias, others.score_arrays, others.sink)
+        return map_some(lambda x, like: without_signs(x.astype(like.dtype)), result, operands)
 
     def query_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
         if _is_empty(call.operands):
@@ -111,6 +111,7 @@ class AbstractCanonical(AbstractKernel):
         return self.query_fold(call, *given).whole()
 
     def query_fold(self, call: KernelCall, *given: AttentionState) -> AbstractRowsFold:
+        # dQ_i = scale Σ_a ds_ia k_a
         of, width = self.schedule(call, self.in_order), call.operands.query.shape[-1]
         program = programs.to_queries(of.arithmetic, of.scores(), of.width_of(width))
         rows, keys = backward_rows(call.operands, *given), _keys(call.operands)
@@ -118,7 +119,7 @@ class AbstractCanonical(AbstractKernel):
 
     def key_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Array, Array]:
         """The gradients of keys and values, in the dtype of the scores: folded over tiles of queries."""
-        # the sums of a key are over queries alone, so that keys may be read as they lie
+        # dK_a = scale Σ_i ds_ia q_i and dV_a = Σ_i P_ia dout_i: sums over queries alone, so keys are read in place
         of, (_, key, value) = self.schedule(call, True), call.operands.qkv
         if _is_empty(call.operands):
             return of.empty(*key.shape), of.empty(*value.shape)
@@ -129,12 +130,12 @@ class AbstractCanonical(AbstractKernel):
         return to_key[..., : key.shape[-1]], to_value[..., : value.shape[-1]]
 
     def sink_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
-        found = self.sink_sums(call, self.sink_terms(call, *given))
-        sums, sink = tree.PerHeadSums(found, tree.unit_numbers(call.operands)), call.operands.sink
-        return found if sink is not None and sink.ndim == 2 else sums.of_heads()
+        result = self.sink_sums(call, self.sink_terms(call, *given))
+        sums, sink = tree.PerHeadSums(result, tree.unit_numbers(call.operands)), call.operands.sink
+        return result if sink is not None and sink.ndim == 2 else sums.of_heads()
 
     def sink_terms(self, call: KernelCall, *state: AttentionState) -> Float[Array, "B T N"]:
-        """Terms of rows in the gradient of the sink."""
+        """Terms of rows in the gradient with respect to the sink, -e^{b - F} δ."""
         of = self.schedule(call, False)
         rows = backward_rows(call.operands, *state) | given(sink=of.sink())
         return of.of_rows(lambda x: programs.sink_terms(of.arithmetic, x), rows)
@@ -144,10 +145,10 @@ class AbstractCanonical(AbstractKernel):
         of = self.schedule(call, False)
         asked, there = of.asked, of.asked.positions >= 0
         terms = jnp.where(there[..., None], asked.spread(terms), 0.0)
-        found = of.computed(lambda x: x.sum(2), terms)
+        result = of.computed(lambda x: x.sum(2), terms)
         numbers = jnp.where(there.any(-1), asked.numbers, -1)
-        numbers = jnp.broadcast_to(numbers, found.shape[:2])
-        return asked.checked(without_signs(jax.vmap(tree.tree_sum)(numbers, found)))
+        numbers = jnp.broadcast_to(numbers, result.shape[:2])
+        return asked.checked(without_signs(jax.vmap(tree.tree_sum)(numbers, result)))
 
     def bias_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
         """The gradient of the bias, if the kernel takes one."""
@@ -167,6 +168,7 @@ class AbstractCanonical(AbstractKernel):
     def tangent_fold(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AbstractRowsFold:
+        # (dout, dF) of each row, along d_query, d_key, d_value, d_sink and the score's arrays
         of, width = self.schedule(call, self.in_order), state.out.shape[-1]
         scores = of.scores(directions)
         program = programs.along(of.arithmetic, scores, of.width_of(width), state.out.dtype)

@@ -1,8 +1,8 @@
-"""Fold programs: the partial result of two tiles, and how partials are merged, finished and begun.
+"""Fold programs: the partial result of two tiles, and how partials are merged and finished.
 
 A schedule runs them: XLA's loop on a CPU, and kernels of Pallas on TPUs and GPUs. Tiles are `[..., rows, width]`;
 numbers of each row or key are `[..., 1, rows]`, and within a partial `[..., rows, 1]`. Scores are `[..., own, other]`.
-A program is the same text for calls of all lengths: none of these functions is given one.
+A program is the same for calls of all lengths: none of these functions takes a length.
 """
 
 import abc
@@ -34,17 +34,17 @@ class FoldProgram(NamedTuple):
     """A fold of one partial for each tile of the other side."""
 
     name: str  # of the kernel
-    # the partial of two tiles and of their pairs, added to one before it in the same leaf, if any
+    # (q-side tile, kv-side tile, pairs, partial so far in the same leaf or None) to the partial
     term: Callable[..., Partial]
-    # the partial of both; merging `identity` changes no bit
+    # merges two partials; merging `identity` changes no bit
     merge: Callable[[Partial, Partial], Partial]
-    # the results, of the own tile and of the folded partial
+    # (own tile, folded partial) to the results
     finish: Callable[[Blocks, Partial], tuple[Array, ...]]
     identity: tuple[float, ...]  # the numbers that fill the partial of nothing
-    widths: tuple[int | None, ...]  # of the arrays of a partial, None for a number of each row
+    widths: tuple[int | None, ...]  # widths of the arrays of a partial; None: one number per row
     results: tuple[FoldResult, ...]  # their types
-    to_partials: bool = False  # results are partials, of which those of absent rows are anything
-    of_partials: bool = False  # tiles of the other side are such results
+    to_partials: bool = False  # results are partials; those of absent rows are arbitrary
+    of_partials: bool = False  # the kv side holds such results
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -111,6 +111,8 @@ def softmax(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeL
     """
 
     def term(rows: Blocks, keys: Blocks, pairs: Any, before: Partial | None = None) -> Partial:
+        # s = g(scale q·k) + b; m = max(m_before, max s), w = e^{s - m}
+        # l = e^{m_before - m} l_before + Σ w,  o = e^{m_before - m} o_before + Σ w v
         raw = a.rounded(a.dot(rows["query"], keys["key"], (1, 1)) * scores.scale)
         found = scores.masked(raw, rows, pairs)
         maximum = a.maximum(found)
@@ -125,7 +127,9 @@ def softmax(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeL
         return maximum, *sums
 
     def merge(left: Partial, right: Partial) -> Partial:
-        # exactly one of them where the other is over nothing
+        # m = max(m_x, m_y), l = e^{m_x - m} l_x + e^{m_y - m} l_y, o likewise (Tree Attention, arXiv 2408.04093,
+        # section 5);
+        # exactly one of the partials where the other is the identity
         maximum = jnp.maximum(left[0], right[0])
         x, y = _decay(a, left[0], maximum), _decay(a, right[0], maximum)
         # each rounded, so that a node has the same bits in all kernels
@@ -133,6 +137,7 @@ def softmax(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeL
         return maximum, *(unfused(p * x) + unfused(q * y) for p, q in pairs)
 
     def finish(rows: Blocks, partial: Partial) -> tuple[Array, ...]:
+        # out = o / l, F = m + log l; a sink b is the partial (m, l, o) = (b, 1, 0)
         if "sink" in rows:
             sink = rows["sink"].mT
             partial = merge(partial, (sink, jnp.ones_like(sink), jnp.zeros_like(partial[2])))
@@ -165,7 +170,7 @@ class ScoreChanges(NamedTuple):
     r"""The cotangents of the scores of two tiles: $\dot s = P (\dot{out} \cdot v - \delta)$, $P = e^{s - F}$."""
 
     query: Array  # zeros in fully masked rows
-    d_out: Array  # likewise
+    d_out: Array  # zeros in fully masked rows
     raw: Array  # the scaled products
     weights: Array
     change: Array
@@ -183,13 +188,14 @@ def score_changes(
 ) -> ScoreChanges:
     """The cotangents `[own, other]` of the scores of a tile of rows and a tile of keys.
 
-    `pulled`: whether they are taken to those of the scaled products.
+    `pulled`: whether `pullback` maps them to cotangents of the scaled products.
     """
     query, d_out, lse, delta = _backward(a, rows)
 
     def products(x: Array, y: Array) -> Array:
         return a.dot(x, y, (1, 1)) if rows_own else a.dot(y, x, (1, 1))
 
+    # P = e^{s - F},  ds = P (dout·v - δ): FlashAttention-2 (arXiv 2307.08691), algorithm 2
     raw = a.rounded(products(query, keys["key"]) * scores.scale)
     if pulled:
         found, pullback = scores.with_pullback(raw, rows, pairs)
@@ -205,6 +211,7 @@ def to_queries(a: Arithmetic, scores: AbstractTileScores, width: int) -> FoldPro
     r"""The gradient of queries, $\sum_k \dot s_k k$ over their keys."""
 
     def term(rows: Blocks, keys: Blocks, pairs: Any, before: Partial | None = None) -> Partial:
+        # dq = scale Σ_a g'(x_a) ds_a k_a; `finish` multiplies by the scale
         found = score_changes(a, scores, rows, keys, pairs)
         change = found.pullback(found.change).astype(keys["key"].dtype)
         return _added(before, (a.dot(change, keys["key"], (1, 0)),))
@@ -221,6 +228,7 @@ def to_keys(a: Arithmetic, scores: AbstractTileScores, widths: Sequence[int]) ->
     r"""The gradients of keys and values, $\sum_q \dot s_q q$ and $\sum_q P_q \dot{out}_q$ over queries."""
 
     def term(keys: Blocks, rows: Blocks, pairs: Any, before: Partial | None = None) -> Partial:
+        # dk = scale Σ_i g'(x_i) ds_i q_i,  dv = Σ_i P_i dout_i
         found = score_changes(a, scores, rows, keys, pairs, rows_own=False)
         change = found.pullback(found.change)
         to_value = a.dot(found.weights.astype(found.d_out.dtype), found.d_out, (1, 0))
@@ -247,6 +255,7 @@ def along(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeLik
         some = holds_keys(lse)
         query, value = _kept(rows["query"], some), keys["value"]
         raw = a.rounded(a.dot(query, keys["key"], (1, 1)) * scores.scale)
+        # ds = g'(x) scale (dq·k + q·dk) + ∂g/∂θ dθ + db
         moves = []
         if "d_query" in rows:
             moves.append(a.alone(a.dot(rows["d_query"], keys["key"], (1, 1))))
@@ -255,6 +264,7 @@ def along(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeLik
         change = a.rounded(sum(moves[1:], moves[0]) * scores.scale) if moves else None
         found, change = scores.along(raw, change, rows, pairs)
         weights = a.rounded(jnp.exp(found - jnp.where(some, lse, jnp.inf)))
+        # partials of Σ P (ds v + dv), Σ P ds and Σ P
         outs = []
         energy = jnp.zeros_like(lse)
         if change is not None:
@@ -270,6 +280,7 @@ def along(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeLik
     def finish(rows: Blocks, partial: Partial) -> tuple[Array, ...]:
         lse = rows["lse"].mT
         some, (_, energy, total) = holds_keys(lse), partial
+        # dF = Σ P ds / Σ P,  dout = Σ P (ds v + dv) / Σ P - dF out; a sink adds P_b = e^{b - F} and P_b db
         if "sink" in rows:
             weight = a.each(jnp.exp, rows["sink"].mT - jnp.where(some, lse, jnp.inf))
             total += weight
@@ -302,7 +313,7 @@ def _added(before: Partial | None, partial: Partial) -> Partial:
 
 
 def without_signs(x: Array) -> Array:
-    """`x` with all zeros positive, as a sum with more zeros in it may be, and as XLA brings them over a mesh."""
+    """`x` without negative zeros: adding further zeros, or sending over a mesh by XLA, may turn -0 into 0."""
     return jnp.where(x == 0, 0.0, x)
 
 

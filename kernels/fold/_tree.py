@@ -25,27 +25,27 @@ Merge = Callable[[Any, Any], Any]  # of the items of smaller numbers and those o
 
 
 class Fold(NamedTuple):
-    """The items so far. Those that are not there are skipped, as the identity of a merge changes no bit.
+    """The fold of the items so far. Absent items are skipped, as merging the identity changes no bit.
 
     At level `l` of the tree a node holds the items of numbers from `i 2^l` to `(i + 1) 2^l`. Items come in the order
-    of their numbers, so that the nodes that wait for their right neighbour are at most one a level.
+    of their numbers, so that at most one node per level waits for its right sibling.
     """
 
-    waiting: Any  # the nodes that wait, those of higher levels first, `[depth, ...]` each
-    held: Int[Array, ""]  # the levels at which one waits, as bits
-    node: Any  # that of the last item, at level 0
-    last: Int[Array, ""]  # its number
+    waiting: Any  # nodes that wait for their right sibling, higher levels first; each array `[depth, ...]`
+    held: Int[Array, ""]  # bit `l` is set if a node waits at level `l`
+    node: Any  # the last item, a node at level 0
+    last: Int[Array, ""]  # the number of the last item
 
 
 def start(identity: Any, depth: int, first: Int[Array, ""]) -> Fold:
-    """The fold of nothing, before an item of number `first` or none; at most `depth` nodes will wait."""
+    """The fold of no items, if the next has number `first`; at most `depth` nodes will wait."""
     waiting = jax.tree.map(lambda x: jnp.broadcast_to(x, (depth, *x.shape)), identity)
     return Fold(waiting, jnp.zeros_like(first), identity, first)
 
 
 def insert(fold: Fold, number: Int[Array, ""], item: Any, merge: Merge) -> Fold:
-    """The fold with one more item, of a larger number; the first of all has that given to `start`."""
-    # where the paths to both items part; -1 for the first item
+    """The fold with one more item, of a larger number than all before; the first has the number given to `start`."""
+    # the level of the lowest common ancestor of both items, less one; -1 for the first item
     level = 31 - lax.clz(number ^ fold.last)
     bit = jnp.left_shift(jnp.ones_like(level), jnp.maximum(level, 0))
     node, held = _raised(fold, bit - 1, merge)
@@ -95,7 +95,7 @@ def fold_live(
 
 
 def following(met: Bool[Array, "*b y"]) -> Int[Array, "*b z"]:
-    """For each `y`, the first `y' >= y` that is met, or their number; one entry more."""
+    """For each `y`, the next `y' >= y` that is met, or `len`; has `len + 1` entries."""
     count, axis = met.shape[-1], met.ndim - 1
     numbers = jnp.where(met, lax.broadcasted_iota(jnp.int32, met.shape, axis), count)
     numbers = jnp.pad(numbers, [(0, 0)] * axis + [(0, 1)], constant_values=count)
@@ -112,7 +112,10 @@ def depth_of(count: int) -> int:
 
 
 def _raised(fold: Fold, levels: Array, merge: Merge) -> tuple[Any, Array]:
-    """The last node merged with those that wait at some levels, lower ones first, and what waits then."""
+    """Merges the last node with the nodes that wait at `levels`, lower ones first.
+
+    Returns it and the levels still held.
+    """
 
     def climb(carry: tuple[Any, Array]) -> tuple[Any, Array]:
         node, held = carry
@@ -125,11 +128,11 @@ def _raised(fold: Fold, levels: Array, merge: Merge) -> tuple[Any, Array]:
     return lax.while_loop(lambda carry: (carry[1] & levels) != 0, climb, (fold.node, fold.held))
 
 
-HEADS = 1 << 12  # at most: each head of an entry of the batch has a number of its own
+HEADS = 1 << 12  # most heads: number `batch * HEADS + head` in the tree
 
 
 class PerHeadSums(NamedTuple):
-    """Sums for each head and batch entry, `[B, N, ...]`, with their numbers in the tree over heads and batch."""
+    """Sums per head and batch entry, `[B, N, ...]`, with their numbers in the tree over heads and batch entries."""
 
     found: PyTree[Array]
     numbers: Int[Array, "B N"]
@@ -165,19 +168,20 @@ def unit_indices(operands: Operands) -> tuple[Int[Array, " B"], Int[Array, " N"]
     return operands.part_indices()
 
 
-Share = tuple[Array | int, int]  # the index of a part, and how many there are
+Share = tuple[Array | int, int]  # the index of a part, and the number of parts
 Arrays = TypeVar("Arrays")
 
 
 class PositionSlots:
     """The token of an array in each slot of each tile.
 
-    By default tokens may be in any order, and those of negative position have no slot; there is a tile more than they
-    would fill, as they may begin in the middle of one. In an array in the order of positions, token `i` is in slot `i`.
+    By default tokens may be in any order, and tokens of negative position have no slot; there is one tile more than
+    they
+    fill, as they may begin inside a tile. In an array in the order of positions, token `i` is in slot `i`.
     """
 
     positions: Int[Array, "_ tiles size"]  # of the tokens, -1 for an empty slot
-    numbers: Int[Array, "_ tiles"]  # in the tree over all; of tiles with a token they increase
+    numbers: Int[Array, "_ tiles"]  # of tiles, in the tree; increasing over tiles with a token
     tokens: Int[Array, "_ tiles size"]  # the token in each slot; some token for an empty one
     depth: int  # how many nodes a fold over the tiles keeps
 
@@ -232,7 +236,7 @@ class PositionSlots:
         index, parts = part
 
         def as_read(x: Array) -> Array:
-            # in the branches that slice it, where XLA fuses this with the slice
+            # inside the branches that slice, so that XLA fuses it with the slice
             x = jnp.where(present[:, None, None], x.astype(dtype), 0)
             return as_written(x.transpose(1, 0, 2), "cpu")
 
@@ -283,7 +287,7 @@ class PositionSlots:
 
 
 def entry(x: Array, batch: Array) -> Array:
-    """The entry of the batch of an array whose first axis is that, or 1."""
+    """The batch entry of an array whose first axis is `B` or 1."""
     return lax.dynamic_index_in_dim(x, batch if x.shape[0] > 1 else 0, 0, keepdims=False)
 
 
@@ -292,7 +296,7 @@ def _like(x: Array, like: Array) -> Array:
 
 
 def _first(token: Array, length: int) -> Array:
-    """Index of the first token of tiles whose tokens lie in a row; -1 for other tiles."""
+    """Index of the first token of each tile whose tokens are consecutive in the array; -1 for other tiles."""
     size = token.shape[-1]
     if length < size:
         return jnp.full(token.shape[:-1], -1, jnp.int32)
@@ -303,10 +307,10 @@ def _first(token: Array, length: int) -> Array:
 
 
 def as_written(part: Array, platform: str = "tpu") -> Array:
-    """A part of an array, cut in a loop over its parts, with its axes in memory in their order.
+    """Constrains a slice that a loop takes of an array to the row-major layout.
 
-    Else XLA:TPU copies the whole array before the loop, in the layout that it prefers for the part, and XLA:CPU the
-    part, if its axes were transposed. They are free to in exported programs: JAX does not serialise such a wish.
+    Without this, XLA:TPU copies the whole array before the loop, in the layout that it prefers for the slice, and
+    XLA:CPU copies a transposed slice. Exported programs have no constraint, as JAX does not serialise it.
     """
     return as_written_p.bind(part, platform=platform)
 

@@ -113,7 +113,7 @@ class AbstractMask(eqx.Module):
         return Not(self)
 
     def _told_by_intervals(self) -> bool:
-        """Whether intervals of positions determine which blocks are read, for all masks that it joins, too."""
+        """Whether `any_visible` decides which blocks are read, for this mask and all that it joins."""
         return self.by_intervals and all(x._told_by_intervals() for x in _inner(self))
 
     # Without this, `array & mask` would be evaluated for each element of a NumPy array.
@@ -175,7 +175,7 @@ def _inner(mask: AbstractMask) -> list[AbstractMask]:
 
 
 def _of_each(method: str, of: str | None = None) -> Any:
-    """A method of joined masks: joins the results of the method `of` (by default the same) of each, in one frame."""
+    """A method of joined masks, which joins the results of the method `of` (by default the same) of each."""
     asked = of or method
 
     @functools.wraps(getattr(AbstractMask, method), updated=())

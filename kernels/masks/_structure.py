@@ -38,11 +38,11 @@ class MaskStructure:
     """A mask without its arrays; hashable. Masks of equal structure have the same object.
 
     Attributes:
-        classes: those of the mask and of the masks that it joins.
+        classes: the classes of the mask and of the masks that it joins.
         constrains: whether it compares positions.
         window: how far a query sees before and after its own position at most; `FAR` where nothing bounds it.
         is_window: whether the mask hides nothing else than keys outside of the window.
-        block: the least block of the tables that it holds; None without any.
+        block: the smallest block of its block tables; None without a table.
     """
 
     def __init__(self, tree: Any):
@@ -122,8 +122,8 @@ class Pairwise:
 
     Attributes:
         problem: why no kernel computes it; None if one does.
-        of_queries: how many numbers of each query it compares.
-        of_keys: how many numbers of each key.
+        of_queries: the number of numbers of each query that it compares.
+        of_keys: the number of numbers of each key that it compares.
     """
 
     def __init__(self, structure: MaskStructure, arrays: Sequence[jax.ShapeDtypeStruct]):

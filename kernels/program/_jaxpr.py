@@ -21,13 +21,13 @@ Rule = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 # By the names of JAX's primitives, some of which differ between its versions.
 REMAT = frozenset(("checkpoint", "remat", "remat2"))
 CALLS = frozenset(("jit", "pjit", "closed_call"))
-# the function alone, without the derivative that it has or how that is computed
+# also calls with custom derivatives or rematerialisation, which are inlined without them
 CALLS_WITH_RULES = CALLS | REMAT | {"custom_jvp_call", "custom_vjp_call"}
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 def without_mesh() -> AbstractContextManager[Any]:
-    """A context for tracing functions whose operations are looked at, or evaluated, one by one.
+    """A context for tracing functions whose operations are inspected or evaluated one by one.
 
     In a `jax.shard_map` JAX traces steps for devices' parts, which are not evaluated by themselves.
     """
@@ -84,10 +84,10 @@ def bind(
     """The rule of JAX: the outputs of an equation's primitive, with its own or other parameters."""
     primitive = equation.primitive
     given: Any = primitive.get_bind_params(equation.params if params is None else params)
-    # JAX before 0.9 gives functions apart from the parameters
+    # JAX before 0.9 returns functions separately from the parameters
     functions, static = given if isinstance(given, tuple) else ((), given)
-    found: Any = primitive.bind(*functions, *inputs, **static)
-    return list(found) if primitive.multiple_results else [found]
+    result: Any = primitive.bind(*functions, *inputs, **static)
+    return list(result) if primitive.multiple_results else [result]
 
 
 def evaluate_by(
@@ -95,10 +95,10 @@ def evaluate_by(
     function: Callable[..., Any],
     *args: Any,
 ) -> Any:
-    """`function(*args)` of trees of arrays, by a function of its jaxpr, the constants of this, and the arrays."""
+    """Evaluates `function(*args)`, of trees of arrays, by `evaluate(jaxpr, consts, arrays)`."""
     program, struct = jax.make_jaxpr(function, return_shape=True)(*args)
-    found = evaluate(program.jaxpr, program.consts, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(struct), found)
+    result = evaluate(program.jaxpr, program.consts, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(struct), result)
 
 
 def as_array(x: Any, type_: Any) -> jax.Array:
@@ -130,9 +130,9 @@ def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
 
 
 class ProgramValue:
-    """A value of a program: equal to itself alone.
+    """A value of a program; compared by identity.
 
-    `reads` are the names of the inputs that it depends on; `known` is what it is, if that depends on constants alone.
+    `reads` are the names of the inputs that it depends on; `known` is its value if it depends on constants alone.
     """
 
     def __init__(self, type_: Any, reads: Iterable[str] = (), known: Any = None):
@@ -168,7 +168,7 @@ def reads(values: Iterable[ProgramValue]) -> frozenset[str]:
 
 
 def inputs_of(program: ClosedJaxpr, *names: str) -> list[ProgramValue]:
-    """The inputs of a program, the first by their names; the others count for nothing that is read."""
+    """The inputs of a program, the first with these names; the others have none, and count as not read."""
     variables = program.jaxpr.invars
     named = [ProgramValue(x.aval, (name,)) for x, name in zip(variables, names, strict=False)]
     return named + [ProgramValue(x.aval) for x in variables[len(names) :]]
@@ -193,8 +193,8 @@ def operations_of(
         small = all(x.size <= foldable for x in outputs)
         if small and not equation.effects and all(x.known is not None for x in given):
             with without_mesh(), jax.ensure_compile_time_eval():
-                found = bind(equation, [x.known for x in given])
-            for output, x in zip(outputs, found, strict=True):
+                result = bind(equation, [x.known for x in given])
+            for output, x in zip(outputs, result, strict=True):
                 output.known = _constant(x, output)
         return outputs
 
@@ -215,13 +215,13 @@ def _constant(x: Any, type_: Any) -> Any:
 def needed(
     operations: Sequence[Operation], results: Iterable[ProgramValue]
 ) -> tuple[list[Operation], set[ProgramValue]]:
-    """The subset of `operations` that computes `results`, and the values that it takes from elsewhere."""
-    wanted, found = set(results), []
+    """The subset of `operations` that computes `results`, and the other values that it reads."""
+    wanted, result = set(results), []
     for x in reversed(operations):
         if not wanted.isdisjoint(x.outputs):
             wanted = wanted.difference(x.outputs).union(x.inputs)
-            found.append(x)
-    return found[::-1], wanted
+            result.append(x)
+    return result[::-1], wanted
 
 
 def value_of(values: dict[ProgramValue, Any], x: ProgramValue) -> Any:
@@ -233,12 +233,12 @@ def run(
 ) -> None:
     """Adds the values of the outputs of operations to `values`."""
     for x in operations:
-        found = rule(x.equation, [value_of(values, y) for y in x.inputs])
-        values |= zip(x.outputs, found, strict=True)
+        result = rule(x.equation, [value_of(values, y) for y in x.inputs])
+        values |= zip(x.outputs, result, strict=True)
 
 
 def bind_in_kernel(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """`bind`, in operations that compilers of kernels have."""
+    """`bind`, by operations that the compilers of kernels support."""
     if equation.primitive.name == "sign" and jnp.issubdtype(inputs[0].dtype, jnp.integer):
         # From integer divisions. JAX cannot lower `sign` for TPUs ahead of time; if it can, the test
         # `test_functions_of_scores` of tests/tpu passes with `sign` in the kernel's TARGET.

@@ -97,9 +97,10 @@ def weighted_mean(
     shift = weight_shift(lse)[..., None]
 
     def sums(scores: Array, value: Array, shift: Array, *rows: Array) -> Array:
+        # Σ_a w_a f_a and Σ_a w_a, w_a = e^{s_a - lse}; their quotient is Σ_a P_a f_a
         weights = exp_from(scores, shift)
-        found = block_sums(ScoreBlock(scores, weights, value), *rows)
-        return jnp.concatenate([found, weights.sum(-1, keepdims=True)], -1)
+        result = block_sums(ScoreBlock(scores, weights, value), *rows)
+        return jnp.concatenate([result, weights.sum(-1, keepdims=True)], -1)
 
     return mean_of_sums(score_sums(sums, width + 1, settings, operands, shift, *rows))
 
@@ -126,7 +127,7 @@ def score_sums(
 ) -> Float[Array, "B T N width"]:
     """The sum over all keys of `block_sums(scores, value, *rows)`, `[B, rows, width]` for each block.
 
-    `join` joins those of two blocks, from `start` on.
+    `join` merges the results of two blocks, beginning with `start`.
     """
     operands, rows = vary_together((operands, rows))
     empty = reduced_of_nothing(operands, start, (width,))
@@ -206,6 +207,7 @@ def centred(arrays: Any) -> tuple[Any, Array]:
 
 
 def _scatter(block: ScoreBlock, mean: Array) -> Array:
+    # Σ_a P_a (v_a - out) v_a^T = Σ_a P_a (v_a - out)(v_a - out)^T, as Σ_a P_a (v_a - out) = 0
     values = block.value
     exact = precision(values.dtype)
 
@@ -227,7 +229,7 @@ def cross_sums(
     other: Operands,
     lse: Float[Array, "B T N"],
 ) -> Float[Array, "B T N 4"]:
-    r"""Sums over the keys of a call: of what the other does not see, of its scores, of another's, and of the weights.
+    r"""Sums over the keys of a call that compare its scores with another call's: count of unseen keys, scores, weights.
 
     $$\#\{a : s'_a = -\infty < s_a\}, \qquad \sum_a w_a s_a, \qquad \sum_{a \text{ seen by both}} w_a s'_a,
       \qquad \sum_a w_a, \qquad w_a = e^{s_a - \mathrm{lse}}$$
@@ -295,10 +297,10 @@ def _cross(
         def seen() -> Array:
             return ~jnp.isneginf(others.masked(jnp.zeros_like(own), None, index))
 
-        found = terms(own, exp_from(own, shift), apart, seen)
-        return (jnp.stack([x.sum(-1) for x in found], -1),)
+        result = terms(own, exp_from(own, shift), apart, seen)
+        return (jnp.stack([x.sum(-1) for x in result], -1),)
 
-    # without the padding of blocks, with zeros where they are absent
+    # without the padding of blocks, which `reduce_blocks` adds again
     shift = weight_shift(lse)[..., None]
     rows, keys = (shift, others.query[:, :query_len]), (others.key[:, :key_len],)
     return reduce_blocks(block_terms, jnp.add, 0.0, (width,), blocks, query_len, rows, keys)[0]

@@ -1,4 +1,4 @@
-"""Keys drawn from the attention weights, block by block; and the weights of given keys.
+"""Draws keys from the attention weights, block by block, and computes the weights of given keys.
 
 The key of the largest sum of its score and of noise of Gumbel's distribution is a draw from the weights. The noise
 depends on the row's seed, the key's index and the draw alone, so that draws do not depend on blocks or devices.
@@ -66,8 +66,8 @@ def sample(
         start = _nothing(blocks.query, (batch, g.rows, number))
         return lax.scan(one_block_of_keys, start, numbers(g.key_blocks))[0]
 
-    found = lax.map(one_block_of_queries, numbers(g.kv_heads * g.query_blocks))
-    return Draw(*(g.join_queries(x, query_len) for x in found))
+    result = lax.map(one_block_of_queries, numbers(g.kv_heads * g.query_blocks))
+    return Draw(*(g.join_queries(x, query_len) for x in result))
 
 
 def _nothing(like: Array, shape: tuple[int, ...]) -> Draw:
@@ -92,6 +92,7 @@ def _draw(
     index = first + jnp.arange(scores.shape[-1], dtype=jnp.int32)
 
     def one(draw: Array) -> Draw:
+        # argmax_a (s_a + G_a) has the distribution P_a = e^{s_a - F} for Gumbel noise G
         sums = scores + gumbel(seeds, index, draw, scores.dtype)
         best = jnp.argmax(sums, -1, keepdims=True).astype(jnp.int32)
         largest = jnp.take_along_axis(sums, best, -1)[..., 0]
@@ -115,8 +116,9 @@ def gumbel(
     counts = (x.astype(jnp.uint32) + zero for x in (keys, draw))
     bits, _ = threefry2x32_p.bind(left + zero, right + zero, *counts)
     chance = (bits.astype(dtype) + 0.5) * 2.0**-32
-    # close to 0, where the largest sums are from, floating numbers are dense
+    # 1 - u near 1 gives the largest noise; u near 0 is represented most finely
     chance = jnp.minimum(chance, 1 - jnp.finfo(dtype).epsneg)
+    # G = -log(-log(1 - u)), u uniform in (0, 1)
     return -jnp.log(-jnp.log1p(-chance))
 
 
@@ -127,7 +129,7 @@ def weights_of_keys(
     lse: Float[Array, "B T N"],
     index: Int[Array, "B T N keys"],
 ) -> Float[Array, "B T N keys"]:
-    r"""The weights $P_a = e^{s_a - \mathrm{lse}}$ of the keys of given indices, 0 for those that are not here.
+    r"""The weights $P_a = e^{s_a - \mathrm{lse}}$ of the keys of given indices, 0 for keys on other devices.
 
     The indices are the same for all rows. Each device along the mesh axes `axes` has an equal share of the keys.
     """

@@ -32,7 +32,7 @@ _ARRAYS = jax.Array, np.ndarray, np.generic
 class ScoreStructure:
     """A score without its arrays; hashable. Scores of equal structure have the same object.
 
-    `width`: how many features of query and key make its products; None: all.
+    `width`: the number of features of query and key in its products; None: all.
     """
 
     def __init__(self, tree: Any, static: tuple[Any, ...], width: int | None = None):
@@ -62,8 +62,8 @@ _KNOWN: "weakref.WeakValueDictionary[Any, ScoreStructure]" = weakref.WeakValueDi
 
 def _known(tree: Any, static: tuple[Any, ...], width: int | None = None) -> ScoreStructure:
     key = tree, tuple((array, type(x), x) for array, x in static), width  # 1 is not True
-    found = _KNOWN.get(key)
-    return _KNOWN.setdefault(key, ScoreStructure(tree, static, width)) if found is None else found
+    result = _KNOWN.get(key)
+    return _KNOWN.setdefault(key, ScoreStructure(tree, static, width)) if result is None else result
 
 
 def split_score(score: object) -> tuple[ScoreStructure | None, tuple[Any, ...]]:
@@ -113,7 +113,7 @@ class BoundScore(NamedTuple):
         def scores(raw: Array, arrays: Sequence[Any] = arrays) -> Array:
             return self.structure.bind(arrays)(raw, at)
 
-        found, pullback = jax.vjp(scores, *((raw, arrays) if self.needs_grad else (raw,)))
+        result, pullback = jax.vjp(scores, *((raw, arrays) if self.needs_grad else (raw,)))
 
         def cotangents(cotangent: Array) -> tuple[Array, tuple[Any, ...]]:
             d_raw, *given = pullback(cotangent)
@@ -121,7 +121,7 @@ class BoundScore(NamedTuple):
             pairs = zip(d_arrays, arrays, strict=True)
             return d_raw, tuple(d_array if floating(x) else None for d_array, x in pairs)
 
-        return found, cotangents
+        return result, cotangents
 
     def jvp(
         self, raw: Array, at: ScoreIndices, change: Array | None, changes: Sequence[Any]

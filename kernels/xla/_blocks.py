@@ -41,7 +41,7 @@ def _pads(grid: Grid, operands: Operands) -> bool:
 
 
 class BlockedOperands:
-    """The operands of a call, cut by a grid (None: the best for it); a block of scores is `[B, rows, keys]`."""
+    """The operands of a call, split by a grid (None: chosen by sizes); a block of scores is `[B, rows, keys]`."""
 
     def __init__(
         self,
@@ -109,6 +109,7 @@ class BlockedOperands:
 
     def scores_of(self, query: Array, key: Array, index: Index) -> Array:
         """The scores of one block, `[B, rows, keys]`, minus infinity where a key is hidden."""
+        # s = g(scale q·k) + ζ·v + b, minus infinity where hidden
         raw, added = self.products(query, key)
         if self.score is not None:
             raw = self.score(raw, self.indices(index))
@@ -130,6 +131,7 @@ class BlockedOperands:
 
     def to_keys(self, queries: Array, d_raw: Array, d_scores: Array) -> Array:
         """Cotangents of keys, `[B, W, keys]`, given queries `[B, W, rows]` and cotangents of products and scores."""
+        # Σ_i ds_i q_i; features of a source have cotangents of the scores, not of the products
         width = self.settings.scored_width
         if width is None:
             return self.product(queries, d_raw)
@@ -138,6 +140,7 @@ class BlockedOperands:
 
     def to_queries(self, keys: Array, d_raw: Array, d_scores: Array) -> Array:
         """Cotangents of queries, `[B, rows, W]`, given keys `[B, keys, W]` and cotangents of products and scores."""
+        # Σ_a ds_a k_a, with the same split
         width = self.settings.scored_width
         if width is None:
             return self.product(d_raw, keys)
@@ -320,7 +323,7 @@ def reduce_blocks(
     @jax.checkpoint
     def one_block(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
         def visible() -> Arrays:
-            # again, as JAX stores numbers of a branch that the derivative does not depend on, such as its mask
+            # checkpointed again: JAX stores residuals of a branch that its derivative does not need, such as the mask
             return jax.checkpoint(block_terms)(index, query, key, rows, keys)
 
         meet = blocks.meet(index)

@@ -74,6 +74,7 @@ class Blockwise(AbstractKernel):
 
                 def attend(maximum: Array, total: Array, sums: Array) -> tuple[Array, Array, Array]:
                     query, key = g.take_queries(blocks.query, index), g.take_keys(keys, index)
+                    # m' = max(m, max s), w = e^{s - m'}, l' = e^{m - m'} l + Σ w, o' = e^{m - m'} o + Σ w v
                     scores = blocks.unscaled(query, key, index)
                     new = jnp.maximum(maximum, scores.max(-1, keepdims=True))
                     shift = safe_shift(new)
@@ -95,6 +96,7 @@ class Blockwise(AbstractKernel):
             fills = (-jnp.inf, 1), (0.0, 1), (0.0, value.shape[-1])
             start = tuple(blocks.full(fill, batch, g.rows, width) for fill, width in fills)
             (maximum, total, sums), _ = lax.scan(one_block_of_keys, start, numbers(g.key_blocks))
+            # out = o / l, F = m + log l
             total, lse, rest = normalised(total, maximum * blocks.unit)
             return (sums / total).astype(out_dtype(operands, settings)), lse, rest
 

@@ -42,6 +42,7 @@ NOTHING_IN_FLIGHT = InFlight()
 
 def backward_delta(state: AttentionState, cotangent: AttentionState) -> Array:
     """`δ` of `backward`, `[B, T, N]`. A cotangent of `lse` that is None is zero."""
+    # δ = dout·out - dlse
     dtype = state.lse.dtype
     delta = (cotangent.out.astype(dtype) * state.out.astype(dtype)).sum(-1)
     return delta if cotangent.lse is None else delta - cotangent.lse
@@ -67,7 +68,7 @@ BlockCotangents = tuple[Array, Array, Array, SharedCotangents]
 
 
 class RowCotangents(NamedTuple):
-    """The cotangents of rows, whatever keys they are pulled back to."""
+    """The cotangents of rows, which are the same for all keys."""
 
     d_out: Array  # [B, T, N, Hv]
     lse: Array  # [B, T, N], the state's
@@ -101,6 +102,7 @@ def cast_like(cotangents: Operands, operands: Operands) -> Operands:
     return map_some(lambda x, like: x.astype(like.dtype), cotangents, operands)
 
 
+# One closure per level of the loops; they share the padded arrays, and so stay in one function.
 def backward_unrounded(
     operands: Operands,
     settings: Settings,
@@ -109,7 +111,7 @@ def backward_unrounded(
 ) -> Operands:
     """`backward` with cotangents in the dtype of the scores, for further sums.
 
-    `given` may be of the state of more keys than these; weights are then relative to all of them.
+    `given` may belong to a state of more keys than these; weights are then relative to all of them.
     """
     (query, key, value), bias = operands.qkv, operands.bias
     dtype = lse_dtype(query.dtype)
@@ -133,6 +135,7 @@ def backward_unrounded(
                 g.take_queries(x, index) for x in (blocks.query, outs, lse, delta)
             )
             key, value = (g.take_keys(x, index) for x in (blocks.key, blocks.value))
+            # P = e^{s - F}, ds = P (dout·v - δ), dk = Σ ds q, dv = Σ P dout, dq = Σ ds k
             raw, added = blocks.products(query, key)
             scored, pullback = raw, None
             if blocks.score is not None:
@@ -224,15 +227,15 @@ def backward_by_head(
     query, indices = operands.query, operands.indices
     large = is_static(*query.shape) and query.size * rows.lse.dtype.itemsize > LEAST
     if kv_heads == 1 or not large:
-        found, so_far = backward_unrounded(operands, settings, rows), d_query
+        result, so_far = backward_unrounded(operands, settings, rows), d_query
     else:
         if settings.score is not None and indices.heads is None:
             indices = indices._replace(heads=jnp.arange(heads, dtype=jnp.int32))
             operands = operands._replace(indices=indices)
-        found, so_far = _head_by_head(d_query, operands, settings, rows), None
-    (query, key, value), in_flight = after_products(found.qkv, in_flight)
+        result, so_far = _head_by_head(d_query, operands, settings, rows), None
+    (query, key, value), in_flight = after_products(result.qkv, in_flight)
     query = query if so_far is None else query + so_far
-    return found._replace(query=query, key=key, value=value), in_flight
+    return result._replace(query=query, key=key, value=value), in_flight
 
 
 def _head_by_head(
@@ -286,7 +289,7 @@ class TangentSums(NamedTuple):
 
     out: Array  # $\sum_a P_a (\dot s_a v_a + \dot v_a)$, `[B, T, N, Hv]`
     lse: Array  # $\sum_a P_a \dot s_a$, `[B, T, N]`
-    total: Array  # $\sum_a P_a$, which is 1 but for the rounding of `lse`: large where that is
+    total: Array  # $\sum_a P_a$, 1 up to the rounding error of `lse`
 
     def means(self) -> AttentionState:
         """The first two divided by the total, which is of all keys of a row, or none."""
@@ -300,7 +303,7 @@ Keys = tuple[Array, Array | None, Array | None]
 
 def tangent_of(state: AttentionState, means: AttentionState) -> AttentionState:
     r"""The tangent of a state, from $\sum P_a (\dot s_a v_a + \dot v_a)$ and $\dot F$ of all its keys."""
-    # zeros in fully masked rows, by a choice: in reverse their cotangents are not read either
+    # dout = Σ P (ds v + dv) - dF out. Selects zeros in fully masked rows, so that reverse mode does not read them.
     seen = holds_keys(state.lse)
     change = jnp.where(seen, means.lse, 0.0)
     out = means.out - change[..., None] * state.out.astype(change.dtype)
@@ -315,7 +318,7 @@ def tangent_sums(
     directions: Operands,
     sizes: BlockSizes = BLOCK_SIZES,
 ) -> TangentSums:
-    r"""The sums of a tangent over keys, which may be some of those that `lse` is of; in the dtype of the scores.
+    r"""The sums of a tangent over keys, which may be part of the keys of `lse`; in the dtype of the scores.
 
     With $P_a = e^{s_a - F}$,
 
@@ -323,7 +326,7 @@ def tangent_sums(
       \dot F = \sum_a P_a \dot s_a, \quad
       \dot{out} = \sum_a P_a \dot s_a v_a - \dot F\, out + \sum_a P_a \dot v_a.$$
 
-    A score makes of the scaled product's change $g'$ times it, and $\partial g/\partial\theta\, \dot\theta$.
+    A score multiplies the tangent of the scaled product by $g'$ and adds $\partial g/\partial\theta\, \dot\theta$.
     """
     dtype, query_len = lse_dtype(operands.query.dtype), operands.query.shape[1]
     widths = (width := operands.value.shape[-1]), 1, 1
@@ -354,6 +357,7 @@ def tangent_sums(
             change = functools.reduce(jnp.add, changes) if changes else None
             raw, d_scores = blocks.score.jvp(raw, blocks.indices(index), change, score_arrays)
             changes = [x for x in (d_scores, *(y for _, y in products)) if x is not None]
+        # Σ P (ds v + dv), Σ P ds and Σ P, with P = e^{s - lse}
         weights = exp_from(blocks.masked(raw, added, index), lse)
         if bias is not None:
             changes.append(blocks.score_block(bias, index).astype(dtype))

@@ -1,7 +1,7 @@
 """The canonical kernel in XLA's operations, for CPUs, and gradients that are sums over the scores of a call.
 
-For a bias and a score's arrays the canonical tree folds what tiles of queries of one head add, at a leaf of keys; then
-leaves; then heads; then entries of the batch. An axis that an array has is kept.
+For a bias and a score's arrays the canonical tree sums tiles of queries of one head at a leaf of keys, then leaves,
+then heads, then batch entries. Axes of the array itself are kept.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class ScoreSums:
     ) -> tuple[tuple[Any, ...], Int[Array, "nodes B"]]:
         """Gradients of arrays in nodes over a share of the leaves, `[nodes, B, N, ...]`, with the nodes' numbers.
 
-        There are two: of leaves that begin in the middle of a node there is one node more than shares.
+        There are two per share: leaves that begin inside a node fill one node more than there are shares.
         """
         held = self._of.held
         size = jnp.int32(1 << (-(-held.tiles // shares) - 1).bit_length())
@@ -79,9 +79,9 @@ class ScoreSums:
         tiles = asked.tiles if with_queries else 1
         leaves = of.held.tiles if with_keys else 1
 
-        def to_bias(found: ScoreChanges, pairs: PairsOfTile) -> Array:
+        def to_bias(result: ScoreChanges, pairs: PairsOfTile) -> Array:
             del pairs
-            change = found.change if with_keys else of.arithmetic.total(found.change)
+            change = result.change if with_keys else of.arithmetic.total(result.change)
             return change[0] if with_queries else of.arithmetic.total(change.mT)[0].mT
 
         zeros = of.empty(height, width)
@@ -93,15 +93,15 @@ class ScoreSums:
             x = asked.taken(x, batch) if with_queries else x
             return of.held.taken(x.T, batch).T if with_keys else x
 
-        found = self._over_units(unit, of.empty(*bias.shape[2:]), with_batch, with_heads)
-        return found.reshape(bias.shape)
+        result = self._over_units(unit, of.empty(*bias.shape[2:]), with_batch, with_heads)
+        return result.reshape(bias.shape)
 
     def _arrays(self, between: Between | None = None) -> tuple[Unit, tuple[Any, ...]]:
         of, arrays = self._of, self._of.operands.score_arrays
         zeros = tuple(of.empty(*x.shape) if floating(x) else None for x in arrays)
 
-        def to_arrays(found: ScoreChanges, pairs: PairsOfTile) -> Any:
-            return of.scores().pulled(found.raw, found.change, pairs)
+        def to_arrays(result: ScoreChanges, pairs: PairsOfTile) -> Any:
+            return of.scores().pulled(result.raw, result.change, pairs)
 
         return self._over_leaves(to_arrays, zeros, between=between), zeros
 
@@ -149,8 +149,8 @@ class ScoreSums:
 
             live, numbers = entry(live_leaves, batch), entry(held.numbers, batch)
             bounds = None if between is None else between(batch)
-            found = _over(numbers, at_leaf, of_leaf, with_leaves, live, held.depth, bounds)
-            return jax.tree.map(lambda x: x + sound[batch], found)
+            result = _over(numbers, at_leaf, of_leaf, with_leaves, live, held.depth, bounds)
+            return jax.tree.map(lambda x: x + sound[batch], result)
 
         return unit
 
@@ -173,11 +173,11 @@ def _over(
         return tree.fold_live(live, numbers, term, zeros, depth, add, (first, stop))
 
     def keep(carry: tuple[Array, Any]) -> tuple[Array, Any]:
-        i, found = carry
-        found = jax.tree.map(
-            lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, i, 0), found, term(i)
+        i, result = carry
+        result = jax.tree.map(
+            lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, i, 0), result, term(i)
         )
-        return live[i + 1], found
+        return live[i + 1], result
 
     begin = live[first], _stacked(zeros, count)
     return lax.while_loop(lambda carry: carry[0] < stop, keep, begin)[1]
@@ -191,9 +191,8 @@ def _stacked(tree: PyTree, count: int) -> Any:
 class Canonical(AbstractCanonical):
     """Attention whose bits depend on a row and the keys that it sees, in XLA's operations.
 
-    Keys may lie in any order, among absent ones, but two present keys of one position, or keys that are in
-    more leaves than `S / LEAF + 1`, make all results of their batch entry NaN; two such queries, gradients of keys
-    and values.
+    Keys may be in any order. Two present keys of one position, or keys in more than `S / LEAF + 1` leaves, make all
+    results of their batch entry NaN; two queries of one position, the gradients of keys and values.
     """
 
     name = "canonical"
@@ -210,7 +209,7 @@ class Canonical(AbstractCanonical):
         return XLASchedule(call, in_order)
 
     def corrected(self, cotangent: AttentionState, rest: Array) -> AttentionState:
-        """Rounded, or XLA multiplies a constant factor of the cotangent by this one first."""
+        """Rounds the cotangent first: XLA would fold a constant factor of it into this one."""
         return divided(rounded(cotangent), of_each(jnp.exp, -rest))
 
     def bias_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:

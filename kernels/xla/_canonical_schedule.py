@@ -45,8 +45,8 @@ class FoldOverLeaves(AbstractRowsFold):
             one = functools.partial(fold, first=first, stop=stop)
             return of.tiles.each(lambda n: numbers_apart(one(n)), of.operands.query)
 
-        found = each(node, count, of.operands.query)
-        return found, of.node_numbers(leaves)
+        result = each(node, count, of.operands.query)
+        return result, of.node_numbers(leaves)
 
     def of_nodes(self, nodes: Sequence[Array], numbers: Int[Array, "b nodes"]) -> Any:
         tiles, program = self.of.tiles, self.program
@@ -129,8 +129,8 @@ class XLASchedule(AbstractSchedule):
 
             live = entry(live_after, batch)[leaf]
             args = identity, asked.depth + group.bit_length(), program.merge, between
-            found = tree.fold_live(live, entry(numbers, batch), term, *args)
-            return self.finished(program, blocks, found)
+            result = tree.fold_live(live, entry(numbers, batch), term, *args)
+            return self.finished(program, blocks, result)
 
         def of_keys(x: Array) -> Array:
             x = x.swapaxes(1, 2).reshape(self.batch, -1, self.key_heads, x.shape[-1])
@@ -162,10 +162,10 @@ class XLASchedule(AbstractSchedule):
         self, rows: Blocks, batch: Array, tile: Array, heads: Array, share: Share
     ) -> tuple[Blocks, TokensOfTile]:
         """The queries of a tile, of a share of the heads, which has these; and their tokens."""
-        # inside the loop, as in those over keys, or XLA makes two of an array that it fuses the form into
+        # inside the loop: otherwise XLA materialises the reshaped array in addition to the array
         by_head = {name: x.reshape(*x.shape[:2], len(heads), -1) for name, x in rows.items()}
-        found = self.asked.read(by_head, batch, tile, self.dtype, share)
-        blocks = _blocks({n: x if rows[n].ndim == 4 else x[..., 0] for n, x in found.items()})
+        result = self.asked.read(by_head, batch, tile, self.dtype, share)
+        blocks = _blocks({n: x if rows[n].ndim == 4 else x[..., 0] for n, x in result.items()})
         return blocks, _tokens(self.asked, self.query_ids, batch, tile, heads)
 
     def pairs(
@@ -201,8 +201,8 @@ class XLASchedule(AbstractSchedule):
 def _tokens(
     held: PositionSlots, ids: Ids, batch: Array, tile: Array, heads: Array | None = None
 ) -> TokensOfTile:
-    found: Any = [None if x is None else entry(x, batch)[tile] for x in (held.tokens, *ids)]
-    return TokensOfTile(*found, heads=heads)
+    result: Any = [None if x is None else entry(x, batch)[tile] for x in (held.tokens, *ids)]
+    return TokensOfTile(*result, heads=heads)
 
 
 def _blocks(arrays: Blocks) -> Blocks:

@@ -1,4 +1,4 @@
-"""The tiles of a canonical call on a CPU: their arithmetic, their scores, and where their rows lie.
+"""The tiles of a canonical call on a CPU: their arithmetic, their scores, and the rows in them.
 
 No product meets a sum in them before it is rounded: XLA:CPU fuses such pairs in some surroundings, not in others.
 Operands count as products, as XLA fuses what computes them, and so do exponentials, which end in one.
@@ -28,7 +28,7 @@ from ._tile_program import computed
 
 DEPTH = 256  # products that are summed in one sweep
 ROWS = 512  # rows of a tile, of a fold over keys
-TOGETHER = 4096  # rows of all key heads, whose scores of a leaf are 4 MiB
+MOST_ROWS = 4096  # rows of all key heads: the scores of a leaf then take 4 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ class CPUArithmetic(Arithmetic):
         width = b.shape[-1]
         b = jnp.pad(b, ((0, 0), (0, 0), (0, -width % 64)))
         pieces = (b[..., first : first + 128] for first in range(0, b.shape[-1], 128))
-        found = [_product(a, x, (2, 1)) for x in pieces]
-        return jnp.concatenate(found, -1)[..., :width] if found else a[..., :0]
+        result = [_product(a, x, (2, 1)) for x in pieces]
+        return jnp.concatenate(result, -1)[..., :width] if result else a[..., :0]
 
     def alone(self, x: Array) -> Array:
         return lax.optimization_barrier(x)
@@ -79,9 +79,9 @@ def _product(a: Array, b: Array, over: tuple[int, int]) -> Array:
     def piece(cut: slice) -> Array:
         sides = (m[(*[slice(None)] * axis, cut)] for m, axis in ((a, x), (b, y)))
         a_cut, b_cut = lax.optimization_barrier(tuple(sides))
-        found = lax.dot_general(a_cut, b_cut, axes, precision(a.dtype))
+        result = lax.dot_general(a_cut, b_cut, axes, precision(a.dtype))
         # a contraction of length 1 becomes a product, which XLA:CPU fuses with the sum that follows
-        return unfused(found) if a_cut.shape[x] == 1 else found
+        return unfused(result) if a_cut.shape[x] == 1 else result
 
     return functools.reduce(lambda x, y: lax.optimization_barrier(x) + y, map(piece, cuts))
 
@@ -104,7 +104,7 @@ class PairsOfTile(NamedTuple):
 
     place: tuple[Array, ...]  # the entry of the batch, heads, indices of queries and of keys
     seen: Bool[Array, "..."]  # but for a mask array
-    at: ScoreIndices  # what a score is told
+    at: ScoreIndices  # the indices and positions that a score reads
 
     def of(self, x: Array) -> Array:
         """Entries for the pairs of an array that broadcasts to `[B, N, T, S]`."""
@@ -156,8 +156,8 @@ class CPUScores(AbstractTileScores):
         if self._score is None:
             return self._hidden(raw, pairs), change
         change = None if change is None else jnp.broadcast_to(change, raw.shape).astype(raw.dtype)
-        found = computed(self._score.jvp, raw, pairs.at, change, rounded(arrays))
-        scores, change = lax.optimization_barrier(found)
+        result = computed(self._score.jvp, raw, pairs.at, change, rounded(arrays))
+        scores, change = lax.optimization_barrier(result)
         return self._hidden(scores, pairs), change
 
     def _hidden(self, scores: Array, pairs: PairsOfTile) -> Array:
@@ -175,18 +175,17 @@ class CPUScores(AbstractTileScores):
 class RowTiles:
     """Tiles `[K, rows, ...]` that are sliced from arrays `[B, T, N, ...]`.
 
-    Rows are those of all query heads of a key head, of tokens that follow each other. Tiles have as many tokens as each
-    other. Where these are more than there are, the last begins earlier, and some rows are computed twice: a row's bits
-    do not depend on what is beside it.
+    A tile holds consecutive tokens, with all query heads of a key head. All tiles have the same number of tokens: the
+    last may begin earlier and compute some rows again, as a row's bits do not depend on its tile.
     """
 
     def __init__(self, batch: int, queries: int, key_heads: int, group: int):
         """`group`: heads of queries for each of keys."""
         self._sizes, self._heads, self._group = (batch, queries), key_heads, group
-        most = min(ROWS, TOGETHER // key_heads) // group
+        most = min(ROWS, MOST_ROWS // key_heads) // group
         self._of_entry = max(-(-queries // max(most, 1)), 1)
         self._tokens = -(-queries // self._of_entry)
-        # one row has another: XLA:CPU compiles matrix-vector products differently
+        # at least 2: XLA:CPU compiles matrix-vector products differently
         self.rows = max(2, self._tokens * group)
 
     def place(self, n: Array) -> tuple[Array, Array, Array]:
@@ -234,8 +233,8 @@ class RowTiles:
             corner = entry, first, *[jnp.zeros_like(n)] * (whole.ndim - 2)
             return lax.dynamic_update_slice(whole, lax.collapse(x, 1, 3)[None], corner)
 
-        def turn(n: Array, found: Any) -> Any:
-            return jax.tree.map(lambda xs, x: put(xs, x, n), found, f(n))
+        def turn(n: Array, result: Any) -> Any:
+            return jax.tree.map(lambda xs, x: put(xs, x, n), result, f(n))
 
         begin = jax.tree.map(empty, jax.eval_shape(f, jnp.int32(0)))
         return lax.fori_loop(jnp.int32(0), hidden(batch * self._of_entry), turn, begin)

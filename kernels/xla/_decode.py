@@ -111,9 +111,9 @@ class _OnlineSoftmax(NamedTuple):
 class DecodeCPU(AbstractDecode):
     """XLA's operations as XLA:CPU runs them fastest, for few queries and many keys.
 
-    A loop over the blocks of keys of each row of the batch of which some query sees a key: the others are not read, so
-    that a step over a cache takes as long as what is in it. Memory O(T·N·keys). Programs that XLA partitions have
-    `decode`: there the loop would send blocks between devices.
+    A loop over the blocks of keys in which some query sees a key; others are not read, so that the time of a step
+    grows with the filled part of a cache. Memory O(T·N·keys). Partitioned programs use `decode`, as the loop would
+    send blocks between devices.
     """
 
     keys: int = 512  # in a block
@@ -201,7 +201,8 @@ class DecodeCPU(AbstractDecode):
         if is_new is not None:
             scores = jnp.where(is_new, scores, -jnp.inf)
             is_present = is_new[None] if is_present is None else is_present & is_new[None]
-        # Barriers: else XLA computes scores and weights again wherever they are used.
+        # m' = max(m, max s), w = e^{s - m'}, l' = e^{m - m'} l + Σ w, o' = e^{m - m'} o + Σ w v
+        # Barriers: without them XLA computes scores and weights again at each use.
         scores = lax.optimization_barrier(scores)
         maximum = jnp.maximum(old.maximum, row_maximum(scores))
         shift = safe_shift(maximum)
@@ -236,7 +237,8 @@ def _take_block(
 ) -> tuple[Operands, Callable[[], Array]]:
     """The operands with `size` keys from `first` on of a row of the batch, and the values of all keys.
 
-    The second is the values of these keys, `[size, K, W]`, taken anew by each call: else XLA copies them for a branch
+    The second is the values of these keys, `[size, K, W]`, taken again by each call: otherwise XLA copies them for a
+    branch
     that is seldom taken.
     """
     zero = jnp.zeros_like(row)

@@ -1,4 +1,4 @@
-"""Cuts queries and keys into blocks, and joins them again."""
+"""Splits queries and keys into blocks, and concatenates them again."""
 
 import math
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from ..masks._structure import MaskStructure
 
 
 class BlockSizes(NamedTuple):
-    """How large blocks may be; static.
+    """Largest sizes of blocks; static.
 
     The defaults were chosen by measurement: large enough for matrix products at full speed, small
     enough to stay in a CPU's cache.

@@ -1,7 +1,7 @@
 """Loops whose length XLA does not know: over numbers, and over tiles of consecutive rows of one group.
 
-The body of such a loop is one program however often it runs. Tiles of groups are as many as there are for all rows, and
-one more for each group.
+The body of such a loop is compiled once, whatever the number of iterations. There are as many tiles of groups as all
+rows fill, and one more per group.
 """
 
 import functools
@@ -23,7 +23,7 @@ Step = Callable[[Array, Int[Array, ""], Int[Array, ""], Bool[Array, " tile"]], A
 
 
 def each(f: Callable[[Array], Any], count: int, like: Array, *, anywhere: bool = False) -> Any:
-    """`f(n)` for each `n` below `count`, stacked. XLA:CPU unrolls and fuses a loop of a few turns that it can count.
+    """`f(n)` for each `n` below `count`, stacked. XLA:CPU would unroll and fuse a short loop of known length.
 
     The results vary over the mesh axes of `jax.shard_map` that `like` varies over. Raises `NotImplementedError` when it
     is lowered for another platform than CPUs, unless bits do not depend on what is fused there either (`anywhere`).
@@ -31,14 +31,16 @@ def each(f: Callable[[Array], Any], count: int, like: Array, *, anywhere: bool =
     struct = jax.eval_shape(f, jnp.int32(0))
     begin = jax.tree.map(lambda x: lax.full_like(like, 0, x.dtype, (count, *x.shape)), struct)
 
-    def add(n: Array, found: Any) -> Any:
-        return jax.tree.map(lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, n, 0), found, f(n))
+    def add(n: Array, result: Any) -> Any:
+        return jax.tree.map(
+            lambda xs, x: lax.dynamic_update_index_in_dim(xs, x, n, 0), result, f(n)
+        )
 
     return lax.fori_loop(jnp.int32(0), hidden(count, anywhere), add, begin)
 
 
 def hidden(count: int, anywhere: bool = False) -> Array:
-    """The number, which XLA:CPU does not know. Raises as `each`."""
+    """The number as an array that XLA:CPU does not constant-fold. Raises as `each`."""
     return _hidden_p.bind(jnp.int32(count), anywhere=anywhere)
 
 
@@ -90,10 +92,10 @@ def rows_of_groups(
 
     def step(out: Array, group: Array, start: Array, inside: Array) -> Array:
         matrix = lax.dynamic_index_in_dim(weight, group, keepdims=False)
-        found = dot(lax.dynamic_slice_in_dim(x, start, tile), matrix)
+        result = dot(lax.dynamic_slice_in_dim(x, start, tile), matrix)
         old = lax.dynamic_slice_in_dim(out, start, tile)
         return lax.dynamic_update_slice_in_dim(
-            out, jnp.where(inside[:, None], found, old), start, 0
+            out, jnp.where(inside[:, None], result, old), start, 0
         )
 
     kind = jax.eval_shape(dot, x[:tile], weight[0])

@@ -1,4 +1,4 @@
-"""Products of a block of keys, or of values, with few rows for each key head, as XLA:CPU computes them fastest."""
+"""Products of a block of keys or values with few rows per key head, in the forms that XLA:CPU computes fastest."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -41,6 +41,7 @@ def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
     has $m = 0$ and a total of 1, and so is finite, derivatives included. A NaN or an overflow among
     the scores makes the whole row NaN.
     """
+    # w = e^{s - m}, l = Σ w, F = m + log l
     maximum = lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf))
     weights = exp_from(scores, safe_shift(maximum))
     total, lse, _ = normalised(weights.sum(axis, keepdims=True), maximum)
@@ -95,12 +96,14 @@ def dense_state(
 ) -> AttentionState:
     """The state by products batched over heads; keys and values of eight bits are cast inside the products.
 
-    `normalise_first`: whether weights are divided by their total before they are rounded, not their sum after.
+    `normalise_first`: whether weights are divided by their total before they are rounded to the dtype of the values;
+    otherwise
+    the weighted sum is divided.
     """
     (query, key, value), present = operands.qkv, zero_absent(operands)
     if operands.scales.value is None:
         value = present.value  # the zeros are fused into the product
-    else:  # exact, and fused likewise
+    else:  # exact, and fused into the product, too
         key, value = key.astype(query.dtype), value.astype(query.dtype)
     weights, total, lse = softmax(dense_scores(settings, operands._replace(key=key)))
     if normalise_first:
@@ -131,8 +134,8 @@ def _dense_products(
     batch, query_len, heads, width = query.shape
     key_len, kv_heads = key.shape[1:3]
     grouped = query.reshape(batch, query_len, kv_heads, heads // kv_heads, width)
-    found = _times(_einsum("btkgh,bskh->btkgs", grouped, key, query.dtype), scale)
-    return found.reshape(batch, query_len, heads, key_len).transpose(0, 2, 1, 3)
+    result = _times(_einsum("btkgh,bskh->btkgs", grouped, key, query.dtype), scale)
+    return result.reshape(batch, query_len, heads, key_len).transpose(0, 2, 1, 3)
 
 
 def _einsum(axes: str, a: Array, b: Array, dtype: DTypeLike) -> Array:

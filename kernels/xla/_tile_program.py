@@ -1,4 +1,4 @@
-"""The program of a tile of rows, which gives a row the same bits in tiles of all sizes.
+"""Evaluates a function on a tile of rows so that the bits of a row do not depend on the size of the tile.
 
 A function is traced, and evaluated primitive by primitive, so that scores and layers are written as they are
 elsewhere. The insides of its loops and branches are left as they are.
@@ -28,7 +28,7 @@ from ..program._jaxpr import (
 )
 from ._products import row_sum
 
-# XLA:CPU computes these otherwise in scalar than in vector instructions, which loops that it fuses them into decide.
+# XLA:CPU computes these differently in scalar and in vector instructions; the loop that they are fused into decides.
 _APPROXIMATED = {
     *("pow", "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh"),
     *("erf", "erfc", "erf_inv", "sin", "cos", "rsqrt", "cbrt"),
@@ -51,7 +51,7 @@ def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list
 
 def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, without_shardings(eqn.params)
-    if name == "reshard":  # to a place of the mesh that the function was traced for
+    if name == "reshard":  # to the mesh that the function was traced for
         return given
     given = vary_together(given)  # constants of the function do not
     if name == "dot_general" and jnp.issubdtype(given[0].dtype, jnp.inexact):
@@ -62,12 +62,12 @@ def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
     if name in _APPROXIMATED:
         of_arrays = functools.partial(of_each, functools.partial(eqn.primitive.bind, **params))
         return [_alone(of_arrays, *jnp.broadcast_arrays(*given))]
-    if name == "div":  # or XLA divides by a product with the inverse, here and there
+    if name == "div":  # otherwise XLA multiplies by the inverse in some programs
         given = list(lax.optimization_barrier(given))
-    found = bind(eqn, given, params)
-    if name in _PRODUCTS and jnp.issubdtype(found[0].dtype, jnp.floating):
-        return [unfused(found[0])]
-    return found
+    result = bind(eqn, given, params)
+    if name in _PRODUCTS and jnp.issubdtype(result[0].dtype, jnp.floating):
+        return [unfused(result[0])]
+    return result
 
 
 def _matrix_product(a: Array, b: Array, params: dict[str, Any]) -> Array:
@@ -82,14 +82,14 @@ def _matrix_product(a: Array, b: Array, params: dict[str, Any]) -> Array:
     batch = [*range(len(a_batch))]
     pads = [(0, 0)] * len(batch)
     padded = [jnp.pad(z, (*pads, (0, max(_LEAST - z.shape[-2], 0)), (0, 0))) for z in (x, y)]
-    found = lax.dot_general(
+    result = lax.dot_general(
         *lax.optimization_barrier(tuple(padded)),
         dimension_numbers=(((x.ndim - 1,), (x.ndim - 1,)), (batch, batch)),
         precision=params["precision"],
         preferred_element_type=params["preferred_element_type"],
     )
-    found = lax.optimization_barrier(found)[..., : x.shape[-2], : y.shape[-2]]
-    return found.reshape(*x.shape[:-2], *_others(a, a_batch, a_over), *_others(b, b_batch, b_over))
+    result = lax.optimization_barrier(result)[..., : x.shape[-2], : y.shape[-2]]
+    return result.reshape(*x.shape[:-2], *_others(a, a_batch, a_over), *_others(b, b_batch, b_over))
 
 
 def _rows(x: Array, batch: Sequence[int], over: Sequence[int]) -> Array:
@@ -105,7 +105,7 @@ def _others(x: Array, *axes: Sequence[int]) -> list[int]:
 
 
 def _alone(f: Callable[..., Array], *x: Array) -> Array:
-    """`f(*x)` in a branch, which XLA does not fuse with its surroundings, as it does not know which is taken."""
+    """Computes `f(*x)` in a branch of an opaque condition, which XLA fuses with nothing outside."""
     kind: Any = jax.eval_shape(f, *x)
 
     def other(*x: Array) -> Array:
