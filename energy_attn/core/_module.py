@@ -321,7 +321,7 @@ def attention_with_dropout(
     chance: float,
     rows: RowOptions,
 ) -> tuple[Array, Array]:
-    r"""Attention with dropout: only weights in `keep`, divided by their probability; and the energies without dropout.
+    r"""Attention with only the weights in `keep`, divided by their probability, and the energies without dropout.
 
     Attention over the kept keys, times their share of the partition function,
 

@@ -1,4 +1,4 @@
-"""A canonical call: its operands, and the abstract schedule by which a platform folds it."""
+"""A canonical call: its operands, and the abstract schedule of a platform."""
 
 import abc
 import dataclasses

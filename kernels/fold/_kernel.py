@@ -34,7 +34,7 @@ from ._programs import Blocks, without_signs
 
 @dataclasses.dataclass(frozen=True)
 class AbstractCanonical(AbstractKernel):
-    """A bitwise reproducible kernel: the bits of a row depend on it, the keys that it sees and their positions alone.
+    """A bitwise reproducible kernel: a row's bits depend only on the row, its visible keys and their positions.
 
     It knows the keys of its call alone: methods that merge the states of several devices' keys do so in another
     order. It takes the sink of a call, the last partial of a row's fold. Derivatives of second order raise

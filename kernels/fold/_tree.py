@@ -95,7 +95,7 @@ def fold_live(
 
 
 def following(met: Bool[Array, "*b y"]) -> Int[Array, "*b z"]:
-    """For each `y`, the next `y' >= y` that is met, or `len`; has `len + 1` entries."""
+    """Index of the next tile that is met, at or after each `y`; `len` if there is none. Has `len + 1` entries."""
     count, axis = met.shape[-1], met.ndim - 1
     numbers = jnp.where(met, lax.broadcasted_iota(jnp.int32, met.shape, axis), count)
     numbers = jnp.pad(numbers, [(0, 0)] * axis + [(0, 1)], constant_values=count)

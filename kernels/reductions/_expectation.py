@@ -229,7 +229,7 @@ def cross_sums(
     other: Operands,
     lse: Float[Array, "B T N"],
 ) -> Float[Array, "B T N 4"]:
-    r"""Sums over the keys of a call that compare its scores with another call's: count of unseen keys, scores, weights.
+    r"""Sums over keys that compare the scores of two calls: count of unseen keys, scores, weights.
 
     $$\#\{a : s'_a = -\infty < s_a\}, \qquad \sum_a w_a s_a, \qquad \sum_{a \text{ seen by both}} w_a s'_a,
       \qquad \sum_a w_a, \qquad w_a = e^{s_a - \mathrm{lse}}$$

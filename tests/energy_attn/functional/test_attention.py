@@ -384,8 +384,8 @@ def test_arguments_are_checked_once(monkeypatch):
         checked.append(options)
         return check_scored(*args, **options)
 
-    check_scored = _free_energy.check_scored
-    monkeypatch.setattr(_free_energy, "check_scored", counting)
+    check_scored = _free_energy.arguments.check_scored
+    monkeypatch.setattr(_free_energy.arguments, "check_scored", counting)
     arrays, _ = cast(BASE, jnp.float32)
     query, key, value = (arrays[name] for name in ("query", "key", "value"))
     source = jnp.ones((*query.shape[:-1], value.shape[-1]))

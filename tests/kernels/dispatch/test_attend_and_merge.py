@@ -12,7 +12,7 @@ from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.dispatch import _attend_and_merge
 from energy_attn.kernels.dispatch._attend_and_merge import attend_and_merge
 from energy_attn.kernels.dispatch._registry import attend
-from energy_attn.kernels.xla import _blockwise
+from energy_attn.kernels.xla import _blockwise_derivatives
 from energy_attn.kernels.xla._blockwise_derivatives import backward_by_head, row_cotangents
 from tests.support.arrays import array
 from tests.support.compare import close
@@ -107,7 +107,7 @@ def test_forward_mode(kernel, problem, dtype):
 
 def test_gradients_by_head(monkeypatch):
     """Heads of queries that go with another head of keys; a sum so far that is lost, or counts once for each head."""
-    monkeypatch.setattr(_blockwise, "LEAST", 0)
+    monkeypatch.setattr(_blockwise_derivatives, "LEAST", 0)
     arrays, _ = cast(EVERYTHING, "float64")
     del arrays["source"]
     problem = replace(EVERYTHING, source=None)
