@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "energy_attn": {"kernels", "distributed", "energy_attn"},
 }
 MAX_LINES = 400
-PRIVATE_NAMES = "kernels/_private.py"
+PRIVATE_NAMES = "kernels/_imports.py"
 # Each was replaced by a name that says what the module, function or argument is.
 OLD_MODULES = re.compile(
     "_flash|_walk|_errors|_ways|_wire|_place|_placement|_spread.*|_inside|_roll_call|_marks"

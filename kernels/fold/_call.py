@@ -154,7 +154,7 @@ def rounded(arrays: PyTree[Array]) -> Any:
     return jax.tree.map(lambda x: unfused(x) if floating(x) else x, arrays)
 
 
-def given(**arrays: Array | None) -> Blocks:
+def not_none(**arrays: Array | None) -> Blocks:
     return {name: x for name, x in arrays.items() if x is not None}
 
 

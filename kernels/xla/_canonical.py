@@ -79,6 +79,7 @@ class ScoreSums:
         tiles = asked.tiles if with_queries else 1
         leaves = of.held.tiles if with_keys else 1
 
+        # db = Σ ds over the axes along which the bias broadcasts
         def to_bias(result: ScoreChanges, pairs: PairsOfTile) -> Array:
             del pairs
             change = result.change if with_keys else of.arithmetic.total(result.change)
@@ -100,6 +101,7 @@ class ScoreSums:
         of, arrays = self._of, self._of.operands.score_arrays
         zeros = tuple(of.empty(*x.shape) if floating(x) else None for x in arrays)
 
+        # dθ = Σ ds ∂g/∂θ
         def to_arrays(result: ScoreChanges, pairs: PairsOfTile) -> Any:
             return of.scores().pulled(result.raw, result.change, pairs)
 
@@ -133,15 +135,15 @@ class ScoreSums:
 
         def unit(batch: Array, head: Array) -> Any:
             def at_leaf(leaf: Array) -> Any:
-                share = lax.div(head, jnp.int32(of.group)), of.key_heads
-                keys, of_keys = of.leaf(keys_by_head, batch, leaf, share)
+                part = lax.div(head, jnp.int32(of.group)), of.key_heads
+                keys, of_keys = of.leaf(keys_by_head, batch, leaf, part)
 
                 def at_tile(index: Array) -> Any:
                     alone = head[None, None], (head, of.operands.query.shape[2])
                     rows, of_rows = of.queries_of(self._rows, batch, index, *alone)
                     pairs = of.pairs(batch, of_rows, of_keys)
-                    given = of.arithmetic, of.scores(), rows, keys, pairs
-                    return term(score_changes(*given, pulled=False), pairs)
+                    args = of.arithmetic, of.scores(), rows, keys, pairs
+                    return term(score_changes(*args, pulled=False), pairs)
 
                 live = entry(live_tiles, batch)[leaf]
                 numbers = entry(asked.numbers, batch)
@@ -212,12 +214,12 @@ class Canonical(AbstractCanonical):
         """Rounds the cotangent first: XLA would fold a constant factor of it into this one."""
         return divided(rounded(cotangent), of_each(jnp.exp, -rest))
 
-    def bias_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
-        return self.sums(call, *given).of_bias()
+    def bias_cotangent(self, call: KernelCall, *states: AttentionState) -> Array:
+        return self.sums(call, *states).of_bias()
 
-    def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
-        return self.sums(call, *given).of_arrays()
+    def array_cotangents(self, call: KernelCall, *states: AttentionState) -> tuple[Any, ...]:
+        return self.sums(call, *states).of_arrays()
 
-    def sums(self, call: KernelCall, *given: AttentionState) -> ScoreSums:
-        rows = backward_rows(call.operands, *given)
+    def sums(self, call: KernelCall, *states: AttentionState) -> ScoreSums:
+        rows = backward_rows(call.operands, *states)
         return ScoreSums(self.schedule(call, self.in_order), rows)

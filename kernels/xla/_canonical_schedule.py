@@ -14,7 +14,7 @@ from ..call._tokens import LEAF
 from ..fold import _tree as tree
 from ..fold._call import QUERIES, AbstractRowsFold, AbstractSchedule, Ids
 from ..fold._programs import Blocks, FoldProgram, Partial, without_signs
-from ..fold._tree import PositionSlots, Share, entry
+from ..fold._tree import Part, PositionSlots, entry
 from ..masks._visibility import visible
 from ..scores._abstract import ScoreIndices
 from ._canonical_tiles import CPUArithmetic, CPUScores, PairsOfTile, RowTiles, TokensOfTile
@@ -144,36 +144,36 @@ class XLASchedule(AbstractSchedule):
     def computed(self, f: Callable[..., Any], *args: Any) -> Any:
         return computed(f, *args)
 
-    def identity(self, program: FoldProgram, own: int) -> Partial:
+    def identity(self, program: FoldProgram, size: int) -> Partial:
         pairs = zip(program.identity, program.sizes, strict=True)
-        return tuple(self.empty(self.key_heads, own, size, fill=x) for x, size in pairs)
+        return tuple(self.empty(self.key_heads, size, width, fill=x) for x, width in pairs)
 
     def cut(self, rows: Blocks, n: Array) -> Blocks:
         return _blocks(jax.tree.map(lambda x: self.tiles.cut(x, n).astype(self.dtype), rows))
 
     def leaf(
-        self, keys: Blocks, batch: Array, leaf: Array, share: Share = (0, 1)
+        self, keys: Blocks, batch: Array, leaf: Array, part: Part = (0, 1)
     ) -> tuple[Blocks, TokensOfTile]:
-        """The keys of a leaf, or a share of their heads, and their tokens."""
-        blocks = self.held.read(keys, batch, leaf, self.dtype, share)
+        """The keys of a leaf, or part of their heads, and their tokens."""
+        blocks = self.held.read(keys, batch, leaf, self.dtype, part)
         return blocks, _tokens(self.held, self.key_ids, batch, leaf)
 
     def queries_of(
-        self, rows: Blocks, batch: Array, tile: Array, heads: Array, share: Share
+        self, rows: Blocks, batch: Array, tile: Array, heads: Array, part: Part
     ) -> tuple[Blocks, TokensOfTile]:
-        """The queries of a tile, of a share of the heads, which has these; and their tokens."""
+        """The queries of a tile, of the part of the heads that has these; and their tokens."""
         # inside the loop: otherwise XLA materialises the reshaped array in addition to the array
         by_head = {name: x.reshape(*x.shape[:2], len(heads), -1) for name, x in rows.items()}
-        result = self.asked.read(by_head, batch, tile, self.dtype, share)
+        result = self.asked.read(by_head, batch, tile, self.dtype, part)
         blocks = _blocks({n: x if rows[n].ndim == 4 else x[..., 0] for n, x in result.items()})
         return blocks, _tokens(self.asked, self.query_ids, batch, tile, heads)
 
     def pairs(
-        self, batch: Array, rows: TokensOfTile, keys: TokensOfTile, rows_own: bool = True
+        self, batch: Array, rows: TokensOfTile, keys: TokensOfTile, rows_kept: bool = True
     ) -> PairsOfTile:
-        """The pairs of a row tile and a key tile. `rows_own`: rows are on the first axis."""
-        own, other = (lambda x: x[..., None]), (lambda x: x[..., None, :])
-        of_row, of_key = (own, other) if rows_own else (other, own)
+        """The pairs of a row tile and a key tile. `rows_kept`: rows are on the first axis."""
+        kept, iterated = (lambda x: x[..., None]), (lambda x: x[..., None, :])
+        of_row, of_key = (kept, iterated) if rows_kept else (iterated, kept)
         mask = jax.tree.map(lambda x: entry(x, batch)[None], self.mask)
         query, key = of_row(rows.positions), of_key(keys.positions)
         seen = visible(mask, query, key)
@@ -189,9 +189,9 @@ class XLASchedule(AbstractSchedule):
         at = (query[None], key[None]) if uses_positions else (None, None)
         return PairsOfTile(place, seen[None], ScoreIndices(batch, heads, *at))  # pyright: ignore[reportArgumentType]
 
-    def finished(self, program: FoldProgram, own: Blocks, partial: Partial) -> tuple[Array, ...]:
-        """The results of a fold, `[K, own, width]` or numbers `[K, own]`."""
-        pairs = zip(program.finish(own, partial), program.results, strict=True)
+    def finished(self, program: FoldProgram, kept: Blocks, partial: Partial) -> tuple[Array, ...]:
+        """The results of a fold, `[K, kept, width]` or numbers `[K, kept]`."""
+        pairs = zip(program.finish(kept, partial), program.results, strict=True)
         return tuple(
             without_signs((x[:, 0] if kind.width is None else x).astype(kind.dtype))
             for x, kind in pairs

@@ -41,8 +41,8 @@ class Place(NamedTuple):
         if there is None:
             return tuple(triton.load(self.of(x)) for x in refs)
         refs = tuple(refs)
-        others = zip(refs, fill or [0] * len(refs), strict=True)
-        return tuple(triton.load(self.of(x), mask=self._mask(x, there), other=y) for x, y in others)
+        fills = zip(refs, fill or [0] * len(refs), strict=True)
+        return tuple(triton.load(self.of(x), mask=self._mask(x, there), other=y) for x, y in fills)
 
     def store(
         self, refs: Iterable[Ref], arrays: Iterable[Array], there: Array | None = None
@@ -106,26 +106,24 @@ class NodeStack(NamedTuple):
         return Place(self.base + count, None, 0, self.refs[0].shape[1])
 
 
-PROGRAMS = 264  # at most; each loops over blocks of own rows
+PROGRAMS = 264  # at most; each loops over blocks of kept rows
 BLOCKS = {2: 64, 4: 32}  # rows or keys held in registers, by bytes per number
-ROWS_OF_ITEMS, GROUP = (
-    8,
-    8,
-)  # rows, and partials of the other side, held in registers when partials are folded
+# rows, and partials of the iterated side, held in registers when partials are folded
+ROWS_OF_ITEMS, GROUP = 8, 8
 WARPS = {"to_keys": 8}  # per program; 4 for the others
 STAGES = 3  # pipelined copies to shared memory
 
 
 def fold(
-    program: FoldProgram, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
+    program: FoldProgram, kept: Side, iterated: Side, walk: Walk, pair: OfPairs, *, interpret: bool
 ) -> list[Array]:
-    """Returns the results of a fold program per own tile and part, `[B, tiles, parts, size, K(, W)]`."""
+    """Returns the results of a fold program per kept tile and part, `[B, tiles, parts, size, K(, W)]`."""
     batch, tiles, parts = walk.first.shape
-    like = next(iter(own.arrays.values()))
+    like = next(iter(kept.arrays.values()))
     size, heads = like.shape[2:4]
     most = ROWS_OF_ITEMS if program.of_partials else BLOCKS[like.dtype.itemsize]
     block = min(most, size)
-    blocks = block, min(most, next(iter(other.arrays.values())).shape[2])
+    blocks = block, min(most, next(iter(iterated.arrays.values())).shape[2])
     total = batch * tiles * parts * heads * (size // block)
     programs, depth = min(total, PROGRAMS), walk.depth
     sizes = tiles, parts, heads, walk.numbers.shape[1], total, programs, depth, walk.consecutive
@@ -136,8 +134,8 @@ def fold(
         *(((programs * depth, block, n), jnp.float32) for n in program.sizes),
         ((programs * depth,), jnp.int32),
     ]
-    (found,) = pl.pallas_call(
-        functools.partial(_kernel, program, of_pairs, blocks, interpret),
+    (result,) = pl.pallas_call(
+        functools.partial(_kernel, program, pair, blocks, interpret),
         grid=(programs,),
         out_shape=([result_like(like, *x) for x in types],),
         compiler_params=triton.CompilerParams(
@@ -150,14 +148,14 @@ def fold(
         # padded by one: a tile that meets nothing reads the number after the last, and does not use it
         jnp.pad(walk.numbers.reshape(-1), (0, 1)),
         *(x.reshape(-1) for x in (walk.first, walk.stop)),
-        *((_flat(x.arrays), _flat(x.ids)) for x in (own, other)),
+        *((_flat(x.arrays), _flat(x.ids)) for x in (kept, iterated)),
     )
-    pairs = zip(found, shapes, strict=False)
+    pairs = zip(result, shapes, strict=False)
     return [x.reshape(batch, tiles, parts, *shape) for x, shape in pairs]
 
 
 def _flat(arrays: PyTree[Array]) -> Any:
-    """Merges the first two axes, so that no stride in a kernel depends on the sizes of the call."""
+    # Merges the first two axes, so that no stride in a kernel depends on the sizes of the call.
     return jax.tree.map(lambda x: lax.collapse(x, 0, 2), arrays)
 
 
@@ -189,21 +187,20 @@ def _kernel(
     numbers: Ref,
     first: Ref,
     stop: Ref,
-    own: tuple[Blocks, tuple[Ref, ...]],
-    other: tuple[Blocks, tuple[Ref, ...]],
+    kept: tuple[Blocks, tuple[Ref, ...]],
+    iterated: tuple[Blocks, tuple[Ref, ...]],
     refs: list[Ref],
 ) -> None:
-    """Folds the other side in tree order, for each own block of this program.
-
-    A carry-save fold: `node` is the newest partial, and the stack holds the nodes left of it. Between leaves `i` and
-    `j` lie the levels up to the highest bit of `i ^ j`; nodes below that level are complete and are merged first.
-    """
+    # Folds the iterated side in tree order, for each kept block of this program.
+    # A carry-save fold: `node` is the newest partial, and the stack holds the nodes left of it. Between leaves `i` and
+    # `j` lie the levels up to the highest bit of `i ^ j`; nodes below that level are complete and are merged first.
     # The closures share the block that is in registers: Triton has no calls, so what would be a function's argument
     # is a value of this trace. The parameters are the refs that `pl.pallas_call` passes, in its order.
-    tiles, parts, heads, others, total, programs, depth, dense = (sizes[i] for i in range(8))
+    # `length`: iterated tiles of a batch entry
+    tiles, parts, heads, length, total, programs, depth, dense = (sizes[i] for i in range(8))
     results = refs[: len(program.results)]
     *waiting, forks = refs[len(results) :]
-    rows, keys = (_Tiles(*side, block) for side, block in zip((own, other), blocks, strict=True))
+    rows, keys = _Tiles(*kept, blocks[0]), _Tiles(*iterated, blocks[1])
     program_id = pl.program_id(0)
     nothing = tuple(
         jnp.full((rows.block, n), x, jnp.float32)
@@ -221,15 +218,15 @@ def _kernel(
         ids = tuple(x.T for x in ids)
         stack = NodeStack(waiting, forks, program_id * depth, there, program, interpret)
         begin, end = first[at], stop[at]
-        start = batch * others
+        start = batch * length
 
         def one_tile(index: Array) -> tuple[Partial, Array]:
             entry = start + begin + index
 
             def more(block: Array | int, before: Partial | None) -> Partial:
                 place = Place(entry, head, block * keys.block, keys.block)
-                others, other_ids = keys.load(place)
-                return program.term(loaded, others, of_pairs(ids, other_ids), before)
+                key_blocks, key_ids = keys.load(place)
+                return program.term(loaded, key_blocks, of_pairs(ids, key_ids), before)
 
             several = keys.blocks > 1
             item = lax.fori_loop(0, keys.blocks, more, nothing) if several else more(0, None)

@@ -26,7 +26,7 @@ from .._tiles import (
     batch_of,
     counted_bounds,
     divide,
-    own_share,
+    split_bounds,
     tile_index,
     tile_ranges,
     visibility_of,
@@ -220,7 +220,7 @@ class TritonProgram:
         """The function $2^{x u - m}$ of float32 tiles, by two instructions for each element.
 
         Flushes subnormal results to zero. JAX would emit six instructions, with guards for subnormal numbers, which
-        do not matter beside the largest weight of 1.
+        do not matter next to the largest weight, 1.
         """
         if self.interpret:
             return jnp.exp2(x * unit - shift)
@@ -239,7 +239,7 @@ class TritonProgram:
         First the tiles that need no mask, then those around them.
         """
         whole, number = self._range()
-        first, stop, begin, end = own_share(self.plan, whole, self.split)
+        first, stop, begin, end = split_bounds(self.plan, whole, self.split)
         x = lax.fori_loop(begin, end, lambda i, x: step(number(i), x, False), x)
         if isinstance(whole.end, np.integer) and whole.end == whole.stop:
             return x
