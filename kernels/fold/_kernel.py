@@ -143,12 +143,12 @@ class AbstractCanonical(AbstractKernel):
     def sink_sums(self, call: KernelCall, terms: Float[Array, "B T N"]) -> Float[Array, "B N"]:
         """Sums of one number per row; NaN where two queries have one position."""
         of = self.schedule(call, False)
-        asked, there = of.asked, of.asked.positions >= 0
-        terms = jnp.where(there[..., None], asked.spread(terms), 0.0)
+        query_slots, present = of.query_slots, of.query_slots.positions >= 0
+        terms = jnp.where(present[..., None], query_slots.spread(terms), 0.0)
         result = of.computed(lambda x: x.sum(2), terms)
-        numbers = jnp.where(there.any(-1), asked.numbers, -1)
+        numbers = jnp.where(present.any(-1), query_slots.numbers, -1)
         numbers = jnp.broadcast_to(numbers, result.shape[:2])
-        return asked.checked(without_signs(jax.vmap(tree.tree_sum)(numbers, result)))
+        return query_slots.checked(without_signs(jax.vmap(tree.tree_sum)(numbers, result)))
 
     def bias_cotangent(self, call: KernelCall, *states: AttentionState) -> Array:
         """The gradient of the bias, if the kernel takes one."""

@@ -94,10 +94,10 @@ def fold_live(
     return result(lax.while_loop(lambda carry: carry[0] < stop, step, begin)[1], merge)
 
 
-def following(met: Bool[Array, "*b y"]) -> Int[Array, "*b z"]:
+def following(meets: Bool[Array, "*b y"]) -> Int[Array, "*b z"]:
     """Index of the next tile that is met, at or after each `y`; `len` if there is none. Has `len + 1` entries."""
-    count, axis = met.shape[-1], met.ndim - 1
-    numbers = jnp.where(met, lax.broadcasted_iota(jnp.int32, met.shape, axis), count)
+    count, axis = meets.shape[-1], meets.ndim - 1
+    numbers = jnp.where(meets, lax.broadcasted_iota(jnp.int32, meets.shape, axis), count)
     numbers = jnp.pad(numbers, [(0, 0)] * axis + [(0, 1)], constant_values=count)
     return lax.cummin(numbers, axis=axis, reverse=True)
 

@@ -57,27 +57,28 @@ class ScoreSums:
 
         There are two per share: leaves that begin inside a node fill one node more than there are shares.
         """
-        held = self._of.held
-        size = jnp.int32(1 << (-(-held.tiles // shares) - 1).bit_length())
-        begin = jnp.broadcast_to(held.numbers[:, 0], (self._of.batch,))
+        key_slots = self._of.key_slots
+        size = jnp.int32(1 << (-(-key_slots.tiles // shares) - 1).bit_length())
+        begin = jnp.broadcast_to(key_slots.numbers[:, 0], (self._of.batch,))
         places = share + jnp.arange(2, dtype=jnp.int32) * shares
 
         def node(place: Array) -> Any:
             def between(batch: Array) -> tuple[Array, Array]:
                 first = place * size - lax.rem(begin[batch], size)
-                return jnp.clip(first, 0, held.tiles), jnp.clip(first + size, 0, held.tiles)
+                tiles = key_slots.tiles
+                return jnp.clip(first, 0, tiles), jnp.clip(first + size, 0, tiles)
 
             return self._over_units(*self._arrays(between), True, True)
 
         return lax.map(node, places), lax.div(begin, size)[None] + places[:, None]
 
     def of_bias(self) -> Array:
-        of, asked = self._of, self._of.asked
+        of, query_slots = self._of, self._of.query_slots
         bias: Any = of.operands.bias
         with_batch, with_heads, with_queries, with_keys = (size > 1 for size in bias.shape)
         height, width = QUERIES if with_queries else 1, LEAF if with_keys else 1
-        tiles = asked.tiles if with_queries else 1
-        leaves = of.held.tiles if with_keys else 1
+        tiles = query_slots.tiles if with_queries else 1
+        leaves = of.key_slots.tiles if with_keys else 1
 
         # db = Σ ds over the axes along which the bias broadcasts
         def to_bias(result: ScoreChanges, pairs: PairsOfTile) -> Array:
@@ -91,8 +92,8 @@ class ScoreSums:
         def unit(batch: Array, head: Array) -> Array:
             x = over_leaves(batch, head).reshape(leaves, tiles, height, width)
             x = x.transpose(1, 2, 0, 3).reshape(tiles * height, leaves * width)
-            x = asked.taken(x, batch) if with_queries else x
-            return of.held.taken(x.T, batch).T if with_keys else x
+            x = query_slots.taken(x, batch) if with_queries else x
+            return of.key_slots.taken(x.T, batch).T if with_keys else x
 
         result = self._over_units(unit, of.empty(*bias.shape[2:]), with_batch, with_heads)
         return result.reshape(bias.shape)
@@ -125,13 +126,13 @@ class ScoreSums:
         between: Between | None = None,
     ) -> Unit:
         """`term` of all tiles of a head that meet: summed, or on axes, the leaves first."""
-        of, held, asked = self._of, self._of.held, self._of.asked
+        of, key_slots, query_slots = self._of, self._of.key_slots, self._of.query_slots
         keys_by_head = {n: lax.collapse(x, 2, 4)[:, :, None] for n, x in self._keys.items()}
-        sound = asked.checked(held.checked(of.empty(of.batch, 1)))[:, 0]
-        met = of.met(of.query_ids)
-        live_tiles = tree.following(met.swapaxes(1, 2))
-        live_leaves = tree.following(met.any(1))
-        of_leaf = _stacked(zeros, asked.tiles) if with_tiles else zeros
+        sound = query_slots.checked(key_slots.checked(of.empty(of.batch, 1)))[:, 0]
+        meets = of.meets(of.query_ids)
+        live_tiles = tree.following(meets.swapaxes(1, 2))
+        live_leaves = tree.following(meets.any(1))
+        of_leaf = _stacked(zeros, query_slots.tiles) if with_tiles else zeros
 
         def unit(batch: Array, head: Array) -> Any:
             def at_leaf(leaf: Array) -> Any:
@@ -146,12 +147,12 @@ class ScoreSums:
                     return term(score_changes(*args, pulled=False), pairs)
 
                 live = entry(live_tiles, batch)[leaf]
-                numbers = entry(asked.numbers, batch)
-                return _over(numbers, at_tile, zeros, with_tiles, live, asked.depth)
+                numbers = entry(query_slots.numbers, batch)
+                return _over(numbers, at_tile, zeros, with_tiles, live, query_slots.depth)
 
-            live, numbers = entry(live_leaves, batch), entry(held.numbers, batch)
+            live, numbers = entry(live_leaves, batch), entry(key_slots.numbers, batch)
             bounds = None if between is None else between(batch)
-            result = _over(numbers, at_leaf, of_leaf, with_leaves, live, held.depth, bounds)
+            result = _over(numbers, at_leaf, of_leaf, with_leaves, live, key_slots.depth, bounds)
             return jax.tree.map(lambda x: x + sound[batch], result)
 
         return unit

@@ -35,25 +35,27 @@ class Place(NamedTuple):
         return ref.at[self.entry, rows, *rest]
 
     def load(
-        self, refs: Iterable[Ref], there: Array | None, fill: Sequence[float] | None = None
+        self, refs: Iterable[Ref], present: Array | None, fill: Sequence[float] | None = None
     ) -> tuple[Array, ...]:
         """Loads the rows of arrays; zeros or `fill` in absent rows."""
-        if there is None:
+        if present is None:
             return tuple(triton.load(self.of(x)) for x in refs)
         refs = tuple(refs)
         fills = zip(refs, fill or [0] * len(refs), strict=True)
-        return tuple(triton.load(self.of(x), mask=self._mask(x, there), other=y) for x, y in fills)
+        return tuple(
+            triton.load(self.of(x), mask=self._mask(x, present), other=y) for x, y in fills
+        )
 
     def store(
-        self, refs: Iterable[Ref], arrays: Iterable[Array], there: Array | None = None
+        self, refs: Iterable[Ref], arrays: Iterable[Array], present: Array | None = None
     ) -> None:
         for ref, x in zip(refs, arrays, strict=True):
-            mask = None if there is None else self._mask(ref, there)
+            mask = None if present is None else self._mask(ref, present)
             triton.store(self.of(ref), x.astype(ref.dtype), mask=mask)
 
-    def _mask(self, ref: Ref, there: Array) -> Array:
+    def _mask(self, ref: Ref, present: Array) -> Array:
         matrix = len(ref.shape) - (self.head is not None) == 3
-        return jnp.broadcast_to(there[:, None], (self.size, ref.shape[-1])) if matrix else there
+        return jnp.broadcast_to(present[:, None], (self.size, ref.shape[-1])) if matrix else present
 
 
 class NodeStack(NamedTuple):
@@ -62,7 +64,7 @@ class NodeStack(NamedTuple):
     refs: Sequence[Ref]  # of the arrays of all programs' nodes
     forks: Ref  # per node: XOR of the leaf numbers on both sides of its end; the highest bit is its level
     base: Array  # the first node of this program
-    there: Array | None  # which rows are present; None: all
+    present: Array | None  # which rows are present; None: all
     program: FoldProgram
     interpret: bool
 
@@ -87,14 +89,14 @@ class NodeStack(NamedTuple):
 
         def merge(index: Array, node: Partial) -> Partial:
             place = self._at(count - 1 - index)
-            left = place.load(self.refs, self.there, self.program.identity)
+            left = place.load(self.refs, self.present, self.program.identity)
             return self.program.merge(left, node)
 
         return lax.fori_loop(0, count - left, merge, node)
 
     def push(self, node: Partial, count: Array, fork: Array) -> None:
         self._wait()
-        self._at(count).store(self.refs, node, self.there)
+        self._at(count).store(self.refs, node, self.present)
         triton.store(self.forks.at[self.base + count], fork)
         self._wait()
 
@@ -214,9 +216,9 @@ def _kernel(
         batch = lax.div(tile, tiles)
         place = Place(tile, head, block * rows.block, rows.block)
         loaded, ids = rows.load(place)
-        there = ids[0][0] >= 0 if ids else None
+        present = ids[0][0] >= 0 if ids else None
         ids = tuple(x.T for x in ids)
-        stack = NodeStack(waiting, forks, program_id * depth, there, program, interpret)
+        stack = NodeStack(waiting, forks, program_id * depth, present, program, interpret)
         begin, end = first[at], stop[at]
         start = batch * length
 
@@ -242,7 +244,7 @@ def _kernel(
                 is_here = (dense == 1) | (lax.rem(number, jnp.int32(GROUP)) == slot)
                 is_here &= (begin <= entry) & (entry < end)
                 mask = jnp.broadcast_to(is_here, (rows.block,))
-                mask = mask if there is None else mask & there
+                mask = mask if present is None else mask & present
                 at = place._replace(entry=start + jnp.where(is_here, entry, begin))
                 nodes.append(at.load(keys.arrays.values(), mask, program.identity))
             while len(nodes) > 1:
@@ -278,7 +280,7 @@ def _kernel(
         carry = lax.fori_loop(0, count, step, (jnp.int32(0), numbers[start], nothing))
         node = stack.merged(carry[2], carry[0], jnp.int32(0))
         output = (x[0] if x.shape[0] == 1 else x for x in program.finish(loaded, node))
-        place._replace(entry=at).store(results, output, there if program.to_partials else None)
+        place._replace(entry=at).store(results, output, present if program.to_partials else None)
         return turn
 
     turns = lax.div(total - program_id + programs - 1, programs)

@@ -140,12 +140,12 @@ class PallasSchedule(AbstractSchedule):
         (query, *of_query), (key, *of_key) = queries, keys
         first = int(self._has_segments)
         if self._pairs is None:
-            see = visible(self.settings.mask.bind(), query, key)
+            is_visible = visible(self.settings.mask.bind(), query, key)
         else:
-            see = self._pairs.visible(query, key, of_query[first:], of_key[first:])
+            is_visible = self._pairs.visible(query, key, of_query[first:], of_key[first:])
         if self._has_segments:
-            see &= of_query[0] == of_key[0]
-        return Pairs(see, query, key)
+            is_visible &= of_query[0] == of_key[0]
+        return Pairs(is_visible, query, key)
 
     def row_side(self, arrays: Blocks) -> Side:
         """Tiles the rows `[B, T, N, ...]` of all query heads that share a key head."""
@@ -155,42 +155,42 @@ class PallasSchedule(AbstractSchedule):
 
     def key_side(self, arrays: Blocks) -> Side:
         """Groups keys `[B, S, K, W]` into leaves."""
-        leaves = {name: self.held.spread(x) for name, x in arrays.items()}
-        ids = (self.held.positions, *(self.held.spread(x, -1) for x in self._ids[1]))
+        leaves = {name: self.key_slots.spread(x) for name, x in arrays.items()}
+        ids = (self.key_slots.positions, *(self.key_slots.spread(x, -1) for x in self._ids[1]))
         return self._side(leaves, ids)
 
     def query_side(self, arrays: Blocks) -> Side:
         """Tiles queries `[B, T, N, ...]` per head, in order of position."""
-        group, asked = self.group, self.asked
+        group, query_slots = self.group, self.query_slots
 
         def by_member(x: Array) -> Array:
-            x = asked.spread(x.reshape(*x.shape[:2], self.key_heads, group, *x.shape[3:]))
+            x = query_slots.spread(x.reshape(*x.shape[:2], self.key_heads, group, *x.shape[3:]))
             x = jnp.moveaxis(x, 4, 2)  # [B, tiles, G, size, K, ...]
             return lax.collapse(x, 1, 3)
 
         tiles = {name: by_member(x) for name, x in arrays.items()}
-        ids = (asked.positions, *(asked.spread(x, -1) for x in self._ids[0]))
+        ids = (query_slots.positions, *(query_slots.spread(x, -1) for x in self._ids[0]))
         return self._side(tiles, (jnp.repeat(x, group, 1) for x in ids))
 
     def walk_keys(self, rows: Side) -> Walk:
-        numbers, held = self.held.numbers, self.held
+        numbers, key_slots = self.key_slots.numbers, self.key_slots
         # within one subtree, leaves without keys are numbered too
-        is_one_subtree = held.tiles <= self.subtree
+        is_one_subtree = key_slots.tiles <= self.subtree
         if is_one_subtree:
-            numbers = jnp.arange(held.tiles, dtype=jnp.int32)[None]
-        consecutive = is_one_subtree or self.counted or held.scattered
-        met = self.met((rows.ids[0], rows.ids[1] if self._has_segments else None))
-        return self._walk(met, numbers, 1, consecutive)
+            numbers = jnp.arange(key_slots.tiles, dtype=jnp.int32)[None]
+        consecutive = is_one_subtree or self.counted or key_slots.scattered
+        meets = self.meets((rows.ids[0], rows.ids[1] if self._has_segments else None))
+        return self._walk(meets, numbers, 1, consecutive)
 
     def walk_queries(self) -> Walk:
         """Returns the walk over the query tiles, by position and head, that may see a leaf."""
-        group, met = self.group, self.met(self.query_ids).swapaxes(1, 2)
-        numbers = self.asked.numbers[:, :, None] * group
+        group, meets = self.group, self.meets(self.query_ids).swapaxes(1, 2)
+        numbers = self.query_slots.numbers[:, :, None] * group
         numbers = numbers + jnp.arange(group, dtype=jnp.int32)[None, None]
-        return self._walk(met, lax.collapse(numbers, 1, 3), group, True)
+        return self._walk(meets, lax.collapse(numbers, 1, 3), group, True)
 
-    def _walk(self, met: Array, numbers: Array, group: int, consecutive: bool) -> Walk:
-        first, stop = (group * x[..., None] for x in block_spans(met))
+    def _walk(self, meets: Array, numbers: Array, group: int, consecutive: bool) -> Walk:
+        first, stop = (group * x[..., None] for x in block_spans(meets))
         numbers, first, stop = (
             jnp.broadcast_to(x, (self.batch, *x.shape[1:])) for x in (numbers, first, stop)
         )
@@ -200,7 +200,7 @@ class PallasSchedule(AbstractSchedule):
 
     def from_rows(self, x: Array) -> Array:
         """Results of rows `[B, tiles, 1, rows, K, ...]` as `[B, T, N, ...]`; NaN where two keys have one slot."""
-        return self.held.checked(self._from_tiles(x.squeeze(2)))
+        return self.key_slots.checked(self._from_tiles(x.squeeze(2)))
 
     def from_parts(self, x: Array) -> Array:
         """Results of parts of rows, `[B, tiles, parts, rows, K, ...]`, as `[parts, B, T, N, ...]`."""

@@ -134,8 +134,8 @@ def _kernel(
 
         def is_lower(carry: tuple[Array, Array]) -> Array:
             count, low = carry
-            there = count > 0
-            return there if fork is None else there & is_below(low, fork)
+            waits = count > 0
+            return waits if fork is None else waits & is_below(low, fork)
 
         def climb(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             count = carry[0] - 1
@@ -187,10 +187,10 @@ def _loaded(arrays: Blocks, ids: tuple[Ref, ...]) -> tuple[Blocks, tuple[Array, 
     blocks = {name: x[...] for name, x in arrays.items()}
     if not loaded:
         return blocks, loaded
-    there = loaded[0] >= 0
+    present = loaded[0] >= 0
 
     def kept(x: Array) -> Array:
-        return jnp.where(there if x.shape[0] == 1 else there.T, x, jnp.zeros((), x.dtype))
+        return jnp.where(present if x.shape[0] == 1 else present.T, x, jnp.zeros((), x.dtype))
 
     return {name: kept(x) for name, x in blocks.items()}, loaded
 

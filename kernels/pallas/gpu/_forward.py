@@ -167,11 +167,11 @@ def _merge_kernel(block: int, parts_ref: Ref, lses_ref: Ref, out_ref: Ref, lse_r
     split = numbers(power(splits))
     column = column_block * block + numbers(block)
     is_part, in_width = split < splits, column < width
-    place, there = (split[:, None], row, column[None, :]), is_part[:, None] & in_width[None, :]
+    place, in_bounds = (split[:, None], row, column[None, :]), is_part[:, None] & in_width[None, :]
     # F = m + log Σ_i e^{F_i - m}, out = Σ_i e^{F_i - F} out_i over the parts i of a row's keys
     state = fold(
         AttentionState(
-            load(parts_ref, place, there), load(lses_ref, (split, row), is_part, -jnp.inf)
+            load(parts_ref, place, in_bounds), load(lses_ref, (split, row), is_part, -jnp.inf)
         ),
         lambda x: x.max(0, keepdims=True),
         lambda pair: (pair[0].sum(0, keepdims=True), pair[1].sum(0, keepdims=True)),

@@ -185,21 +185,21 @@ class TritonProgram:
         def of_keys(x: Array | Ref | None) -> Array:
             return key if x is None else self.read(x, key, None)
 
-        see = facing(rows.time, key)[1] < plan.key_len
+        is_visible = facing(rows.time, key)[1] < plan.key_len
         if plan.settings.mask.constrains or visibility.row_positions is not None:
             positions = facing(of_rows(visibility.row_positions), of_keys(visibility.key_positions))
             if plan.pairs is None:
-                see &= visible(plan.settings.mask.bind(), *positions)
+                is_visible &= visible(plan.settings.mask.bind(), *positions)
             else:
-                see &= plan.pairs.visible(
+                is_visible &= plan.pairs.visible(
                     *positions,
                     [jnp.expand_dims(of_rows(x), i) for x in visibility.features.queries],
                     [jnp.expand_dims(of_keys(x), j) for x in visibility.features.keys],
                 )
         if visibility.row_segments is not None:
             segments = of_rows(visibility.row_segments), of_keys(visibility.key_segments)
-            see &= jnp.equal(*facing(*segments))
-        return see
+            is_visible &= jnp.equal(*facing(*segments))
+        return is_visible
 
     def zero_hidden(self, tile: Array, *arrays: Array) -> tuple[Array, ...]:
         """Zeros the keys of a tile that no row of the call sees, whose memory may hold NaN."""

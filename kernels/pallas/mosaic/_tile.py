@@ -299,12 +299,12 @@ class MosaicProgram:
                 rows = keys = None
             return spread(rows, row, int(keys_first)), spread(keys, key, int(not keys_first))
 
-        see = numbers(None, None)[1] < plan.key_len
+        is_visible = numbers(None, None)[1] < plan.key_len
         if plan.settings.mask.constrains or visibility.row_positions is not None:
-            see &= visible(plan.settings.mask.bind(), *numbers(*visibility[:2]))
+            is_visible &= visible(plan.settings.mask.bind(), *numbers(*visibility[:2]))
         if visibility.row_segments is not None:
-            see &= jnp.equal(*numbers(*visibility[2:4]))
-        return see
+            is_visible &= jnp.equal(*numbers(*visibility[2:4]))
+        return is_visible
 
     def zero_hidden(self, tile: Array, values: Ref) -> None:
         """Zeros the values, in shared memory, of the keys of a tile that no row of the call sees."""

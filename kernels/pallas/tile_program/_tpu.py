@@ -127,5 +127,5 @@ def _sums(x: Ref, out: Ref, total: Ref) -> None:
 
 def _first(x: Array, axis: int, count: Array) -> Array:
     # Zeros a block after `count` entries of an axis; in float32, as Mosaic lacks 16-bit masks on some chips.
-    there = lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
-    return jnp.where(there, x.astype(jnp.float32), 0.0)
+    present = lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
+    return jnp.where(present, x.astype(jnp.float32), 0.0)
