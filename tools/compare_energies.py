@@ -38,7 +38,9 @@ Pair = tuple[Any, Any]  # a result, and the exact one
 
 def sections() -> Iterator[tuple[str, str, list[str]]]:
     """The titles of the page's published energies, where they are linked, and the code of each."""
-    page = PAGE.read_text(encoding="utf-8").partition("## Published energies")[2].partition("\n## ")[0]
+    page = (
+        PAGE.read_text(encoding="utf-8").partition("## Published energies")[2].partition("\n## ")[0]
+    )
     for part in page.split("\n### "):
         title, _, text = part.partition("\n")
         link = re.search(r"\[[^\]]+\]\((https?://[^)]+)\)", text)
