@@ -171,7 +171,7 @@ def attend_with_sink(
     settings: Settings,
     operands: Operands,
 ) -> AttentionState:
-    """Runs a call; merges its sink, unless the kernels fold it, and rounds."""
+    """Merges the state of `run` with the sink of the call; kernels of reproducible calls fold the sink instead."""
     if operands.sink is None or policy.folds_sinks:
         return run(settings, operands)
     state = run(settings.needing(unrounded=True), operands._replace(sink=None))

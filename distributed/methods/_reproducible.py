@@ -204,7 +204,7 @@ class _ShardedCanonical(Canonical):
         units = canonical_tree.PerHeadSums(sums, canonical_tree.unit_numbers(operands))
         sink: Any = call.operands.sink
         shards = tuple(axis for axis in self.others if axis not in mesh_axes.varying_axes(sink))
-        result = units.found if sink.ndim == 2 else joined(units, shards, 0).of_heads()
+        result = units.sums if sink.ndim == 2 else joined(units, shards, 0).of_heads()
         return as_invariant(result, self.axes + (shards if sink.ndim == 1 else ()))
 
     # Each device folds a share of the leaves, and the nodes are gathered.
