@@ -137,7 +137,7 @@ def check_queries(
         return positions_from(cache_lengths - counts, counts, query.shape[1])
     if lengths is not None:
         raise ValueError(
-            "lengths: wanted None beside query_positions, which say what queries are absent, "
+            "lengths: wanted None with query_positions, which say what queries are absent, "
             f"got {checks.received(lengths)}"
         )
     return positions

@@ -26,7 +26,7 @@ class ForkedCache(eqx.Module):
     $$F = \log\big(e^{F_{prompt}} + e^{F_{own}}\big), \qquad
       \mathrm{out} = e^{F_{prompt} - F}\, \mathrm{out}_{prompt} + e^{F_{own} - F}\, \mathrm{out}_{own}$$
 
-    The result is that of a cache in which every row holds the prompt. The prompt is stored once, and
+    The result equals attention over a cache in which every row holds the prompt. The prompt is stored once, and
     read once for all rows that share it: their queries are more queries of one row.
 
     Every method returns a new cache; `append` is in place where the cache is donated, as for a `KVCache`.
@@ -37,7 +37,7 @@ class ForkedCache(eqx.Module):
             prompt ends. Rows that share a prompt are consecutive. It may be saved, and loaded, by itself.
 
     Raises:
-        ValueError: a number of rows that is no multiple of that of the prompts.
+        ValueError: a number of rows that is not a multiple of the number of prompts.
 
     Source: the merge of the states of a shared prefix and a suffix, as in Hydragen (arXiv 2402.05099) and
     Tree Attention (arXiv 2408.04093), section 5.

@@ -96,7 +96,7 @@ class AbstractTokens(eqx.Module):
         Raises:
             TypeError: no array, or of another dtype.
             ValueError: shapes that do not fit the cache; more tokens at once than it has room for
-                beside its window; another number of devices than it was made for, or no mesh.
+                in addition to its window; another number of devices than it was made for, or no mesh.
             RuntimeError: (Equinox's, when it runs, on CPUs and outside of `jax.jit`) a row has no room
                 for its tokens; nothing is written. In programs for GPUs and TPUs, where each step would wait
                 for the host, in programs of `jax.export`, and with `EQX_ON_ERROR=off`, the newest token of
@@ -107,7 +107,7 @@ class AbstractTokens(eqx.Module):
         tokens, room = key.shape[1], self.capacity - (self.window or 0)
         if not 1 <= tokens <= room:
             raise ValueError(
-                f"key: wanted 1 to {room} new tokens, for which the cache has room beside its "
+                f"key: wanted 1 to {room} new tokens, for which the cache has room besides its "
                 f"window, got {checks.received(key)}"
             )
         counts = check_counts(lengths, len(self.lengths), tokens)
@@ -155,7 +155,7 @@ class AbstractTokens(eqx.Module):
         Raises:
             TypeError: no integers; `importance` is no floating array.
             ValueError: both of `count` and `before` or none, negative numbers, or another number of rows; an
-                `importance` of another shape, beside `before`, or for a cache with a window, whose positions count.
+                `importance` of another shape, with `before`, or for a cache with a window, whose positions count.
 
         Source: of the importance, H2O (arXiv 2306.14048).
 
@@ -184,7 +184,7 @@ class AbstractTokens(eqx.Module):
             return dataclasses.replace(self, starts=starts)
         if before is not None or self.window is not None:
             raise ValueError(
-                "importance: wanted None beside before and in a cache with a window, "
+                "importance: wanted None with before and in a cache with a window, "
                 f"got {checks.received(importance)}"
             )
         numbers = check_importance(importance, self.key)

@@ -119,7 +119,7 @@ class SequenceParallel:
             for name, x, usual in (("merge", merge, "auto"), ("topology", topology, None)):
                 if x not in (usual, getattr(method, name)):
                     raise ValueError(
-                        f"{name}: wanted {usual!r} beside a methods.Tree, which has its own, got {x!r}"
+                        f"{name}: wanted {usual!r} with a methods.Tree, which has its own, got {x!r}"
                     )
             merge, topology = method.merge, method.topology
         if method != "auto":  # the choice considers only methods that can use the axes

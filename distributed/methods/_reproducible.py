@@ -165,7 +165,7 @@ class _ShardedCanonical(Canonical):
         for name in ("bias", "mask"):
             if getattr(call.operands, name) is not None:
                 raise NotImplementedError(
-                    f"{name}: wanted None beside reproducible=True where keys are sharded, got an array; "
+                    f"{name}: wanted None with reproducible=True where keys are sharded, got an array; "
                     "energy_attn.masks and energy_attn.scores will do"
                 )
 

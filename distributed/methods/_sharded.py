@@ -62,7 +62,7 @@ def _attend_sharded(
     plan = plan._replace(method=method_of_call(policy, plan.method))
     if plan.method.reads_positions and plan.sequence:
         operands = operands.positioned()
-    if not isinstance(plan.method, Tree):  # other methods send keys, and have no scales beside them
+    if not isinstance(plan.method, Tree):  # other methods send keys, and no scales with them
         operands = dequantized(operands)
     operands = _with_indices(plan, operands, settings)
     return _run_sharded(plan, functools.partial(_attend, plan, policy, settings), operands)

@@ -82,7 +82,7 @@ def transfers(
         checks.check_flag(name, derivatives.get(name, False)) for name in ("tangent", "gradient")
     )
     if gradient and tangent:
-        raise ValueError("gradient: wanted False beside tangent=True, got True")
+        raise ValueError("gradient: wanted False with tangent=True, got True")
     if gradient and not variant.sends_gradient:
         raise ValueError(
             f"gradient: wanted False for {method!r} with merge={merge!r}, whose gradient the model does not "

@@ -280,8 +280,8 @@ def step_time(
         TypeError: `chip` is not a `Chip`, or as `transfers` and `pairs`.
         ValueError: as `transfers` and `pairs`.
 
-    Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2, for the products of the backward. Which transfers lie
-        beside products was read from programs compiled for v5p, v6e and H200:
+    Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2, for the products of the backward. The overlap of
+        transfers with products was read from programs compiled for v5p, v6e and H200:
         [what each strategy sends](../choosing.md#what-each-strategy-sends).
 
     Examples:

@@ -160,7 +160,7 @@ def _detected(
         passed = ", ".join(f"{name} = {x!r}" for name, x in arguments.items() if x is not None)
         raise ValueError(
             f"{missing}: wanted all of {', '.join(arguments)}, or none on a cluster that JAX "
-            f"recognises; got None beside {passed}"
+            f"recognises; got None with {passed}"
         )
     checks.check_integer("num_processes", count, least=1)
     if not 0 <= process < count:

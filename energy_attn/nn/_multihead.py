@@ -39,7 +39,7 @@ class LayerOptions(TypedDict, total=False):
     """`[T]` integers for causality and windows; negative means absent."""
 
     key_positions: Int[Array, " S"] | None
-    """`[S]` integers likewise."""
+    """`[S]` integers, as `query_positions`."""
 
 
 class MultiheadAttention(eqx.Module):
@@ -75,7 +75,7 @@ class MultiheadAttention(eqx.Module):
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: sizes that are not positive, a `num_kv_heads` that does not divide `num_heads`,
-            a `dropout_p` that is not a probability, or options beside an `energy`.
+            a `dropout_p` that is not a probability, or options in addition to an `energy`.
 
     Source: Tree Attention (arXiv 2408.04093), equations 16 to 20.
 

@@ -218,7 +218,8 @@ class AbstractMeasure(AbstractWeights):
 
         which falls with $\alpha$: the logarithm of the number of keys at 0, the
         [`entropy`][energy_attn.Gibbs.entropy] at 1, minus the logarithm of the sum of squared weights at 2, and
-        $F - \max_a s_a$, minus that of the largest weight, at infinity. Two walks over the keys, each of one product.
+        $F - \max_a s_a$, minus the logarithm of the largest weight, at infinity. Two walks over the keys, each of one
+        product.
 
         Args:
             order: $\alpha \ge 0$, a real number or `math.inf`.

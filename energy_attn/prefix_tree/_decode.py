@@ -282,7 +282,7 @@ def commit(
     Raises:
         TypeError: an argument is not an array, a cache or an `Accepted`, or has the wrong dtype.
         ValueError: shapes that do not fit the cache or each other; paths that are longer than the
-            cache has room for beside its window.
+            cache has room for in addition to its window.
         RuntimeError: as for the cache's `append`, a row has no room for its path.
 
     Source: the cache update of SpecInfer (arXiv 2305.09781).

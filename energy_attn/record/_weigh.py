@@ -107,7 +107,7 @@ def _checked(log_weights: object, segments: object) -> tuple[Array, Array]:
         weights.ndim == numbers.ndim == 2 and len(weights) != len(numbers)
     ):
         raise ValueError(
-            f"segments: wanted shape (keys,) or (batch, keys) beside log_weights {weights.shape}, "
+            f"segments: wanted shape (keys,) or (batch, keys) with log_weights {weights.shape}, "
             f"got {checks.received(segments)}"
         )
     if not isinstance(numbers, jax.core.Tracer):
@@ -187,7 +187,7 @@ def attribute(
     of their log-weights. A large `gap` shows this. One token outside the documents, such as the first token, avoids it.
 
     The cost is one evaluation of $f$ and of its gradient per point. Points are evaluated one after another, so the
-    memory is that of one evaluation.
+    memory is the memory of one evaluation.
 
     Args:
         function: as for [`weigh`][energy_attn.weigh]; it returns a floating scalar, such as the log-probability

@@ -83,7 +83,7 @@ def tsallis_state(
     for call in calls:
         if "blockwise" not in call.policy.kernels:
             raise NotImplementedError(
-                "implementation: wanted 'blockwise' or None beside a regulariser, got "
+                "implementation: wanted 'blockwise' or None with a regulariser, got "
                 f"{call.policy.kernels}"
             )
         if call.plan is not None and call.plan.local:
