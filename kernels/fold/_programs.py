@@ -1,9 +1,16 @@
 """Fold programs: the partial result of two tiles, and how partials are merged and finished.
 
+A fold keeps a tile of one side and iterates over the tiles of the other:
+
+| program | kept side | iterated side | results |
+|---|---|---|---|
+| `softmax`, `along` | queries | keys and values | out and lse; their tangents |
+| `to_queries` | queries | keys and values | dQ |
+| `to_keys` | keys and values | queries | dK and dV |
+
 A schedule runs them: XLA's loop on a CPU, and kernels of Pallas on TPUs and GPUs. Tiles are `[..., rows, width]`;
 numbers of each row or key are `[..., 1, rows]`, and within a partial `[..., rows, 1]`. Scores are
-`[..., kept, iterated]`: a fold keeps a tile of one side and iterates over tiles of the other. A program is the same for
-calls of all lengths: none of these functions takes a length.
+`[..., kept, iterated]`. A program is the same for calls of all lengths: none of these functions takes a length.
 """
 
 import abc
@@ -32,10 +39,10 @@ class FoldResult(NamedTuple):
 
 
 class FoldProgram(NamedTuple):
-    """A fold of one partial for each iterated tile."""
+    """A fold over iterated tiles: `finish` of their merged `term`s, from `identity` on."""
 
     name: str  # of the kernel
-    # (q-side tile, kv-side tile, pairs, partial so far in the same leaf or None) to the partial
+    # (kept tile, iterated tile, pairs, partial so far in the same leaf or None) to the partial
     term: Callable[..., Partial]
     # merges two partials; merging `identity` changes no bit
     merge: Callable[[Partial, Partial], Partial]
@@ -44,8 +51,8 @@ class FoldProgram(NamedTuple):
     identity: tuple[float, ...]  # the numbers that fill the partial of nothing
     widths: tuple[int | None, ...]  # widths of the arrays of a partial; None: one number per row
     results: tuple[FoldResult, ...]  # their types
-    to_partials: bool = False  # results are partials; those of absent rows are arbitrary
-    of_partials: bool = False  # the kv side holds such results
+    to_partials: bool = False  # results are partials, arbitrary for absent rows
+    of_partials: bool = False  # the iterated side holds such partials, to be merged
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -299,7 +306,7 @@ def along(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeLik
 
 
 def sink_terms(a: Arithmetic, rows: Blocks) -> Array:
-    r"""Terms $-e^{b - F} \delta$ of rows in the gradient of a sink $b$, `[..., 1, rows]`."""
+    r"""Terms $-e^{b - F} \delta$ of rows in the gradient of a sink $b$, which a kernel sums: `[..., 1, rows]`."""
     *_, lse, delta = _backward(a, rows)
     return unfused(a.each(jnp.exp, rows["sink"] - lse.mT) * -delta.mT)
 

@@ -75,6 +75,15 @@ class AbstractMask(eqx.Module):
         >>> mask = masks.Causal() & ~masks.Prefix(1)
         >>> mask.visible(jnp.array([[2]]), jnp.array([[0, 1, 2, 3]])).tolist()
         [[False, True, True, False]]
+
+        A custom mask:
+
+        >>> class Strided(masks.AbstractMask):
+        ...     ranks = ()  # it has no arrays
+        ...     def visible(self, query, key):
+        ...         return (query - key) % 2 == 0
+        >>> (masks.Causal() & Strided()).visible(jnp.array([[2]]), jnp.array([[0, 1, 2, 3]])).tolist()
+        [[True, False, True, False]]
     """
 
     by_intervals: ClassVar[bool] = False
