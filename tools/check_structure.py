@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "energy_attn": {"kernels", "distributed", "energy_attn"},
 }
 MAX_LINES = 400
-PRIVATE_NAMES = "kernels/_private.py"
+PRIVATE_NAMES = "kernels/_imports.py"
 DOOR = "internal"
 # Public names of two packages: `masks.Function` and `scores.Function`.
 IN_TWO_PACKAGES = {"Function"}

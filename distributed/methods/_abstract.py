@@ -189,7 +189,7 @@ def attend_with_sink(
     settings: Settings,
     operands: Operands,
 ) -> AttentionState:
-    """`run(settings, operands)`, merged with the sink of the call, unless kernels fold it, and then rounded."""
+    """Merges the state of `run` with the sink of the call; kernels of reproducible calls fold the sink instead."""
     if operands.sink is None or policy.folds_sinks:
         return run(settings, operands)
     state = run(settings.needing(unrounded=True), operands._replace(sink=None))

@@ -204,7 +204,7 @@ class _ShardedCanonical(Canonical):
         units = canonical_tree.PerHeadSums(found, canonical_tree.unit_numbers(operands))
         sink: Any = call.operands.sink
         apart = tuple(axis for axis in self.others if axis not in mesh_axes.varying_axes(sink))
-        found = units.found if sink.ndim == 2 else joined(units, apart, 0).of_heads()
+        found = units.sums if sink.ndim == 2 else joined(units, apart, 0).of_heads()
         return as_invariant(found, self.axes + (apart if sink.ndim == 1 else ()))
 
     def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:

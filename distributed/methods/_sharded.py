@@ -42,9 +42,9 @@ from ._tree import Tree
 def attend_sharded(
     plan: ShardingPlan | None, policy: CallPolicy, settings: Settings, operands: Operands
 ) -> AttentionState:
-    """The state of a call, sharded over a mesh by `plan`; None: over none.
+    """The state of a call: sharded over a mesh by `plan`, or without a mesh if that is None.
 
-    A length that is no multiple of the number of devices is padded with absent keys and queries.
+    A length that is not a multiple of the number of devices is padded with absent keys and queries.
     The result is sharded as the queries are. Raises as the kernels do.
     """
     if plan is not None or not differentiated_by_jax(policy.kernels):

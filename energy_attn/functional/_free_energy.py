@@ -171,7 +171,7 @@ def energy_at(calls: Calls, source: Source, parts: Parts) -> Array:
 
 
 def attention_and_energy(calls: Calls, parts: Parts, source: Source = None) -> tuple[Array, Array]:
-    """Attention, the gradient of the energies in the source at one (None is zero), and the energies."""
+    """Attention, the gradient of the energies with respect to the source (None: at zero), and the energies."""
     if source is None:
         calls, source = _at_zero(calls, parts)
 
