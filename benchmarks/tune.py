@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     for call in tuned_calls:
         if reason := declined(call):
-            asked = f"--dtype {call.dtype} --width {call.width}"
-            parser.error(f"{asked}: pallas_gpu declines {call.label}: {reason}")
+            options = f"--dtype {call.dtype} --width {call.width}"
+            parser.error(f"{options}: pallas_gpu declines {call.label}: {reason}")
     chosen, rows = [], []
     for call in tuned_calls:
         best, row = tune(call, args.repeats)

@@ -124,7 +124,7 @@ def on_a_mesh(out: Function, exact: list[np.ndarray]) -> str:
 
 
 def ours(exact: dict[str, Any]) -> dict[str, Any]:
-    """This library."""
+    """Derivatives of this library, on one device and on a mesh."""
     verdicts = of_jax(ea.attention, ea.free_energy, exact)
     over = SequenceParallel("device")
     return verdicts | {"mesh": on_a_mesh(lambda *x: ea.attention(*x, parallel=over), exact["jvp"])}

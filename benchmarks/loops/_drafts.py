@@ -80,7 +80,7 @@ def _torch(inputs: Inputs, tree: PrefixTree) -> Run:
     K, (nodes, N) = inputs.key.shape[2], inputs.tokens.shape[2:4]
     tokens = of_torch(inputs.tokens)
     caches = [[of_torch(inputs.key), of_torch(inputs.value)] for _ in range(inputs.layers)]
-    seen, path = torch().from_numpy(np.array(tree.mask[0])), torch().from_numpy(PATH)
+    visible, path = torch().from_numpy(np.array(tree.mask[0])), torch().from_numpy(PATH)
     attend = functools.partial(
         torch().nn.functional.scaled_dot_product_attention, enable_gqa=N != K
     )
@@ -89,7 +89,7 @@ def _torch(inputs: Inputs, tree: PrefixTree) -> Run:
         outs, end = [], int(inputs.lengths[0])
         for x in tokens:
             last = end + nodes
-            mask = torch().cat([torch().ones(nodes, end, dtype=torch().bool), seen], 1)
+            mask = torch().cat([torch().ones(nodes, end, dtype=torch().bool), visible], 1)
             for pair in caches:
                 new = x[:, :K]
                 for y in pair:

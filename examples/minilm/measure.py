@@ -99,9 +99,9 @@ def looks_at(model: Bert, encoded: Encoded) -> dict[str, np.ndarray]:
     over the queries that have them.
     """
     weights = np.asarray(weights_of(model, encoded), np.float64)
-    place = np.arange(weights.shape[-1])
+    positions = np.arange(weights.shape[-1])
     lengths = np.asarray(encoded.lengths)[:, None, None]
-    query, key = place[:, None], place
+    query, key = positions[:, None], positions
     real = (query < lengths) & (key < lengths)  # [B, T, S]
     chosen = {
         "first": key == 0 * query,
@@ -138,13 +138,13 @@ def worked_example(model: Bert, directory: Path) -> dict[str, Any]:
         layer, (one, two) = _doubled(
             (model.layers[LAYER].attention, encode(model, encodings).states[:, LAYER])
         )
-        report, found = _row(layer, one, indices)
+        report, arrays = _row(layer, one, indices)
         _, other = _row(layer, two, indices)
     names = {"sentence": SENTENCE, "tokens": tokens, "query": WORD, "layer": LAYER, "head": HEAD}
     numbers = {name: x.item() for name, x in arrays_of(report).items()}
-    towards = dict(zip(TOWARDS, found.pop("towards"), strict=True))
+    towards = dict(zip(TOWARDS, arrays.pop("towards"), strict=True))
     other = dict(zip(TOWARDS, other["weights"][indices[1:]], strict=True))
-    return names | numbers | found | {"towards": towards, "other": other}
+    return names | numbers | arrays | {"towards": towards, "other": other}
 
 
 def _doubled(tree: Any) -> Any:

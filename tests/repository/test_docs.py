@@ -8,8 +8,7 @@ from pathlib import Path
 
 import check_structure
 import compare_modes
-import draw_first_light
-import list_kernels
+import kernels_page
 import pages
 import pytest
 
@@ -159,9 +158,10 @@ def test_modes_of_libraries():
 
 @pytest.mark.usefixtures("user_settings")
 def test_who_runs_where():
-    """A table of kernels and machines that the registry has left behind: python tools/list_kernels.py."""
+    """A table that the registry or the file of measurements has left behind: python tools/kernels_page.py."""
     page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
-    assert list_kernels.page(page, draw_first_light.kept()) == page
+    assert kernels_page.page(page, kernels_page.kept()) == page
+    assert (kernels_page.DOCS / kernels_page.PICTURE).exists()
 
 
 def test_hardware_in_that_table():
@@ -175,7 +175,7 @@ def test_hardware_in_that_table():
             "b cudnn": {"kernel": "cudnn", "declined": "query: wanted less"},
         },
     }
-    last = list_kernels.section(steps).splitlines()[-1]
+    last = kernels_page.runs(steps).splitlines()[-1]
     assert last == "| right on hardware so far | none | none | `cudnn` | none | none | those |"
 
 
