@@ -184,7 +184,8 @@ def measured() -> dict[str, str]:
     devices = {}
     for path in sorted((ROOT / "docs/benchmarks").glob("*.json")):
         content = path.read_text(encoding="utf-8")
-        if device := re.search(r'"device": "NVIDIA (\w+)|"device": "(TPU \w+)', content):
+        # a slice, such as "TPU v5p:2x2x1", is what programs were compiled for
+        if device := re.search(r'"device": "NVIDIA (\w+)|"device": "(TPU \w+)"', content):
             devices[path.name] = device[1] or device[2]
     return devices
 
