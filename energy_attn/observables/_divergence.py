@@ -60,12 +60,12 @@ def cross_scores(first: tuple[Calls, Parts], second: tuple[Calls, Parts]) -> Cro
     other_calls, others = sinks_as_keys(*second)
     # sinks follow the keys of all parts
     count = len(first[1])
-    sunk, second_query = (
+    with_sink, other_with_sink = (
         [i for i, x in enumerate(of[1]) if x.sink is not None] for of in (first, second)
     )
     pairs = [
         *range(count),
-        *(count + second_query.index(i) if i in second_query else None for i in sunk),
+        *(count + other_with_sink.index(i) if i in other_with_sink else None for i in with_sink),
     ]
     states, hidden = [], []
     for call, operands, pair in zip(calls, parts, pairs, strict=True):
