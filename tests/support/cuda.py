@@ -84,6 +84,14 @@ class Kernel(NamedTuple):
         return tuple(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", self.ptx)))[::2]
 
 
+def entries(folder: Path, name: str) -> Iterator[tuple[str, str]]:
+    """The code before CUDA's assembler of kernels in a folder whose names match, with the group of the match."""
+    for file in folder.glob("*.ptx"):
+        for entry in re.split(r"(?=\.visible \.entry )", file.read_text())[1:]:
+            if found := re.match(rf"\.visible \.entry {name}\(", entry):
+                yield found[1], entry
+
+
 def assembled(folder: Path) -> dict[str, Kernel]:
     """Our kernels among the code that XLA has written to a folder, by name."""
     found = {}
