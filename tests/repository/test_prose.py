@@ -60,6 +60,25 @@ def test_long_errors(sound):
 
 
 @pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("kernels/_b.py", '"""One. Raises nothing."""\n'),
+        ("kernels/_b.py", "# the points\n# of rest\n"),
+        ("docs/page.md", "keys spread over\nthe mesh\n"),
+        ("tests/test_b.py", "# the roll call\n"),
+    ],
+)
+def test_old_phrase_is_found(sound, where, text):
+    (sound / where).parent.mkdir(exist_ok=True)
+    (sound / where).write_text(text)
+    (finding,) = check_prose.old_phrases(sound)
+    assert finding.startswith(f"{where}:1: ")
+    (sound / where).write_text("b = 1\n")
+    (sound / "CHANGELOG.md").write_text(text)  # what was, may be told
+    assert list(check_prose.old_phrases(sound)) == []
+
+
+@pytest.mark.parametrize(
     ("message", "count"),
     [
         ("Return two numbers\n\nOne was not enough.", 0),

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.structure
 @pytest.fixture
 def site(tmp_path):
     """A site that is complete."""
-    from searchable import WORDS
+    from site_hooks import WORDS
 
     (tmp_path / "search").mkdir()
     docs = [{"title": "Words", "text": f"<p>{' '.join(WORDS)}</p>"}]
@@ -26,7 +26,7 @@ def site(tmp_path):
 
 def check(site):
     """Run the hook as MkDocs does."""
-    from searchable import on_post_build
+    from site_hooks import on_post_build
 
     on_post_build(config=types.SimpleNamespace(site_dir=str(site)))
 

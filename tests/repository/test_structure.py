@@ -169,40 +169,6 @@ def test_who_leans_on_models_is_found(sound, where, line, allowed):
     assert len(list(check_structure.leaning_on_models(sound))) == (not allowed)
 
 
-@pytest.mark.parametrize(
-    ("where", "text"),
-    [
-        ("distributed/_spread_rows.py", "b = 1\n"),
-        ("kernels/_b.py", "def warp(logits):\n    return logits\n"),
-        ("energy_attn/_b.py", "def retrieve(state, inverse_temperature=1.0):\n    return state\n"),
-        ("energy_attn/_b.py", "find = lambda travels: travels\n"),
-    ],
-)
-def test_old_name_is_found(sound, where, text):
-    (sound / where).write_text(text)
-    (finding,) = check_structure.old_names(sound)
-    assert finding.startswith(where)
-
-
-@pytest.mark.parametrize(
-    ("where", "text"),
-    [
-        ("kernels/_b.py", '"""One. Raises nothing."""\n'),
-        ("kernels/_b.py", "# the points\n# of rest\n"),
-        ("docs/page.md", "keys spread over\nthe mesh\n"),
-        ("tests/test_b.py", "# the roll call\n"),
-    ],
-)
-def test_old_phrase_is_found(sound, where, text):
-    (sound / where).parent.mkdir(exist_ok=True)
-    (sound / where).write_text(text)
-    (finding,) = check_structure.old_phrases(sound)
-    assert finding.startswith(f"{where}:1: ")
-    (sound / where).write_text("b = 1\n")
-    (sound / "CHANGELOG.md").write_text(text)  # what was, may be told
-    assert list(check_structure.old_phrases(sound)) == []
-
-
 def test_undocumented_export_is_found(sound):
     (sound / "docs" / "api" / "kernels.md").write_text("::: energy_attn.kernels.ab\n")
     (finding,) = check_structure.undocumented_exports(sound)

@@ -19,7 +19,7 @@ from energy_attn.distributed import (
     unshard_sequence,
 )
 from energy_attn.distributed.internal import METHOD_OPTIONS, STRATEGIES
-from energy_attn.kernels.dispatch import _attend_and_merge
+from energy_attn.kernels.dispatch import _over_keys
 from energy_attn.kernels.xla import _blockwise_derivatives
 from tests.support.compare import close
 from tests.support.problems import Problem, cotangents, everything
@@ -40,8 +40,8 @@ def mesh_of(kind: str) -> Mesh:
 
 def in_parts(monkeypatch) -> None:
     """Makes rings compute a query at a time, and gradients of a head at a time, as they do where these are large."""
-    monkeypatch.setattr(_attend_and_merge, "PART", 1)
-    monkeypatch.setattr(_attend_and_merge, "LEAST_PART", 1)
+    monkeypatch.setattr(_over_keys, "PART", 1)
+    monkeypatch.setattr(_over_keys, "LEAST_PART", 1)
     monkeypatch.setattr(_blockwise_derivatives, "LEAST", 0)
 
 

@@ -18,7 +18,7 @@ from energy_attn.kernels.pallas.tpu._kernel import LayoutSizes, PallasTPU
 from energy_attn.kernels.xla._blockwise import Blockwise
 from energy_attn.kernels.xla._decode import DecodeCPU
 from energy_attn.kernels.xla._grid import BlockSizes
-from energy_attn.kernels.xla._products import Products
+from energy_attn.kernels.xla._loops import Products
 from tests.support.compare import same
 from tests.support.masks import RULES
 from tests.support.naive import assert_all_close, select

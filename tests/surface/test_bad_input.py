@@ -128,8 +128,8 @@ SHARED = [
     ({"key_positions": a(B, S, dtype="bool")}, TypeError, "bool[2,7]", "integer"),
     ({"key_positions": np.full((B, S), 2**31)}, ValueError, "2147483648", "32 bits"),
     ({"key_positions": a(S + 1, dtype="int32"), **ONE}, ValueError, "int32[8]", "(7,)"),
-    ({"key_segment_ids": None, **ROW_SEGMENTS}, ValueError, "None", "beside the other's"),
-    ({"query_segment_ids": None, **SEGMENTS}, ValueError, "None", "beside the other's"),
+    ({"key_segment_ids": None, **ROW_SEGMENTS}, ValueError, "None", "as the other side has one"),
+    ({"query_segment_ids": None, **SEGMENTS}, ValueError, "None", "as the other side has one"),
     ({"query_segment_ids": a(B, T), **SEGMENTS}, TypeError, "float32[2,3]", "integer"),
     ({"query_segment_ids": a(T, dtype="int32"), **SEGMENTS}, ValueError, "int32[3]", "(2, 3)"),
     # implementation

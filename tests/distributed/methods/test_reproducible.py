@@ -343,7 +343,7 @@ def test_a_head_at_a_time(monkeypatch):
 def test_refusals():
     """An option that is ignored where the bits would not be the same."""
     q, k, v, *_ = CAUSAL.arrays()
-    with pytest.raises(ValueError, match="implementation: wanted None beside reproducible"):
+    with pytest.raises(ValueError, match="implementation: wanted None with reproducible"):
         ea.attention(q, k, v, reproducible=True, implementation="blockwise")
     with pytest.raises(TypeError, match="reproducible"):
         ea.attention(q, k, v, reproducible=1)

@@ -197,7 +197,7 @@ def test_source(kernel):
     arrays, _ = cast(PROBLEM, jnp.float32)
     source = array(np.ones((2, 19, HEADS, 2)), np.float32)
     call = check_call(**arrays, source=source, score=scores.SoftCap(2.0))
-    with pytest.raises(NotImplementedError, match=r"^score: wanted None beside a source, got Soft"):
+    with pytest.raises(NotImplementedError, match=r"^score: wanted None with a source, got Soft"):
         check_call_of(_registry._REGISTRY[kernel], KernelCall(call.operands, call.settings))
 
 

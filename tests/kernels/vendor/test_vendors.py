@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, KernelCall, _private, local_attention
+from energy_attn.kernels import AttentionState, KernelCall, _imports, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import AssumedGPU, check_call_of, lowered_for
 from energy_attn.kernels.dispatch import _probe, _registry
@@ -198,7 +198,7 @@ def vendor(monkeypatch):
             calls = FakeCuDNN()
             for side in ("forward", "backward"):
                 bound = Bound(getattr(calls, f"bind_{side}"))
-                monkeypatch.setattr(_private.private_names("cudnn"), side, bound)
+                monkeypatch.setattr(_imports.private_names("cudnn"), side, bound)
             return probed(kernel, calls)
         if name == "fa4":
             calls = FakeFA4()
@@ -479,7 +479,7 @@ DECLINED = (
     (("cudnn",), {"query": BASE.query[:, :63]}, "query: wanted at least 64 rows"),
     (("cudnn",), {"local_window_size": 5}, "window_size: wanted no keys after"),
     (("splash",), {"query": BASE.query[:, :63]}, "query: wanted a multiple of 128"),
-    (("splash",), IDS | LENGTH, "query_segment_ids: wanted None beside lengths"),
+    (("splash",), IDS | LENGTH, "query_segment_ids: wanted None with lengths"),
     (("splash",), {"scale": 0.3}, "scale: wanted a power of two, got 0.3"),
 )
 DECLINED = [
@@ -580,7 +580,7 @@ def test_no_package(monkeypatch):
     for package in ("fa4_jax", "flash_attn_jax"):
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(_gpu, "flash_package", _gpu.flash_package.__wrapped__)
-    _private.private_names.cache_clear()
+    _imports.private_names.cache_clear()
     call = check_call(**cast(BASE, "bfloat16")[0], **BASE.options)
     declined(KERNELS["fa4"](), call, "pip install 'fa4-jax")
     advice = r"(?s)(?=.*pip install flash-attn-jax).*libcudart\.so\.12"

@@ -15,7 +15,7 @@ from energy_attn.kernels import KernelCall, local_attention
 from energy_attn.kernels.internal import PartIndices, arguments
 from energy_attn.kernels.xla import _decode
 from energy_attn.kernels.xla._decode import DecodeCPU
-from energy_attn.kernels.xla._products import scores_of
+from energy_attn.kernels.xla._loops import scores_of
 from tests.support.compare import close, same
 from tests.support.flags import EMITTERS, OLD
 from tests.support.problems import Problem, cast, cotangents
