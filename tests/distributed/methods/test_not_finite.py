@@ -9,12 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.distributed import (
-    KVCache,
-    SequenceParallel,
-    logsumexp_across,
-    merge_across,
-)
+from energy_attn.distributed import KVCache, SequenceParallel, logsumexp_across, merge_across
 from energy_attn.kernels import AttentionState, CovarianceState
 from tests.support.compare import close, same
 from tests.support.meshes import MERGES, mesh_of
