@@ -1,4 +1,4 @@
-"""States folded over mesh axes are the states folded in one place: `merge_across` and `logsumexp_across`."""
+"""`merge_across` and `logsumexp_across`: states folded over mesh axes are the states folded in one place."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Over a mesh what is not finite is not left out, and what is absent is not read: methods, merges, the cache."""
+"""NaN and infinity over a mesh, in methods, merges and the cache: never left out, and never read where absent."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Files that take another's place: what is on disk, and when. That a save ends anywhere: tests/distributed/cache."""
+"""Files that replace others: what is on disk, and when; tests/distributed/cache tests saves that end anywhere."""
 
 import errno
 import os
