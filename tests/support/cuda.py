@@ -49,13 +49,10 @@ def nodes(number: int, devices: int, capability: tuple[int, int] = (9, 0)) -> Me
     return Mesh(np.array(described.devices).reshape(number, devices), ("node", "device"))
 
 
-SIZE = (
-    16  # bytes of an instruction since compute capability 7.0; its first 12 bits are the operation
-)
-BRANCH, PRODUCTS = (
-    0x947,
-    (0x9F0, 0x23C),
-)  # of warp groups and of warps, in code for compute capability 9.0
+# bytes of an instruction since compute capability 7.0; its first 12 bits are the operation
+SIZE = 16
+# operations in code for compute capability 9.0: a branch, and products of warp groups and of warps
+BRANCH, PRODUCTS = 0x947, (0x9F0, 0x23C)
 
 
 class Kernel(NamedTuple):
@@ -93,7 +90,7 @@ def entries(folder: Path, name: str) -> Iterator[tuple[str, str]]:
 
 
 def assembled(folder: Path) -> dict[str, Kernel]:
-    """Our kernels among the code that XLA has written to a folder, by name."""
+    """The library's kernels among the code that XLA has written to a folder, by name."""
     found = {}
     for file in folder.glob("*.ptx"):
         code = {
@@ -123,7 +120,7 @@ def allocated(file: Path) -> list[tuple[str, str, str]]:
 
 
 def _shared(folder: Path, name: str) -> int:
-    """By the last of the programs that Triton's passes write."""
+    """Bytes of shared memory, by the last of the programs that Triton's passes write."""
     (file,) = folder.glob(f"*.{name}.triton-to-llvm.txt")
     return int(re.findall(r"ttg\.shared = (\d+)", file.read_text())[-1])
 
