@@ -21,9 +21,8 @@ def sound(tmp_path):
 
 
 def git(root, *arguments):
-    subprocess.run(
-        ["git", "-c", "user.name=a", "-c", "user.email=a", *arguments], cwd=root, check=True
-    )
+    who = ["-c", "user.name=a", "-c", "user.email=a"]
+    subprocess.run(["git", *who, *arguments], cwd=root, check=True)
 
 
 def commit(root, message):
@@ -104,8 +103,8 @@ def test_commits_out_of_sight(sound, tmp_path_factory):
     commit(sound, "Returned")
     assert list(check_prose.commit_findings(sound))
     assert not list(check_prose.commit_findings(sound / "kernels"))
-    assert not list(check_prose.commit_findings(tmp_path_factory.mktemp("tarball")))
+    clone, tarball = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("tarball")
+    assert not list(check_prose.commit_findings(tarball))
     commit(sound, "Say nothing of the library")
-    clone = tmp_path_factory.mktemp("clone")
     git(clone, "clone", "--quiet", "--depth", "1", f"file://{sound}", ".")
     assert not list(check_prose.commit_findings(clone))

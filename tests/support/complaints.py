@@ -31,6 +31,17 @@ def complains(call, error, name, received, wanted):
     assert wanted in before and received in after, message
 
 
+def complaining(rows, *fixtures):
+    """A test that calls complain: by name, a call, its error, the argument, what it got and what was wanted."""
+
+    @pytest.mark.usefixtures("unchecked", *fixtures)
+    @pytest.mark.parametrize("what", rows)
+    def test(what):
+        complains(*rows[what])
+
+    return test
+
+
 # Anything at all in the place of one argument.
 DTYPES = "float32", "bfloat16", "int32", "uint8", "bool", "complex64"
 SHAPES = st.lists(st.integers(0, 7), max_size=5).map(tuple) | st.sampled_from(

@@ -142,9 +142,8 @@ def test_gamma_is_what_it_says():
 
     program = jax.jit(jax.grad(total, (0, 1), has_aux=True))
     slopes, value = program(jnp.asarray(source), jnp.asarray(POINT))
-    np.testing.assert_allclose(
-        value, np.where(SEEN, (source * POINT).sum(-1) - lse, np.inf), atol=1e-9
-    )
+    wanted = np.where(SEEN, (source * POINT).sum(-1) - lse, np.inf)
+    np.testing.assert_allclose(value, wanted, atol=1e-9)
     some = SEEN[..., None]
     np.testing.assert_allclose(slopes[0], np.where(some, POINT - out, 0), atol=1e-9)
     np.testing.assert_allclose(slopes[1], np.where(some, source, 0), atol=1e-9)
