@@ -11,7 +11,7 @@ from energy_attn import attention
 from energy_attn.kernels import AttentionState, local_attention, scores
 from energy_attn.kernels.internal import candidates
 from tests.support.cuda import allocated, entries, nodes
-from tests.support.reproducible_programs import (
+from tests.support.programs import (
     gradients_over_a_mesh,
     sent_in_nodes,
     step_over_a_cache,

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from tests.support.cuda import entries, nodes
-from tests.support.reproducible_programs import compiled, of_xla, training
+from tests.support.programs import compiled, of_xla, training
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
 KERNELS = {"tile_program_product", "tile_program_sums", "tile_program_entries"}

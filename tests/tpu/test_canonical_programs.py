@@ -8,13 +8,12 @@ import pytest
 from jax.sharding import Mesh
 
 from energy_attn import attention
-from tests.support.reproducible_programs import (
+from tests.support.programs import (
     gradients_over_a_mesh,
     sent_in_nodes,
     step_over_a_cache,
 )
-from tests.support.tpu import compiled, devices, every_chip
-from tests.support.tpu_listings import CALLS, listed
+from tests.support.tpu import CALLS, compiled, devices, every_chip, listed
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
 KERNELS = {"softmax", "to_queries", "to_keys", "tangent"}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from tests.support.reproducible_programs import compiled, of_xla, training
+from tests.support.programs import compiled, of_xla, training
 from tests.support.tpu import devices
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
