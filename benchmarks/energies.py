@@ -104,7 +104,7 @@ _PLAIN = _ours()
 
 
 def _cases(name: str, ours: Job, dense: Job, peer: Torch, plain: Job = _PLAIN) -> Iterator[Case]:
-    """Values, then gradients: of an energy, of the same by `jax.nn`, and of attention without it."""
+    """Values and then gradients of an energy: ours, `jax.nn`'s, and our attention without the energy."""
     jobs = {OURS: ours, JAX_NN: dense, ONE_PASS: plain}
     yield Case(name, "float32", SQUARE, on_arrays(jobs, peer))
     jobs = {OURS: gradient(ours), JAX_NN: gradient(dense), ONE_GRADIENT: gradient(plain)}

@@ -38,8 +38,8 @@ LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", np.uint8)
 def text_of(seed: int) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Bytes, the document of each (-1: the question), where the answer begins, and the document that has it.
 
-    Each document is a method of a name of its own that calls a word of its own; the question calls something of one
-    of these names, and the answer is its word.
+    Each document is a method with a random name that calls a random word; the question repeats one of the names, and
+    the answer is its word.
     """
     rng = np.random.default_rng(seed)
     names = [rng.choice(LETTERS, 6).tobytes().decode() for _ in range(DOCUMENTS)]

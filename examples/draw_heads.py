@@ -27,7 +27,7 @@ def heat(panel: Any, values: Any, title: str, colours: str = "viridis", **option
 
 
 def energies(report: dict[str, Any]) -> Figure:
-    """The heads of the byte model: their energies, what they are good for, and where."""
+    """Energies of the byte model's heads, and the cost of removing each."""
     figure, panels = plt.subplots(2, 3, figsize=(7.6, 4.8))
     mean = {name: x[0] for name, x in report["heads"].items()}
     heat(panels[0, 0], mean["relative_entropy"], "entropy S / log n")

@@ -1,6 +1,6 @@
 """Compares caches that keep their most important tokens with caches that keep the newest.
 
-On text, of which the next bytes are read; and on questions about one of sixteen documents, those of attribution.py.
+Losses are those of the next bytes of a text, and of the answers to attribution.py's questions about documents.
 
 Writes the numbers of docs/eviction.md:
 
@@ -111,7 +111,7 @@ def losses(model: Llama, tokens: Array, after: int) -> dict[str, list[float]]:
 
 
 def measure(model: Llama) -> dict[str, Any]:
-    """The losses on both."""
+    """Losses on text and on questions."""
     texts = questions()
     return {
         "kept": list(KEPT),

@@ -1,8 +1,7 @@
 """Measures the heads of a trained decoder: behaviour, cost of removal, and energies.
 
-Each head of the byte model is asked on held-out text and on random bytes that are said twice; then its output is taken
-away. MiniLM's heads, whose first key is a
-sink, are asked in examples/minilm/heads.py.
+Each head of the byte model is measured on held-out text and on random bytes that are repeated; then its output is
+removed. MiniLM's heads, whose first key is a sink, are measured in examples/minilm/heads.py.
 
 Writes the numbers of docs/heads.md:
 
@@ -29,7 +28,7 @@ from energy_attn.models import Llama
 sys.path.insert(0, str(Path(__file__).parent))
 from attribution import main, processor
 from minilm.heads import all_but_one, by_head
-from minilm_energies import SENTENCES, get_model_path, load, tokenize
+from minilm_energies import SENTENCES, get_model_path, load, plain, tokenize
 
 TEXTS, LENGTH = 24, 512
 # Queries of text that are averaged have at least this number of keys before them.
@@ -116,7 +115,7 @@ def matched(weights: np.ndarray) -> np.ndarray:
 def log_probabilities(model: Llama, tokens: Array, kept: Array, instead: Array) -> Array:
     """Log-probabilities of the next bytes, `[B, T, vocab]`.
 
-    Heads that are not `kept`, `[layers, N]`, say `instead`, `[layers, N, H]`, at every position.
+    Heads that are not `kept`, `[layers, N]`, have the output `instead`, `[layers, N, H]`, at every position.
     """
     layers = iter(zip(kept, instead, strict=True))  # attention runs once in each, in their order
 
@@ -213,19 +212,8 @@ def by_position(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.vectorize(lambda a, b: stats.spearmanr(a, b)[0], signature="(n),(n)->()")(x, y)
 
 
-def plain(x: Any) -> Any:
-    """Arrays as lists of numbers with six decimals, for JSON."""
-    if isinstance(x, dict):
-        return {name: plain(y) for name, y in x.items()}
-    if isinstance(x, list):
-        return [plain(y) for y in x]
-    if isinstance(x, int):
-        return x
-    return (np.round(np.asarray(x, np.float64), 6) + 0.0).tolist()  # no -0.0
-
-
 def contribution(weights: Any, out: np.ndarray, real: np.ndarray) -> dict[str, np.ndarray]:
-    """The root mean square of what heads add to the stream, `[B, layers, N]`, and of what of it varies over tokens.
+    """Root mean square of each head's part of the stream, `[B, layers, N]`, and of its variation over tokens.
 
     `weights`, of each layer, are those of the output projection; `out` is `[B, layers, N, T, H]`, `real` `[B, T]`.
     """
@@ -327,7 +315,8 @@ def measure(model: Llama) -> dict[str, Any]:
             "rank_correlations": pairs,
             "text": about_text,
             "random": about_repeats,
-        }
+        },
+        decimals=6,
     )
 
 
@@ -346,7 +335,8 @@ def sentences() -> dict[str, Any]:
                 x: {y: rank_correlation(mean[x], mean[y]) for y in ("first", "zero", "mean")}
                 for x in names
             },
-        }
+        },
+        decimals=6,
     )
 
 

@@ -62,13 +62,15 @@ KINDS = {
 }
 
 
-def plain(x: Any) -> Any:
-    """Arrays as lists of numbers with four decimals, for JSON."""
+def plain(x: Any, decimals: int = 4) -> Any:
+    """Arrays as lists of rounded numbers, for JSON."""
     if isinstance(x, dict):
-        return {name: plain(y) for name, y in x.items()}
-    if isinstance(x, (str, int, list, tuple)):
+        return {name: plain(y, decimals) for name, y in x.items()}
+    if isinstance(x, list):
+        return [plain(y, decimals) for y in x]
+    if isinstance(x, str | int):
         return x
-    return (np.round(np.asarray(x, np.float64), 4) + 0.0).tolist()  # no -0.0
+    return (np.round(np.asarray(x, np.float64), decimals) + 0.0).tolist()  # no -0.0
 
 
 def tables(result: dict[str, Any]) -> Iterator[str]:

@@ -48,7 +48,7 @@ def dense(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
 
 
 def compositions(f: Function) -> dict[str, Function]:
-    """The modes of differentiation of `f(query, key, value)`, as functions of places and directions."""
+    """The modes of differentiation of `f(query, key, value)`, as functions of points and directions."""
 
     def gradient(x: Any) -> Any:
         return jax.grad(lambda x: jnp.sin(f(*x)).sum())(x)

@@ -52,7 +52,7 @@ MACHINES: dict[str, tuple[str, str | None]] = {
     "TPU": ("tpu", None),
     "CPU": ("cpu", None),
 }
-# Options of a call, beside those of a plain one.
+# Options of a call, in addition to those of a plain one.
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "causality, windows": lambda: {"is_causal": True, "local_window_size": (100, 0)},
     "lengths": lambda: {"key_value_seq_lengths": jnp.full(1, 100, jnp.int32)},

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..command import add_common
+from ..command import parser_of
 from ..runner import OURS
 from ._bench import TRIAL, Bench, Result
 from ._steps import STEPS
@@ -42,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns 0, or 1 if no measurement could be begun.
     """
-    about = (__doc__ or "").partition(": ")[2]
-    parser = argparse.ArgumentParser("python -m benchmarks.first_light", description=about)
+    parser = parser_of("benchmarks.first_light", __doc__)
     add = parser.add_argument
     add("--steps", type=_names, default=tuple(STEPS), help=f"some of {','.join(STEPS)}")
     add("--copy", help="a second folder for the results")
@@ -51,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--budget", type=float, default=1440.0, help=seconds)
     add("--dry-run", action="store_true", help="short sequences, on the CPU")
     add("--fresh", action="store_true", help="forget the results in --out")
-    add_common(parser)
     args = parser.parse_args(arguments)
     deadline = time.time() + args.budget
     shrink = TRIAL if args.dry_run and args.shrink == 1 else args.shrink

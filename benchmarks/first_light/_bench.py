@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
@@ -158,7 +157,10 @@ class Bench:
 
     def under_way(self) -> tuple[str, list[str], float] | None:
         """The running step, its labels and its time limit; None if nothing runs."""
-        return tuple(json.loads(self._now.read_text())) if self._now.exists() else None
+        try:
+            return tuple(json.loads(self._now.read_text()))
+        except FileNotFoundError:
+            return None
 
     @contextlib.contextmanager
     def guarded(self, step: str, label: str) -> Iterator[None]:
@@ -223,12 +225,9 @@ def _compiled(jobs: Sequence[Job], workers: int) -> list[Callable[..., Any] | Re
     def compiled(program: Any) -> Any:
         return program if isinstance(program, dict) else program.compile()
 
+    programs = [_result_of(lowered, job) for job in jobs]
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        return list(
-            pool.map(
-                _result_of, itertools.repeat(compiled), [_result_of(lowered, job) for job in jobs]
-            )
-        )
+        return list(pool.map(functools.partial(_result_of, compiled), programs))
 
 
 def _result_of(function: Callable[[Any], Any], x: Any) -> Any:
@@ -247,7 +246,7 @@ def normal(seed: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _drawn(seed: int, shape: tuple[int, ...], dtype: str) -> Array:
-    # in pieces along the second axis: all numbers in float32 would not fit beside the rest
+    # in pieces along the second axis: all numbers in float32 would not fit together with the rest
     pieces = math.gcd(shape[1], math.ceil(math.prod(shape) / 2**29))
     part = shape[0], shape[1] // pieces, *shape[2:]
 

@@ -73,15 +73,9 @@ def about(bench: Bench) -> None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
             output = (done.stdout or done.stderr).strip().splitlines()
             bench.put("about", name, {"said": output[-1][:300]})
-    shape = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+    shape, find = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16), lambda _: {"compiles": True}
     jobs = [
-        Job(
-            name,
-            _kernel(name, is_causal=True),
-            (shape,) * 3,
-            lambda _: {"compiles": True},
-            {"kernel": name},
-        )
+        Job(name, _kernel(name, is_causal=True), (shape,) * 3, find, {"kernel": name})
         for name in bench.kernels
     ]
     bench.measure("about", jobs)
@@ -142,6 +136,10 @@ class Square(NamedTuple):
         """Pairs of a query and a key that it sees, of one head."""
         return self.batch * self.length**2 * (0.5 if self.causal else 1)
 
+    def flop(self, kind: str, pairs: float) -> float:
+        """Floating-point operations of a kind of pass over pairs of a query and a key."""
+        return 4 * pairs * self.heads * self.width * _PRODUCTS[kind]
+
 
 def squares(bench: Bench) -> Iterator[Square]:
     """16k tokens of 2048 features, or one sequence if that is longer."""
@@ -168,25 +166,25 @@ def _passes(
     label: str,
     attentions: dict[str, Attention],
     kinds: Iterable[str],
-    sizes: Square,
+    square: Square,
     pairs: float,
-    **about: Any,
+    **sizes: Any,
 ) -> list[Job]:
     """Jobs that time each attention in each kind of pass over `pairs` of queries and keys."""
-    arrays = [normal(i, sizes[:-1]) for i in range(4)]
+    arrays = [normal(i, square[:-1]) for i in range(4)]
     jobs = []
     for (name, attend), kind in itertools.product(attentions.items(), kinds):
-        if name == EXAMPLE and kind == "both" and sizes.causal:
+        if name == EXAMPLE and kind == "both" and square.causal:
             continue  # it has no causal backward
 
         def figures(seconds: float, kind: str = kind) -> Result:
-            rate = 4 * pairs * sizes.heads * sizes.width * _PRODUCTS[kind] / seconds
+            rate = square.flop(kind, pairs) / seconds
             return {
                 "tflop_per_s": rate / 1e12,
                 "of_matmul": bench.share(rate, "matmul", "flop_per_s"),
             }
 
-        fields = {"kernel": name, "pass": kind, **about}
+        fields = {"kernel": name, "pass": kind, **sizes}
         job = bench.timed(f"{label} {kind} {name}", _pass(kind, attend), arrays, figures, **fields)
         jobs.append(job)
     return jobs
@@ -200,11 +198,8 @@ def prefill(bench: Bench) -> None:
         for name in ("cudnn", *(["xla"] if square.length <= MOST_SCORES else [])):
             attentions[f"jax.nn {name}"] = functools.partial(_dense, implementation=name, **options)
         attentions[EXAMPLE] = functools.partial(_example, **options)
-        kinds, sizes = ("forward", "both"), square._asdict()
-        bench.measure(
-            "prefill",
-            _passes(bench, square.label, attentions, kinds, square, square.pairs, **sizes),
-        )
+        of_square = square.label, attentions, ("forward", "both"), square, square.pairs
+        bench.measure("prefill", _passes(bench, *of_square, **square._asdict()))
 
 
 def rules(bench: Bench) -> None:
@@ -227,10 +222,9 @@ def rules(bench: Bench) -> None:
         kernels = (*bench.kernels, "blockwise")
         attentions = {name: _kernel(name, is_causal=True, **options) for name in kernels}
         square, kinds = Square(1, t, 2048 // h, h, True), ("forward", "both", "tangent")
+        of_rule = f"{rule} h{h}", attentions, kinds, square, pairs
         sizes = {"rule": rule, "length": t, "heads": square.heads, "width": h}
-        bench.measure(
-            "rules", _passes(bench, f"{rule} h{h}", attentions, kinds, square, pairs, **sizes)
-        )
+        bench.measure("rules", _passes(bench, *of_rule, **sizes))
 
 
 def _example(query: Array, key: Array, value: Array, is_causal: bool) -> Array:
@@ -315,9 +309,7 @@ def torch(bench: Bench) -> None:
         with bench.guarded("torch", label):
             module: Any = importlib.import_module("torch")
             timing = bench.seconds(_torch_run(module, backend, square, kind == "both"))
-            rate = (
-                4 * square.pairs * square.heads * square.width * _PRODUCTS[kind] / timing["seconds"]
-            )
+            rate = square.flop(kind, square.pairs) / timing["seconds"]
             fields = {"kernel": f"torch {name}", "pass": kind, **square._asdict()}
             fields |= {"torch": module.__version__, "tflop_per_s": rate / 1e12}
             bench.put("torch", label, fields | timing)

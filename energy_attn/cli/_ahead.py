@@ -1,4 +1,4 @@
-"""An attention compiled ahead of time for TPUs that are not there."""
+"""Compiles attention ahead of time for TPUs, without any TPU."""
 
 import importlib.util
 import math
@@ -15,9 +15,9 @@ from energy_attn.distributed.internal import network, waits
 
 from .. import attention
 
-# How many dimensions the torus of a kind has.
+# The dimensions of the torus of each kind of TPU.
 _DIMENSIONS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2}
-# What libtpu reads when it is loaded: it is alone, and looks for nothing.
+# Environment variables for libtpu without a TPU: a single host, no logs.
 ALONE = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -31,14 +31,15 @@ class Compiled(NamedTuple):
 
     sent: float  # bytes that a device sends
     memory: int  # bytes of a device's arguments, results and temporaries
-    # how many collectives of each kind have no products beside them; a loop's count once
-    exposed: dict[str, int]
+    exposed: dict[
+        str, int
+    ]  # collectives of each kind that overlap no products; in a loop, counted once
 
 
 def compiled(
     chip: str, sizes: tuple[int, ...], shape: cost.Shape, method: str, gradients: bool
 ) -> Compiled:
-    """The program of one layer's attention over a torus of these sizes."""
+    """Compiles the attention of one layer over a torus of these sizes."""
     if chip not in _DIMENSIONS:
         raise ValueError(
             f"--compile: wanted a TPU as --chip, {', '.join(_DIMENSIONS)}, got {chip!r}"
@@ -60,8 +61,8 @@ def compiled(
         )
     )
     out = jax.ShapeDtypeStruct((*query.shape[:3], shape.out_width), query.dtype, sharding=sharding)
-    way: Any = {"method": method, "layout": shape.layout}  # of names that were checked
-    parallel = SequenceParallel(names, **way)
+    checked: Any = {"method": method, "layout": shape.layout}
+    parallel = SequenceParallel(names, **checked)
     window = None if shape.window is None else shape.window[0]
 
     def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -70,36 +71,35 @@ def compiled(
         )
 
     def both(cotangent: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        found, backward = jax.vjp(forward, *arrays)
-        return found, backward(cotangent)
+        out, backward = jax.vjp(forward, *arrays)
+        return out, backward(cotangent)
 
     with jax.set_mesh(mesh):
         arrays = (out, query, key, value) if gradients else (query, key, value)
         program = jax.jit(both if gradients else forward).lower(*arrays).compile()
-    found = collectives(program)
-    sent = sum(network.part_sent(x.kind, x.group_size) * x.bytes * (x.count or 1) for x in found)
-    sizes_of = program.memory_analysis()
-    names_of = "argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes"
-    text, kinds = program.as_text() or "", dict.fromkeys(x.kind for x in found)
-    exposed = {kind: len(waits(text, kind)) for kind in kinds}
-    return Compiled(sent, sum(getattr(sizes_of, name) for name in names_of), exposed)
+    all_sent = collectives(program)
+    sent = sum(network.part_sent(x.kind, x.group_size) * x.bytes * (x.count or 1) for x in all_sent)
+    memory: Any = program.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    text, kinds = program.as_text() or "", dict.fromkeys(x.kind for x in all_sent)
+    return Compiled(sent, held, {kind: len(waits(text, kind)) for kind in kinds})
 
 
 def _devices(chip: str, sizes: tuple[int, ...]) -> list[Any]:
     for name, value in ALONE.items():
         os.environ.setdefault(name, value)
-    # without a chip, libtpu writes programs into JAX's cache that it cannot read again
+    # without a TPU, libtpu writes programs to JAX's cache that it cannot read again
     jax.config.update("jax_enable_compilation_cache", False)
     form = sizes + (1,) * (_DIMENSIONS[chip] - len(sizes))
     if len(sizes) > _DIMENSIONS[chip] or len(sizes) == 1:
         form = _form(math.prod(sizes), _DIMENSIONS[chip])
     name = f"{chip}:{'x'.join(map(str, form))}"
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     except (RuntimeError, ValueError, NotImplementedError) as error:
         wanted = f"the sizes of a slice of {chip}, as libtpu knows them"
         raise ValueError(f"--axes: wanted {wanted}, got {name}: {error}") from error
-    return [x for x in found if getattr(x, "core_on_chip", 0) == 0]
+    return [x for x in devices if getattr(x, "core_on_chip", 0) == 0]
 
 
 def _form(count: int, dimensions: int) -> tuple[int, ...]:

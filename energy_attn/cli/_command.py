@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MOST = 2**31 - 1  # of 32 bits, as JAX counts
 _MOST_DEVICES = 4096  # simulated devices: each takes memory and threads
 MODEL = Path(__file__).parent / "demo" / "model"  # the checkpoint of the byte-level Llama
-# Modules that examples/byte_llama leaves out of the training: long, and part of every Python from 3.11 on.
+# Modules that examples/byte_llama was not trained on: long, and part of every Python since 3.11.
 HELD_OUT = ("argparse.py", "dataclasses.py", "tarfile.py", "typing.py")
 
 
@@ -30,24 +30,24 @@ def numbers(text: str, separator: str | None, expected: str) -> tuple[int, ...]:
     """Integers of 32 bits between separators; an error names the `expected` text."""
     parts = [text] if separator is None else text.split(separator)
     try:
-        found = tuple(map(int, parts))
+        integers = tuple(map(int, parts))
     except ValueError:
         raise argparse.ArgumentTypeError(f"wanted {expected}, got {shown(text)}") from None
-    if not all(-MOST <= x <= MOST for x in found):
+    if not all(-MOST <= x <= MOST for x in integers):
         raise argparse.ArgumentTypeError(
             f"wanted {expected}, from {-MOST} to {MOST}, got {shown(text)}"
         )
-    return found
+    return integers
 
 
 def sizes(
     text: str, *, separator: str, expected: str, counts: Collection[int] = range(1, MOST)
 ) -> tuple[int, ...]:
     """Integers of at least 1, as many as one of `counts`."""
-    found = numbers(text.lower(), separator, expected)
-    if len(found) not in counts or min(found) < 1:
+    integers = numbers(text.lower(), separator, expected)
+    if len(integers) not in counts or min(integers) < 1:
         raise argparse.ArgumentTypeError(f"wanted {expected}, got {text!r}")
-    return found
+    return integers
 
 
 def shown(text: str) -> str:
@@ -55,13 +55,13 @@ def shown(text: str) -> str:
 
 
 def count(text: str) -> int:
-    """A number above 0, in units, of 1024 for K, or of 1024² for M."""
-    found = re.fullmatch(r"([1-9]\d*)([KM]?)", text.upper())
-    if found is None:
+    """A number above 0, with K for 1024 and M for 1024²."""
+    match = re.fullmatch(r"([1-9]\d*)([KM]?)", text.upper())
+    if match is None:
         raise argparse.ArgumentTypeError(
             f"wanted a number above 0, as 32768, 32K or 1M, got {shown(text)}"
         )
-    number = int(found[1][:20]) * 1024 ** ("", "K", "M").index(found[2])
+    number = int(match[1][:20]) * 1024 ** ("", "K", "M").index(match[2])
     if number > MOST:
         raise argparse.ArgumentTypeError(
             f"wanted a number above 0 and at most {MOST}, got {shown(text)}"
@@ -81,7 +81,7 @@ def simulate_devices(count: int = 8) -> None:
 
 
 def enough_devices(count: int) -> list[Any]:
-    """`count` of the default devices, or of simulated ones where there are fewer."""
+    """The first `count` default devices, or simulated ones if there are fewer."""
     for devices in (jax.devices(), jax.devices("cpu")):
         if len(devices) >= count:
             return devices[:count]
@@ -89,13 +89,13 @@ def enough_devices(count: int) -> list[Any]:
 
 
 def refuse(command: str, error: object) -> int:
-    """Says on standard error why a command cannot run, and returns its exit status."""
+    """Prints on standard error why a command cannot run, and returns its exit status."""
     print(f"energy_attn {command}: {error}", file=sys.stderr)
     return 2
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """The lines of a table: cells are aligned to the left, in the columns `right` to the right."""
+    """The lines of a table, with cells aligned to the left, or to the right in the columns `right`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:

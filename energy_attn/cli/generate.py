@@ -32,7 +32,7 @@ from ..models.generation._generate import Generation
 from ..models.generation._prompts import tokens_of
 from ._command import enough_devices, integer, numbers, refuse, simulate_devices, sizes
 
-_EXAMPLE = '--prompt "if __name__ == " --stop ":"'  # which the model in this package answers
+_EXAMPLE = '--prompt "if __name__ == " --stop ":"'  # the demo model answers it
 _SAMPLING = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"
 
 

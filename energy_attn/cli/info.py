@@ -108,7 +108,7 @@ def _describe() -> None:
 
 
 def choice(call: Example, platform: str, device: Device | None = None) -> list[str]:
-    """The implementation for a call on a platform, and the reasons why those before it decline."""
+    """The implementation of a call on a platform, and why those tried before it decline."""
     with jax.enable_x64(call.dtype == "float64"):
         chosen = explain(tried(), *_operands(call), platform, device)
     declined = [f"  as {name} declines: {reason}" for name, reason in chosen.declined]

@@ -27,7 +27,7 @@ from ._command import count, refuse, sizes, table
 _MOST = 2**14  # devices, of which tables list all pairs
 _COLUMNS = "method", "layout", "fits", "memory", "sent", "transfers", "products", "exposed", "total"
 LAYOUTS = "contiguous", "zigzag", "striped"
-# How each method folds or rotates, where it has a choice: a tree over sharded queries has two ways to scatter states.
+# The merges of methods that have a choice. A tree over sharded queries has two ways to scatter states.
 MERGES = {"tree": ("allreduce", "gather"), "ring": ("keys",)}
 
 
@@ -45,23 +45,23 @@ class Job:
     tile: int = 1  # of the kernel, as for `plan.pairs`
 
     def shapes(self, layout: str) -> Counter[cost.Shape]:
-        """The attention of each layer, and of how many."""
-        config, found = self.config, Counter[cost.Shape]()
-        for layer in range(config.num_hidden_layers):
-            window = config.window(layer)
-            found[
-                cost.Shape(
-                    *(self.batch, self.tokens, self.tokens),
-                    *(config.num_attention_heads, config.num_key_value_heads),
-                    *(config.head_dim, config.value_dim, self.dtype),
-                    causal=True,
-                    queries_sharded=True,
-                    # a window as long as the text is none
-                    window=None if window is None or window >= self.tokens else (window - 1, 0),
-                    layout=layout,
-                )
-            ] += 1
-        return found
+        """The shapes of the layers' attention, and the number of layers of each."""
+        config = self.config
+        shape = cost.Shape(
+            *(self.batch, self.tokens, self.tokens),
+            *(config.num_attention_heads, config.num_key_value_heads),
+            *(config.head_dim, config.value_dim, self.dtype),
+            causal=True,
+            queries_sharded=True,
+            layout=layout,
+        )
+        windows = Counter(config.window(layer) for layer in range(config.num_hidden_layers))
+        shapes = Counter[cost.Shape]()
+        for window, layers in windows.items():
+            # a window as long as the text is none
+            reach = None if window is None or window >= self.tokens else (window - 1, 0)
+            shapes[dataclasses.replace(shape, window=reach)] += layers
+        return shapes
 
     def first_shape(self, layout: str) -> cost.Shape:
         """The attention of the first layer."""
@@ -74,10 +74,10 @@ class Job:
         return operations * rows / (self.chip.efficiency * self.chip.flops)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of a device for all but the attention of a layer, each with its use.
+        """Bytes on a device by their use, without the attention of a layer.
 
-        Weights are split over all devices; trained ones have a gradient, and two moments in float32. Trained, the
-        input of each layer is kept for the backward, else the keys and values of each.
+        Weights are split over all devices. With gradients, each has a gradient and two moments in float32, and the
+        backward pass keeps the inputs of layers; without, a cache keeps their keys and values.
         """
         every = weights(self.config, self.dtype).all
         config, devices, size = self.config, self.topology.devices, jnp.dtype(self.dtype).itemsize
@@ -92,7 +92,7 @@ class Job:
 
 
 class Weights(NamedTuple):
-    """Numbers of weights: all, and those that a token is multiplied by."""
+    """The number of all weights, and of the weights that a token is multiplied by."""
 
     all: int
     used: int
@@ -100,7 +100,7 @@ class Weights(NamedTuple):
 
 @functools.cache
 def weights(config: LlamaConfig, dtype: DTypeLike) -> Weights:
-    """The weights of a decoder: of experts a token uses some, and of an embedding that is not the head a row."""
+    """Counts the weights of a decoder; a token uses some of the experts, and one row of an untied embedding."""
     model = jax.eval_shape(lambda key: Llama(config, dtype, key=key), jax.random.key(0))
 
     def count(tree: object) -> int:
@@ -117,10 +117,10 @@ def weights(config: LlamaConfig, dtype: DTypeLike) -> Weights:
 
 
 class Planned(NamedTuple):
-    """Bytes of a device, and seconds, for the attention of all layers by one method in one layout."""
+    """Bytes on a device, and seconds, for the attention of all layers by one method in one layout."""
 
     method: str
-    merge: str | None  # how states are folded, or what rotates
+    merge: str | None  # how partial states are merged, or what rotates
     layout: str
     fits: bool
     memory: dict[str, int]  # by its use
@@ -131,14 +131,14 @@ class Planned(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of products, and of transfers that are exposed."""
+        """Seconds of products and of exposed transfers."""
         return self.products + self.exposed
 
 
 def planned(job: Job, method: str, layout: str) -> Planned:
-    """The plan of a method, with the faster of its merges; raises `ValueError` where it is none for the job."""
+    """The plan of a method with the fastest of its merges; raises `ValueError` if the method cannot do the job."""
     shapes, topology = job.shapes(layout), job.topology
-    found = []
+    plans = []
     for merge in MERGES.get(method, (None,)):
         times = [
             planner.step_time(
@@ -157,10 +157,10 @@ def planned(job: Job, method: str, layout: str) -> Planned:
         attention = max(cost.memory(method, merge, shape, topology) for shape in shapes)
         memory = {**job.memory(), "attention of a layer": attention}
         fits = sum(memory.values()) <= job.chip.memory
-        found.append(
+        plans.append(
             Planned(method, merge, layout, fits, memory, sent, products, transfers, exposed)
         )
-    return min(found, key=lambda x: x.seconds)
+    return min(plans, key=lambda x: x.seconds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,7 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a plan for each method and layout, the fastest first.
 
-    Returns 0, or 2 for an error. Raises `BrokenPipeError` where nobody reads the table any more.
+    Returns 0, or 2 for an error. Raises `BrokenPipeError` if the reader of the table has gone.
     """
     try:
         _run(args)
@@ -215,8 +215,8 @@ def _run(args: argparse.Namespace) -> None:
         rows = [{**x._asdict(), "seconds": x.seconds} for x in plans]
         for row, program in zip(rows, programs, strict=False):
             row["compiled_layer"] = program._asdict()
-        found = {"weight_seconds": job.weight_seconds(), "plans": rows, "refused": refused}
-        print(json.dumps(found, indent=2))
+        report = {"weight_seconds": job.weight_seconds(), "plans": rows, "refused": refused}
+        print(json.dumps(report, indent=2))
         return
     _print(job, args, plans, refused)
     for plan, program in zip(plans, programs, strict=False):
@@ -245,10 +245,10 @@ def _job(args: argparse.Namespace) -> Job:
 
 
 def _plans(job: Job, args: argparse.Namespace) -> tuple[list[Planned], dict[str, str]]:
-    """All plans, those that fit and are fast first, and why methods have none."""
+    """All plans, those that fit first and the fastest first, and why other methods have none."""
     plans, refused = [], {}
     for method in [args.method] if args.method else METHOD_OPTIONS:
-        # with whole sequences on each device all layouts are one
+        # with whole sequences on each device, layouts do not differ
         layouts = ("contiguous",) if method == "ulysses" and args.layout is None else LAYOUTS
         for layout in [args.layout] if args.layout else layouts:
             try:
@@ -262,7 +262,7 @@ def _plans(job: Job, args: argparse.Namespace) -> tuple[list[Planned], dict[str,
 
 
 def _reason(error: str) -> str:
-    """The first sentence of an error of the cost model, with the option to type in place of its argument."""
+    """The first sentence of an error of the cost model, with the command's option for its argument."""
     name, _, rest = error.partition("; ")[0].partition(": ")
     if name == "gradient":
         return "wanted --no-gradients, got --gradients"

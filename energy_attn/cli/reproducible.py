@@ -1,4 +1,4 @@
-"""`python -m energy_attn reproducible`: whether rows have the same bits in all computations, and the cost."""
+"""`python -m energy_attn reproducible`: whether rows are bitwise equal in all computations, and the cost."""
 
 import argparse
 import hashlib
@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
 
 class EqualBits(NamedTuple):
-    """How many numbers have the same bits in another computation, with the option and without."""
+    """The share of numbers with the same bits in another computation, with the option and without."""
 
     way: str
     reproducible: float
@@ -100,11 +100,10 @@ def run(args: argparse.Namespace) -> int:
             f"{cost.program:<36} {cost.reproducible / cost.plain:6.2f}   ({1e3 * cost.plain:.2f} ms)"
         )
     if args.json:
-        found = {"format": FORMAT, "jax": jax.__version__, "machine": machine, "dtype": args.dtype}
-        found |= {
-            name: [x._asdict() for x in rows] for name, rows in (("bits", lines), ("costs", costs))
-        }
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        report = {"format": FORMAT, "jax": jax.__version__, "machine": machine, "dtype": args.dtype}
+        tables = {"bits": lines, "costs": costs}
+        report |= {name: [x._asdict() for x in rows] for name, rows in tables.items()}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
     broken = [line.way for line in lines if line.reproducible < 1]
     for way in broken:
         print(f"energy_attn reproducible: other bits: {way}", file=sys.stderr)
@@ -123,8 +122,8 @@ def _attend(call: Call, reproducible: bool, **options: Any) -> Any:
 
 def _gradients(call: Call, reproducible: bool, **options: Any) -> Any:
     def loss(query: Array, key: Array, value: Array) -> Array:
-        found = _attend(Call(query, key, value, call.weight), reproducible, **options)
-        out, *energies = found if "return_energy" in options else (found,)
+        result = _attend(Call(query, key, value, call.weight), reproducible, **options)
+        out, *energies = result if "return_energy" in options else (result,)
         total = jnp.vdot(out.astype(jnp.float32), call.weight.astype(jnp.float32))
         return total + sum(0.01 * jnp.square(energy).sum() for energy in energies)
 
@@ -139,17 +138,17 @@ def _gradients_of_few(call: Call, reproducible: bool) -> Any:
 def _lines(call: Call) -> list[EqualBits]:
     """Compares other computations of the prompt's last rows, or of its gradients, with one call on one device."""
     ways = {**_of_rows(call), **_over_devices(call), **_of_model()}
-    found: dict[str, list[float]] = {}
+    shares: dict[str, list[float]] = {}
     for reproducible in (True, False):
         computed = {of for of, _ in ways.values()}
         whole = {f: jax.jit(partial(f, reproducible=reproducible))(call) for f in computed}
         for name, (of, way) in ways.items():
-            found.setdefault(name, []).append(_equal(way(reproducible), whole[of]))
-    return [EqualBits(name, *shares) for name, shares in found.items()]
+            shares.setdefault(name, []).append(_equal(way(reproducible), whole[of]))
+    return [EqualBits(name, *pair) for name, pair in shares.items()]
 
 
-def _equal(found: PyTree[Array], wanted: PyTree[Array]) -> float:
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+def _equal(result: PyTree[Array], expected: PyTree[Array]) -> float:
+    pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
     same = [(_bits(x) == _bits(y[:, -x.shape[1] :])).reshape(-1) for x, y in pairs]
     return float(np.mean(np.concatenate(same)))
 
@@ -158,7 +157,7 @@ def _bits(x: Array) -> np.ndarray:
     return np.asarray(x).view(f"uint{8 * x.dtype.itemsize}")
 
 
-# A function of a prompt, and another way to compute its last rows, with the option or without.
+# A function of a prompt, and another computation of its last rows, with the option or without.
 Way = tuple[Callable[..., Any], Callable[[bool], Any]]
 
 
@@ -180,8 +179,8 @@ def _of_rows(call: Call) -> dict[str, Way]:
         )
 
     def batch(reproducible: bool, f: Callable = _attend) -> Any:
-        found = jax.jit(partial(f, reproducible=reproducible))(others)
-        return jax.tree.map(lambda x: x[1:2], found)
+        result = jax.jit(partial(f, reproducible=reproducible))(others)
+        return jax.tree.map(lambda x: x[1:2], result)
 
     def mapped(reproducible: bool) -> Any:
         run = jax.vmap(partial(_attend, reproducible=reproducible))
@@ -242,9 +241,9 @@ def _over_devices(call: Call) -> dict[str, Way]:
     def over(f: Callable, method: str, layout: str, reproducible: bool) -> Any:
         parallel = SequenceParallel("device", method, layout=layout)  # pyright: ignore[reportArgumentType]
         with jax.set_mesh(make_mesh((devices,), ("device",))):
-            mine = jax.tree.map(lambda x: shard_sequence(x, parallel), call)
-            found = jax.jit(partial(f, reproducible=reproducible, parallel=parallel))(mine)
-            return jax.tree.map(lambda x: unshard_sequence(x, parallel), found)
+            sharded = jax.tree.map(lambda x: shard_sequence(x, parallel), call)
+            result = jax.jit(partial(f, reproducible=reproducible, parallel=parallel))(sharded)
+            return jax.tree.map(lambda x: unshard_sequence(x, parallel), result)
 
     kinds = ["tree", "ring, zigzag", "gather, striped"]
     kinds += ["ulysses"] if HEADS % devices == 0 else []
@@ -304,21 +303,18 @@ def _one_core(call: Call, dtype: str) -> EqualBits:
     done = subprocess.run(
         command, env=os.environ | {"NPROC": "1"}, capture_output=True, text=True, check=True
     )
-    wanted, found = (
-        dict(x.split() for x in text.splitlines()) for text in (_digest(call), done.stdout)
-    )
-    return EqualBits(
-        "another process, one thread", *(float(wanted[x] == found[x]) for x in ("with", "without"))
-    )
+    digests = [dict(x.split() for x in text.splitlines()) for text in (_digest(call), done.stdout)]
+    shares = (float(digests[0][x] == digests[1][x]) for x in ("with", "without"))
+    return EqualBits("another process, one thread", *shares)
 
 
 def _digest(call: Call) -> str:
     lines = []
     for name, reproducible in (("with", True), ("without", False)):
-        found = [
+        results = [
             jax.jit(partial(f, reproducible=reproducible))(call) for f in (_attend, _gradients)
         ]
-        content = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(found))
+        content = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(results))
         lines.append(f"{name} {hashlib.sha256(content).hexdigest()}")
     return "\n".join(lines)
 
@@ -326,8 +322,8 @@ def _digest(call: Call) -> str:
 def _table(lines: list[EqualBits]) -> str:
     rows = [("", "reproducible=True", "without")]
     for line in lines:
-        found = "✓ all bits" if line.reproducible == 1 else f"✗ {line.reproducible:.1%}"
-        rows.append((line.way, found, f"{line.plain:.1%}"))
+        share = "✓ all bits" if line.reproducible == 1 else f"✗ {line.reproducible:.1%}"
+        rows.append((line.way, share, f"{line.plain:.1%}"))
     return "\n".join(table(rows))
 
 

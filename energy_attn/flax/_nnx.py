@@ -1,4 +1,4 @@
-"""Models of NNX: traced as functions of arrays, and with their attention replaced."""
+"""Models of NNX: traces them as functions of arrays, and replaces their attention."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -25,10 +25,10 @@ def holds_nnx(tree: PyTree) -> bool:
 def run_pure(
     run: Callable[..., tuple[Any, Any]], function: Callable[..., Any], args: PyTree, kwargs: PyTree
 ) -> tuple[Any, Any]:
-    """`run(function, *args, **kwargs)` with modules of NNX in any of them.
+    """Computes `run(function, *args, **kwargs)` for a function or arguments with modules of NNX.
 
-    `run` traces and calls a function of arrays. Inside it the modules are new ones, whose energies are named by their
-    paths, as those of other models are; what the function changes in them is changed in the given ones afterwards.
+    `run` traces and calls a function of arrays, in which the modules are copies, with energies named by their paths.
+    Changes that the function makes to the copies are made to the modules afterwards.
     """
     from flax import nnx
 
@@ -74,10 +74,10 @@ def modules(model: PyTree) -> Iterator[tuple[str, Any]]:
 
 
 def with_energies(model: PyTree, energy: FreeEnergy) -> Any:
-    """A copy of a model of NNX whose attention layers have this energy; the arrays are the same.
+    """A copy of a model of NNX, with the same arrays, whose attention layers have this energy.
 
-    Raises `TypeError` for a layer of a class derived from Flax's, or with an attention of the user's;
-    `ValueError` if there is no layer.
+    Raises `TypeError` for a layer of a subclass of Flax's, or with a custom attention; `ValueError` if there is no
+    layer.
     """
     from flax import nnx
 
@@ -87,16 +87,16 @@ def with_energies(model: PyTree, energy: FreeEnergy) -> Any:
                 f"model.{path}.attention_fn: wanted flax.nnx.dot_product_attention, which ours replaces, "
                 f"got {layer.attention_fn!r}"
             )
-        made = AttentionFn(stacked(energy, layer.query.kernel.shape[:-3]))
-        return nnx.data(made) if jax.tree.leaves(eqx.filter(made, eqx.is_array)) else made
+        ours = AttentionFn(stacked(energy, layer.query.kernel.shape[:-3]))
+        return nnx.data(ours) if jax.tree.leaves(eqx.filter(ours, eqx.is_array)) else ours
 
     return _with(model, attend)
 
 
 def with_dot_products(model: PyTree, check: Callable[[str, FreeEnergy], None]) -> Any:
-    """A copy of a model of NNX with Flax's attention in the place of ours.
+    """A copy of a model of NNX with Flax's attention in place of ours; raises as `with_energies`.
 
-    `check` raises for an energy that Flax's attention does not express. Raises as `with_energies`.
+    `check` raises for an energy that Flax's attention does not express.
     """
     from flax import nnx
 

@@ -51,7 +51,7 @@ _RENAMED = (
 # Tensors of a checkpoint without effect on hidden states.
 _IGNORED = re.compile(r"pooler\.dense\.(weight|bias)|embeddings\.position_ids")
 _ACTIVATION = "gelu"
-# Fields with the only value that is computed.
+# Fields with the only value that is supported.
 _ONLY: Mapping[str, Any] = {"position_embedding_type": "absolute", "is_decoder": False}
 # Fields without effect on hidden states.
 _OF_NO_EFFECT = (
@@ -124,7 +124,7 @@ class EncoderConfig(AbstractModelConfig):
         return StoredWeight((name,))
 
     def ignores(self, name: str, names: Collection[str]) -> bool:
-        """Whether a tensor of a checkpoint with these `names` has no weight of the encoder, and may be there."""
+        """Whether a checkpoint with tensors of these `names` may have this one, which holds none of its weights."""
         return _IGNORED.fullmatch(name) is not None
 
 
@@ -137,13 +137,7 @@ def read_config(entries: Mapping[str, Any]) -> EncoderConfig:
 
 
 class EncoderOutput(NamedTuple):
-    """The result of calling an encoder.
-
-    Attributes:
-        hidden: the final hidden states, in the dtype of the weights.
-        energies: the free energy of each layer, position and head in nats, or None. With another
-            `attend`, its second result, stacked over layers.
-    """
+    """The result of calling an encoder: see `Encoder.__call__`."""
 
     hidden: Float[Array, "batch time width"]
     energies: Float[Array, "layers batch time heads"] | None
@@ -240,10 +234,10 @@ class Encoder(AbstractModel):
         dtype: of all weights.
         key: for the initial weights: normal, of deviation 0.02; biases are 0.
 
-    Computes the `last_hidden_state` of Hugging Face's `BertModel`; its pooler is left out.
-    [`load`][energy_attn.models.load] reads its checkpoints, and those of sentence encoders such as all-MiniLM-L6-v2.
+    Computes the `last_hidden_state` of Hugging Face's `BertModel`, without the pooler.
+    [`load`][energy_attn.models.load] reads checkpoints of BERT and of sentence encoders such as all-MiniLM-L6-v2.
     [`shard`][energy_attn.models.shard], [`ea.record`][energy_attn.record],
-    [`ea.energy_report`][energy_attn.energy_report] and [`ea.weigh`][energy_attn.weigh] take it.
+    [`ea.energy_report`][energy_attn.energy_report] and [`ea.weigh`][energy_attn.weigh] take an encoder.
 
     Raises:
         TypeError: `config` is not an `EncoderConfig`, `dtype` is not floating, or `key` is not a key.

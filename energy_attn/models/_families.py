@@ -31,12 +31,12 @@ def load(
     The folder has a `config.json` and one or more safetensors files. Everything is checked before the
     first weight is read, and nothing is unpickled. Each process reads once the parts of a weight that its
     devices hold; the host holds one weight at a time. Rotary frequencies in old files are ignored.
-    With `tie_word_embeddings`, an output projection in the files is ignored if it equals the embedding; if it
-    differs, it is used, with a warning. If another process saves at the same time, each process reads a
-    consistent set of files, but two processes may read different saves.
+    With `tie_word_embeddings`, an output projection in the files that equals the embedding is ignored; another one
+    is used, with a warning. If another process saves at the same time, each process reads the files of one save,
+    but two processes may read different saves.
 
     Args:
-        directory: the folder; `"demo"`: the library's own byte-level model, unless a folder has this name.
+        directory: the folder; `"demo"`: the library's own byte-level model, unless there is a file or folder `demo`.
         mesh: the devices that get the weights, placed as by [`shard`][energy_attn.models.shard];
             None: the current mesh, else the default device.
         dtype: the dtype of the weights; None: the dtype in the files, which must be one. float64 becomes

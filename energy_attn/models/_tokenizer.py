@@ -16,21 +16,21 @@ from energy_attn.kernels.internal import checks
 from ._vocabulary import AbstractVocabulary, TextStream, Tokens, ids, special_tokens, vocabulary
 from .checkpoint._config import located, read_json
 
-_LONGEST = 2**26  # characters of a chat: more is no text for a model
-_WIDEST = 2**14  # bits of a number: Python writes no wider one
+_LONGEST = 2**26  # characters of a chat, more than any context
+_WIDEST = 2**14  # bits of a number, about as many as Python writes in decimal
 
 
 def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a checkpoint by name, its files before `config`, its tokenizer_config.json."""
+    """The chat templates of a checkpoint by name: from its files, else from `config`, its tokenizer_config.json."""
     files = {x.stem: x for x in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (path := folder / "chat_template.jinja").exists():
         files["default"] = path
     if files:
         return {name: _text(path) for name, path in files.items()}
     if (path := folder / "chat_template.json").is_file():
-        found = read_json(path, path.name).get("chat_template")
-        return named_templates(found, f"{path}: chat_template")
-    path = folder / "tokenizer_config.json"
+        config = read_json(path, path.name)
+    else:
+        path = folder / "tokenizer_config.json"
     return named_templates(config.get("chat_template"), f"{path}: chat_template")
 
 
@@ -44,18 +44,18 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def named_templates(given: object, name: str) -> dict[str, str]:
+def named_templates(templates: object, name: str) -> dict[str, str]:
     """Templates by name, from one or a list of named ones; a `ValueError` calls the argument `name`."""
-    if given is None:
+    if templates is None:
         return {}
-    if isinstance(given, str):
-        return {"default": given}
-    if isinstance(given, list) and all(isinstance(x, Mapping) for x in given):
-        entries = [(x.get("name"), x.get("template")) for x in given]
+    if isinstance(templates, str):
+        return {"default": templates}
+    if isinstance(templates, list) and all(isinstance(x, Mapping) for x in templates):
+        entries = [(x.get("name"), x.get("template")) for x in templates]
         if all(isinstance(text, str) for entry in entries for text in entry):
             return {str(key): str(text) for key, text in entries}
     raise ValueError(
-        f"{name}: wanted a template, or a list of named ones, got {checks.received(given)}"
+        f"{name}: wanted a template, or a list of named ones, got {checks.received(templates)}"
     )
 
 
@@ -72,17 +72,17 @@ def check_messages(name: str, messages: object) -> list[dict[str, Any]]:
             raise TypeError(
                 f"{place}: wanted a mapping with role and content, got {checks.received(message)}"
             )
-        found = {key: x for key, x in plain(place, message).items() if x is not None}
-        if not isinstance(found.get("role"), str):
+        entries = {key: x for key, x in plain(place, message).items() if x is not None}
+        if not isinstance(entries.get("role"), str):
             raise ValueError(f"{place}: wanted a role, a string, got {checks.received(message)}")
-        if not isinstance(found.get("content"), (str, list)) and "tool_calls" not in found:
+        if not isinstance(entries.get("content"), (str, list)) and "tool_calls" not in entries:
             raise ValueError(f"{place}: wanted a content, a string, got {checks.received(message)}")
-        chat.append(found)
+        chat.append(entries)
     return chat
 
 
 def plain(name: str, x: Any) -> Any:
-    """The value as JSON has it: a template gets no object with methods; raises `TypeError`."""
+    """Returns a value as plain JSON data, so that a template gets no object with methods; raises `TypeError`."""
     if isinstance(x, Mapping):
         return {str(key): plain(f"{name}[{key!r}]", value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
@@ -116,7 +116,7 @@ def _check_length(length: float) -> None:
 
 
 def _length(operator: str, left: object, right: object) -> float:
-    """The length of the text or list that an operator makes; infinity for a number that is too wide."""
+    """The length of the text or list that an operator makes; infinity for a number of too many bits."""
     if isinstance(left, Sized) and isinstance(right, Sized):
         return len(left) + len(right)
     if isinstance(left, int) and isinstance(right, int):
@@ -142,7 +142,7 @@ def _program(template: str, source: str) -> Any:
 
 @functools.cache
 def _environment() -> Any:
-    """An environment in which a template can neither change what it is given nor reach Python."""
+    """A sandbox in which a template can neither change its variables nor reach Python."""
     try:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension, loopcontrols
@@ -154,7 +154,7 @@ def _environment() -> Any:
         ) from error
 
     class Environment(ImmutableSandboxedEnvironment):
-        """A sandbox whose operators make nothing that is too long."""
+        """A sandbox whose operators raise for results that are too long."""
 
         intercepted_binops = frozenset(("+", "*", "**"))
 
@@ -163,7 +163,7 @@ def _environment() -> Any:
             return super().call_binop(context, operator, left, right)
 
     class GenerationTag(Extension):
-        """`{% generation %}`, which marks what an assistant wrote: its body, unchanged."""
+        """The tag `{% generation %}`, which marks text of the assistant, as its body."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -198,14 +198,14 @@ def _environment() -> Any:
 @final
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Tokenizer:
-    """Text and chats to tokens, and tokens to text, as the files of a checkpoint say.
+    """The tokenizer of a checkpoint: encodes text and chats as tokens, and decodes tokens.
 
-    Made by [`Tokenizer.load`][energy_attn.models.Tokenizer.load]. The tokens and the text of chats are
-    those of transformers for the same files.
+    Made by [`Tokenizer.load`][energy_attn.models.Tokenizer.load]. Tokens and the text of chats equal those of
+    transformers for the same files.
 
     Attributes:
-        special_tokens: the tokens that have a name: `bos_token`, `eos_token`, `pad_token` and others.
-        chat_templates: by name; `"default"` is the one that is used.
+        special_tokens: named tokens: `bos_token`, `eos_token`, `pad_token` and others.
+        chat_templates: templates by name, of which `"default"` is used.
 
     Examples:
         >>> from importlib import resources
@@ -230,15 +230,14 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Reads the tokenizer of a checkpoint.
 
-        These are `tokenizer.json`, by the library tokenizers, and, where they are, `tokenizer_config.json`,
+        Its files are `tokenizer.json`, which the library tokenizers reads, and, if present, `tokenizer_config.json`,
         `special_tokens_map.json`, `chat_template.jinja`, `additional_chat_templates/NAME.jinja` and
-        `chat_template.json`. Without a
-        `tokenizer.json`, a `config.json` with a vocabulary of 256 tokens means a token for each byte. Padding
-        and truncation that a `tokenizer.json` asks for are switched off.
+        `chat_template.json`. Without a `tokenizer.json`, a `config.json` with a vocabulary of 256 tokens means a
+        token for each byte. Padding and truncation that a `tokenizer.json` asks for are switched off.
 
         Args:
-            directory: the folder; `"demo"`: that of the library's own model.
-            chat_template: in place of that of the files.
+            directory: the folder; `"demo"`: the library's own model.
+            chat_template: the chat template; None: from the files.
 
         Raises:
             ImportError: tokenizers is not installed.
@@ -256,15 +255,15 @@ class Tokenizer:
             templates = chat_templates(folder, config)
         else:
             templates = named_templates(chat_template, "chat_template")
-        found = vocabulary(folder, special, _entries(folder / "config.json"))
-        return cls(special.named, templates, found, folder)
+        tokens = vocabulary(folder, special, _entries(folder / "config.json"))
+        return cls(special.named, templates, tokens, folder)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text.
 
         Args:
             text: the text; special tokens in it become tokens.
-            add_special_tokens: whether to add those that the files put around a text.
+            add_special_tokens: whether to add the special tokens that the files put around a text.
 
         Raises:
             TypeError: an argument of another type.
@@ -283,10 +282,10 @@ class Tokenizer:
         )
 
     def decode(self, tokens: Tokens, *, skip_special_tokens: bool = True) -> str:
-        """The text of tokens; U+FFFD in place of bytes that are no UTF-8.
+        """The text of tokens; U+FFFD in place of bytes that are not UTF-8.
 
         Args:
-            tokens: the tokens; those below 0, which a `Generation` has after the end, are left out.
+            tokens: the tokens; numbers below 0, which `generate` returns after the end of a row, are skipped.
             skip_special_tokens: whether to leave out special tokens.
 
         Raises:
@@ -313,9 +312,9 @@ class Tokenizer:
 
         Args:
             messages: mappings with `role` and `content`, of strings, numbers, lists and mappings.
-            add_generation_prompt: whether to end with what begins an answer.
-            variables: others that the template knows, such as `tools`, which chooses the template called
-                `"tool_use"` where there is one.
+            add_generation_prompt: whether to end with the beginning of an answer.
+            variables: further variables of the template, such as `tools`, which chooses the template called
+                `"tool_use"` if there is one.
 
         Raises:
             ImportError: jinja2 is not installed.
@@ -325,8 +324,8 @@ class Tokenizer:
         """
         chat = check_messages("messages", messages)
         checks.check_flag("add_generation_prompt", add_generation_prompt)
-        given = {name: plain(name, x) for name, x in variables.items()}
-        has_tools = given.get("tools") is not None and "tool_use" in self.chat_templates
+        more = {name: plain(name, x) for name, x in variables.items()}
+        has_tools = more.get("tools") is not None and "tool_use" in self.chat_templates
         name = "tool_use" if has_tools else "default"
         if name not in self.chat_templates:
             has = ", ".join(self.chat_templates) or "none"
@@ -340,7 +339,7 @@ class Tokenizer:
             "documents": None,
             "add_generation_prompt": bool(add_generation_prompt),
         }
-        return render(self.chat_templates[name], str(self._folder), chat, known | given)
+        return render(self.chat_templates[name], str(self._folder), chat, known | more)
 
     def stream(self, before: Tokens = (), *, stop: str | Sequence[str] | None = None) -> TextStream:
         """Returns a stream, which turns tokens into text as they come and never cuts a character.
@@ -348,15 +347,14 @@ class Tokenizer:
         Special tokens are left out.
 
         Args:
-            before: the tokens that the text follows, which may decide whether it begins with a space.
+            before: the tokens before the text, on which it depends whether the text begins with a space.
             stop: a string that ends the text, or several.
 
         Returns:
             A stream with `write(tokens)`, which returns the text that the next tokens add, and `end()`, which
-            returns the text that was held back. It has `text`, everything returned so far; `count`, the number of
-            tokens taken; and `stopped`, whether a stop string was completed: it is not part of the text, and later
-            tokens are not taken. Part of a character is held back until the rest of it comes, and so is
-            text that may begin a stop string.
+            returns the text that was held back: part of a character, or text that may begin a stop string. It has
+            `text`, everything returned so far; `count`, the number of tokens taken; and `stopped`, whether a stop
+            string was completed: it is not part of the text, and later tokens are not taken.
 
         Raises:
             TypeError: an argument of another type.

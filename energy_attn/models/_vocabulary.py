@@ -1,4 +1,4 @@
-"""Tokens and their text: the vocabulary and special tokens of a checkpoint, and text as it comes."""
+"""The vocabulary and the special tokens of a checkpoint, and the text of tokens that arrive one by one."""
 
 import abc
 import contextlib
@@ -16,22 +16,23 @@ from energy_attn.kernels.internal import checks
 
 from .checkpoint._config import naming, read_json
 
-# Flags, for transformers where there is no tokenizer.json, which says itself what is put around a text.
+# Flags that look like names of tokens; a tokenizer.json decides itself what is put around a text.
 _FLAGS_OF_NAMES = "add_bos_token", "add_eos_token"
-# Of an entry of `added_tokens_decoder`: what the library tokenizers takes.
+# Flags of an entry of `added_tokens_decoder` that the library tokenizers takes.
 _FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
 _LISTS = "additional_special_tokens", "extra_special_tokens"
 
 
 class Special(NamedTuple):
-    named: Mapping[str, str]  # by name, `bos_token`, `eos_token`, `pad_token` and others
-    contents: tuple[str, ...]  # all of them, those without a name too
-    # tokens that the vocabulary may lack, special or not, with their flags
-    added: tuple[Mapping[str, Any], ...]
+    named: Mapping[str, str]  # `bos_token`, `eos_token`, `pad_token` and others
+    contents: tuple[str, ...]  # all special tokens, with and without a name
+    added: tuple[
+        Mapping[str, Any], ...
+    ]  # tokens, special or not, that the vocabulary may lack, with their flags
 
 
 def special_tokens(folder: Path, config: Mapping[str, Any]) -> Special:
-    """The special tokens in a folder; its map is read where `config`, its tokenizer_config.json, lists none."""
+    """The special tokens in a folder; its map is read if `config`, its tokenizer_config.json, lists none."""
     files = {folder / "tokenizer_config.json": config}
     file = folder / "special_tokens_map.json"
     if file.is_file() and "added_tokens_decoder" not in config:
@@ -61,7 +62,7 @@ def _listed(name: str, tokens: object) -> list[str]:
 
 
 def _added(tokens: object) -> tuple[dict[str, Any], ...]:
-    """Entries of `added_tokens_decoder` in the order of their numbers, as the library tokenizers takes them."""
+    """Entries of `added_tokens_decoder`, sorted by number, with the flags that the library tokenizers takes."""
     name = "added_tokens_decoder"
     if not isinstance(tokens, Mapping) or not all(isinstance(x, Mapping) for x in tokens.values()):
         raise ValueError(f"{name}: wanted objects by number, got {checks.received(tokens)}")
@@ -104,7 +105,7 @@ class AbstractVocabulary(abc.ABC):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     @abc.abstractmethod
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of tokens; U+FFFD in place of bytes that are no UTF-8."""
+        """The text of tokens; U+FFFD in place of bytes that are not UTF-8."""
 
     @abc.abstractmethod
     def settles(self, token: int) -> bool:
@@ -126,7 +127,7 @@ class Bytes(AbstractVocabulary):
         return bytes(tokens).decode("utf-8", "replace")
 
     def settles(self, token: int) -> bool:
-        """True: each character has its own bytes."""
+        """Returns True, as no byte belongs to two characters."""
         return True
 
     def number(self, token: str) -> int | None:
@@ -135,7 +136,7 @@ class Bytes(AbstractVocabulary):
 
 
 class FromFile(AbstractVocabulary):
-    """A `tokenizer.json` without its padding and truncation, whose errors are `ValueError`s with the path."""
+    """A `tokenizer.json` without padding and truncation; its errors are `ValueError`s with the path."""
 
     def __init__(self, path: Path, special: Special) -> None:
         from tokenizers import Tokenizer
@@ -165,14 +166,14 @@ class FromFile(AbstractVocabulary):
         return self._tokenizer.token_to_id(token)
 
     def _add(self, special: Special) -> None:
-        """Adds tokens that tokenizer_config.json has and the file lacks, and marks special ones."""
+        """Adds tokens of tokenizer_config.json that the file lacks, and marks special ones."""
         from tokenizers import AddedToken
 
         known = {str(token) for token in self._tokenizer.get_added_tokens_decoder().values()}
         for token in special.added:
             if token["content"] not in known:
                 self._tokenizer.add_tokens([AddedToken(**token)])
-        # a name for text that is no token would make one, with a number beyond the model's
+        # text that is not a token yet would become one, with a number outside the model's vocabulary
         named = [x for x in special.contents if self.number(x) is not None and x not in known]
         self._tokenizer.add_special_tokens([AddedToken(x, normalized=False) for x in named])
 
@@ -201,7 +202,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def vocabulary(folder: Path, special: Special, config: Mapping[str, Any]) -> AbstractVocabulary:
-    """The vocabulary of a checkpoint: bytes where there is no file and `config` has 256 tokens."""
+    """The vocabulary of a checkpoint: its file, or bytes if there is none and `config` has 256 tokens."""
     path, size = folder / "tokenizer.json", config.get("vocab_size")
     if not path.is_file():
         if size == 256:
@@ -216,50 +217,41 @@ def vocabulary(folder: Path, special: Special, config: Mapping[str, Any]) -> Abs
         ) from error
 
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # of bytes that are no UTF-8, or not yet
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # for bytes that are not UTF-8, or not yet
 
 
 class TextStream:
-    """The text that tokens add, made by `Tokenizer.stream`.
+    """The text that tokens add, as `Tokenizer.stream` describes it.
 
-    The pieces concatenate to the text of all tokens, without the text of the tokens before them.
-    A part of a character waits for the rest of it, and text that may begin a stop string waits until it is known
-    whether it does. Characters of a tokenizer with byte fallback wait for a token that is no byte: a decoder
-    writes U+FFFD for each byte of a run that is not UTF-8 as a whole.
-
-    Attributes:
-        text: what was written so far.
-        count: the number of tokens that were taken.
-        stopped: whether a stop string was completed. It is no part of the text; later tokens are not taken.
+    The pieces concatenate to the text of all tokens, without the text of the tokens before them. With byte fallback,
+    characters wait for a token that is not a byte: a decoder writes U+FFFD for each byte of a run that is not UTF-8 as
+    a whole.
     """
 
-    text: str
-    count: int
-    stopped: bool
+    text: str  # everything returned so far
+    count: int  # the number of tokens taken
+    stopped: bool  # whether a stop string was completed
 
     def __init__(
         self, vocabulary: AbstractVocabulary, before: Tokens, stop: str | Sequence[str] | None
     ) -> None:
         self.text, self.count, self.stopped = "", 0, False
         self._vocabulary, self._stop, self._held = vocabulary, stop_strings(stop), ""
-        # tokens that still decide how later ones are spelled, and the part of their text that is done with
+        # the last tokens, on which the text of later ones depends, and the part of their text that is settled
         self._tokens = ids("before", before)
         self._known = self._decode(self._tokens)
-        # how many of them, at the end, may get another text
+        # the number of tokens at the end whose text later tokens may change
         settling = (n for n, x in enumerate(reversed(self._tokens)) if vocabulary.settles(x))
         self._open = next(settling, len(self._tokens))
         if self._settled(self._known) == self._known:
             self._forget(self._known)
 
     def write(self, tokens: Tokens) -> str:
-        """The text that the next tokens add, as far as it cannot change any more.
-
-        Raises `TypeError` or `ValueError` as `Tokenizer.decode`.
-        """
+        """The text that the next tokens add, up to where it may still change; raises as `Tokenizer.decode`."""
         return self._shown("".join(map(self._step, ids("tokens", tokens))))
 
     def end(self) -> str:
-        """The text that was held back: there are no more tokens."""
+        """Ends the stream; returns the text that was held back."""
         text = self._decode(self._tokens)
         held = "" if self.stopped else self._take(text, text) + self._held
         self._tokens, self._known, self._open, self._held = [], "", 0, ""
@@ -297,7 +289,7 @@ class TextStream:
         return text[: len(text) - held]
 
     def _behind(self, text: str) -> str:
-        """The text behind what it has in common with the text that is done with."""
+        """The text after its common prefix with the settled text."""
         pairs = zip(text, self._known, strict=False)
         unlike = (n for n, (x, y) in enumerate(pairs) if x != y)
         return text[next(unlike, min(len(text), len(self._known))) :]
@@ -309,7 +301,7 @@ class TextStream:
         return text.removesuffix(_REPLACEMENT)
 
     def _forget(self, text: str) -> None:
-        """Keeps the last tokens, whose text the settled text ends with, as later ones need no others."""
+        """Keeps only the last tokens, as many as have a text that the settled text ends with."""
         count, known = 0, ""
         while not known or not text.endswith(known):
             if count >= len(self._tokens):
@@ -334,6 +326,6 @@ def stop_strings(stop: Any) -> tuple[str, ...]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest ending of `text` that `stop` begins with, and is longer than."""
+    """The length of the longest ending of `text` that is a proper prefix of `stop`."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if stop.startswith(text[-n:])), 0)

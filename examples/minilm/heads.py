@@ -84,7 +84,7 @@ def all_but_one(layers: int, heads: int) -> Bool[Array, "L*N L N"]:
 
 
 def ablated(model: Bert, kept: Bool[Array, "L N"], instead: Float[Array, "L N H"]) -> Bert:
-    """The model in which heads that are not `kept` say `instead` at every token, by its output projections."""
+    """The model in which heads that are not `kept` have the output `instead`, by its output projections."""
 
     def projection(layer: eqx.nn.Linear, stays: Array, other: Array) -> eqx.nn.Linear:
         stays = jnp.repeat(stays, other.shape[-1])

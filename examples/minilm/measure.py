@@ -56,10 +56,7 @@ def energy_report(model: Bert, encoded: Encoded) -> PyTree[Array]:
 
 
 def weights_of(model: Bert, encoded: Encoded) -> Float[Array, "layers B T heads S"]:
-    """The weights of all rows.
-
-    They are attention to values that are the rows of a unit matrix, which is feasible for short sentences.
-    """
+    """The weights of all rows, which short sentences have room for."""
     return jnp.stack([_layer_weights(*at) for at in _layers(model, encoded)])
 
 
@@ -80,16 +77,9 @@ def _layer_report(layer: ea.nn.MultiheadAttention, x: Array, lengths: Array) -> 
 
 @eqx.filter_jit
 def _layer_weights(layer: ea.nn.MultiheadAttention, x: Array, lengths: Array) -> Array:
-    query, key, _ = jax.vmap(lambda x: layer.project(x, x, x))(x)
-    return ea.attention(
-        query, key, one_hot(key), query_seq_lengths=lengths, key_value_seq_lengths=lengths
-    )
-
-
-def one_hot(key: Float[Array, "*B S heads H"]) -> Float[Array, "*B S heads S"]:
-    """Values that are the rows of a unit matrix, for these keys."""
-    *batch, size, heads, _ = key.shape
-    return jnp.broadcast_to(jnp.eye(size, dtype=key.dtype)[:, None], (*batch, size, heads, size))
+    query, key, value = jax.vmap(lambda x: layer.project(x, x, x))(x)
+    padding = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    return ea.FreeEnergy().at(query, key, value, **padding).weights()
 
 
 def looks_at(model: Bert, encoded: Encoded) -> dict[str, np.ndarray]:
@@ -162,7 +152,7 @@ def _row(
     query = query[indices[:1]]
     F = ea.FreeEnergy().at(query, key, value)
     report = ea.energy_report(F, per_query=True)
-    weights = ea.attention(query, key, one_hot(key))[0, 0]
+    weights = F.weights()[0, 0]
     out = F.attention()[0]  # [1, width]
     sizes, directions = jnp.linalg.eigh(F.covariance()[0, 0])
     along = (value[:, 0] - out) @ directions[:, -1]

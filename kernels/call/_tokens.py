@@ -308,15 +308,15 @@ def _with_segments(mask: Segments, tokens: Tokens, query_len: int, key_len: int)
         )
     tokens = tokens.with_positions(query_len, key_len)
 
-    def result(ids: Array, positions: Any) -> tuple[Array, Array]:
+    def ids_at(ids: Array, positions: Any) -> tuple[Array, Array]:
         (batch,) = jnp.broadcast_shapes(ids.shape[:1], positions.shape[:1])
         segments, inside = jax.vmap(looked_up)(
             *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in (ids, positions))
         )
         return segments, jnp.where(inside, positions, -1)
 
-    query_segments, query_positions = result(of_queries, tokens.query_positions)
-    key_segments, key_positions = result(of_keys, tokens.key_positions)
+    query_segments, query_positions = ids_at(of_queries, tokens.query_positions)
+    key_segments, key_positions = ids_at(of_keys, tokens.key_positions)
     return Tokens(query_positions, key_positions, query_segments, key_segments)
 
 

@@ -1,6 +1,6 @@
 """Fold programs: the partial result of two tiles, and how partials are merged and finished.
 
-A fold goes over the tiles of its iterated side, for each tile of its kept side:
+A fold keeps a tile of one side and iterates over the tiles of the other:
 
 | program | kept side | iterated side | results |
 |---|---|---|---|
@@ -10,8 +10,7 @@ A fold goes over the tiles of its iterated side, for each tile of its kept side:
 
 A schedule runs them: XLA's loop on a CPU, and kernels of Pallas on TPUs and GPUs. Tiles are `[..., rows, width]`;
 numbers of each row or key are `[..., 1, rows]`, and within a partial `[..., rows, 1]`. Scores are
-`[..., kept, iterated]`: a fold keeps a tile of one side and iterates over tiles of the other. A program is the same for
-calls of all lengths: none of these functions takes a length.
+`[..., kept, iterated]`. A program is the same for calls of all lengths: none of these functions takes a length.
 """
 
 import abc
@@ -40,7 +39,7 @@ class FoldResult(NamedTuple):
 
 
 class FoldProgram(NamedTuple):
-    """A fold over the tiles of the iterated side: `finish` of their merged `term`s, from `identity` on."""
+    """A fold over iterated tiles: `finish` of their merged `term`s, from `identity` on."""
 
     name: str  # of the kernel
     # (kept tile, iterated tile, pairs, partial so far in the same leaf or None) to the partial

@@ -199,8 +199,8 @@ def committed(name):
 
 
 @functools.cache
-def beside_measured():
-    return json.loads(json.dumps(paper.beside_measured()))
+def stored_rows():
+    return json.loads(json.dumps(paper.paper_rows()))
 
 
 @pytest.mark.parametrize("name", ["tables", "tables-processes"])
@@ -213,7 +213,7 @@ def test_committed_times(name):
         for x in row["methods"].values():
             assert x["same_tokens"]
             assert x["sent_per_step"] == x["predicted_per_step"]
-    leaves, shape = jax.tree.flatten(beside_measured())
+    leaves, shape = jax.tree.flatten(stored_rows())
     stored, same = jax.tree.flatten(found["paper"])
     assert shape == same
     for x, y in zip(leaves, stored, strict=True):  # Python 3.12 sums floats with less rounding

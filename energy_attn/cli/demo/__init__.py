@@ -48,9 +48,9 @@ class TableRow(NamedTuple):
 
     what: str  # the quantity
     measured: str  # its value
-    beside: str = ""  # the value wanted, or one to compare with
-    holds: bool | None = None  # whether the value is right; None where no value is wanted
-    kernel: str = ""  # the kernels that ran; empty where the value is the same with any
+    beside: str = ""  # the expected value, or one to compare with
+    holds: bool | None = None  # whether the value is the expected one; None: none is expected
+    kernel: str = ""  # the kernels that ran; empty if the value does not depend on them
 
 
 def table(lines: list[TableRow]) -> str:
@@ -80,13 +80,13 @@ def run(args: argparse.Namespace) -> int:
         model = byte_llama()
     except (OSError, ValueError, RuntimeError) as error:
         return refuse("demo", error)
-    # By default accelerators round the factors of float32 products.
+    # by default, accelerators round the factors of float32 products
     with jax.default_device(devices[0]), jax.default_matmul_precision("highest"):
         return _run(args, text, devices, model)
 
 
 def _run(args: argparse.Namespace, text: np.ndarray, devices: list[Any], model: Llama) -> int:
-    # The prompt ends at the end of a line.
+    # the prompt ends at the end of a line
     end = args.context + text[args.context :].tobytes().find(b"\n") + 1
     prompt = text[end - args.context : end]
     loss = score(model, prompt)
@@ -161,14 +161,14 @@ def _equalities(tree: Decoded, alone: Decoded, dense: Decoded, context: int) -> 
     lines, count = [], len(tree.tokens)
     for name, other in (("dense decoding", dense), ("one device's", alone)):
         same = int((tree.tokens == other.tokens).sum())
-        found = f"{same} of {count}", "all", same == count
-        lines.append(TableRow(f"bytes equal to {name}", *found, tree.kernels))
+        cells = f"{same} of {count}", "all", same == count
+        lines.append(TableRow(f"bytes equal to {name}", *cells, tree.kernels))
     wrong = errors(tree.traces, tree.cache_content, context)
     for (name, unit), (error, allowed) in zip(
         (("energies", " nats"), ("outputs", "")), wrong, strict=True
     ):
-        found = f"{error:.1e}{unit}", f"at most {allowed:.1e}", bool(error <= allowed)
-        lines.append(TableRow(f"{name}, largest error against float64", *found, tree.kernels))
+        cells = f"{error:.1e}{unit}", f"at most {allowed:.1e}", bool(error <= allowed)
+        lines.append(TableRow(f"{name}, largest error against float64", *cells, tree.kernels))
     return lines
 
 

@@ -1,7 +1,7 @@
 """Decoding in one program, a loop over bytes, compiled ahead of time so that its communication can be counted.
 
-Parts of the time of a byte are differences of programs with and without a part, timed in turn. The checks are attention
-in float64 NumPy, the predicted communication, and the loss on the text.
+The time of a part of a step is the difference between programs with and without it, timed alternately. The checks are
+attention in float64 NumPy, the predicted communication, and the loss on the text.
 """
 
 import contextlib
@@ -29,27 +29,27 @@ from ...models.decoder._read import read_on
 
 
 def kernels(traced: jax.stages.Traced) -> str:
-    """The names of the kernels that a program runs on this machine, each once, in order, joined by commas.
+    """The distinct names of the kernels that a program runs on this machine, in order, joined by commas.
 
-    Neither `reference`, which leaves only its operations in a program, nor any under `jax.vmap`.
+    It finds neither `reference`, which leaves only its operations in a program, nor kernels under `jax.vmap`.
     """
-    found = []
+    names = []
     for equation in jaxprs.equations(traced.jaxpr):
         call: Any = equation.params.get("call")
         if isinstance(getattr(call, "owner", None), derivatives.Attention):
             avals: Any = (x.aval for x in equation.invars)
             (operands,) = call.split(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
-            names, settings = [kernel.name for kernel in call.owner.kernels], call.owner.settings
-            chosen = explain(names, settings, operands, platform_here(), jax.devices()[0])
-            found.append(chosen.name)
-    return ", ".join(dict.fromkeys(found))
+            tried, settings = [kernel.name for kernel in call.owner.kernels], call.owner.settings
+            chosen = explain(tried, settings, operands, platform_here(), jax.devices()[0])
+            names.append(chosen.name)
+    return ", ".join(dict.fromkeys(names))
 
 
 _CHUNK = 512  # bytes of the prompt read at a time
 _TEMPERATURE, _SEED = 0.5, 0  # of the draws: greedy text soon repeats itself
 _EPS = float(np.finfo(np.float32).eps)
 _ROUNDS = 5
-WINDOW = 512  # bytes of the pieces that the library's model has read for most of its training
+WINDOW = 512  # bytes of a piece in most of the training of the library's model
 
 
 class CacheContent(NamedTuple):
@@ -61,13 +61,14 @@ class CacheContent(NamedTuple):
 class Decoded(NamedTuple):
     tokens: np.ndarray  # int `[count]`, the decoded bytes
     prefill_seconds: float  # the time for the prompt, without compilation
-    prefill_kernels: str  # the kernels that read the prompt; empty without any of this library's
-    kernels: str  # those of a step
+    prefill_kernels: str  # the kernels that read the prompt; empty if none is this library's
+    kernels: str  # the kernels of a step
     traces: Trace  # query, output and energy of each layer and step, on the host
     cache_content: CacheContent  # the content of the cache after the last step, on the host
-    # the model, the first byte and the cache of the prompt, from which the loop decodes
-    start: tuple[Llama, Array, DecoderCache]
-    loop: jax.stages.Compiled  # the compiled loop, which consumes the cache that it is given
+    start: tuple[
+        Llama, Array, DecoderCache
+    ]  # the model, the first byte and the cache of the prompt
+    loop: jax.stages.Compiled  # the compiled loop, whose cache is donated
 
     @property
     def slots(self) -> int:
@@ -109,7 +110,7 @@ def gathered(query: Array, key: Array, value: Array, **options: Any) -> Any:
 
 
 def unmerged(query: Array, key: Array, value: Array, **options: Any) -> Any:
-    """Attention of each device to its own keys alone, whose states nothing merges: only to be timed."""
+    """Attention of each device to its own keys, without a merge: for timing only."""
     parallel, options["parallel"] = options["parallel"], None
     names = "query_positions", "key_positions"
     queries, keys = (options.pop(name) for name in names)
@@ -124,7 +125,7 @@ def unmerged(query: Array, key: Array, value: Array, **options: Any) -> Any:
 
 
 def absent(query: Array, key: Array, value: Array, **_: object) -> tuple[Array, Array]:
-    """No attention: the query itself. Only to be timed."""
+    """Returns the query in place of attention: for timing only."""
     return query, query[..., 0]
 
 
@@ -217,23 +218,21 @@ def sent(loop: jax.stages.Compiled, count: int) -> Sent:
 
 
 class TimedLoop(NamedTuple):
-    """A compiled loop over bytes, its start, and the number of calls in a row."""
-
-    decoded: Decoded
+    decoded: Decoded  # has the start of the loop
     loop: jax.stages.Compiled
-    calls: int = 1
+    calls: int = 1  # the number of calls in a row
 
 
 class Parts(NamedTuple):
     """The parts of the time of a byte over a mesh, in seconds."""
 
-    # how much longer a step takes than one in which each device attends to its own keys, and nothing is merged
-    merging: float
-    attending: float  # the time of attention without merges, less that of attention on one device
-    # the time of a step without attention, which every device computes, less that on one device. The three sum up to
-    # the difference from one device.
-    repeating: float
-    calling: float  # how much longer a byte takes where each is a call of a program
+    # the first three sum up to the difference from one device
+    merging: float  # a step, minus a step without merges
+    attending: float  # attention without merges, minus attention on one device
+    repeating: (
+        float  # a step without attention, which every device computes, minus that on one device
+    )
+    calling: float  # a byte in a call of a program for each, minus a byte in the loop
     calling_one: float  # as `calling`, on one device
 
 
@@ -265,7 +264,7 @@ def parts(tree: Decoded, alone: Decoded, mesh: jax.sharding.Mesh, over: Sequence
 def medians(runs: dict[str, TimedLoop]) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(_ROUNDS):
-        first = turn % len(runs)  # none is always the first
+        first = turn % len(runs)  # each is the first in turn
         for name in (*runs, *runs)[first : first + len(runs)]:
             seconds[name].append(_seconds(runs[name]))
     return {name: statistics.median(each) for name, each in seconds.items()}
@@ -344,7 +343,7 @@ def surprise(model: Llama, tokens: Int[Array, "batch read"]) -> Float[Array, "ba
 
 
 class Score(NamedTuple):
-    """The loss on the last `WINDOW` bytes, given at most `WINDOW` bytes each, and given all of them by `kernels`."""
+    """The loss on the last `WINDOW` bytes, given up to `WINDOW` bytes before each, and given all, by `kernels`."""
 
     near: float
     far: float

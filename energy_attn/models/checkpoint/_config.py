@@ -1,8 +1,8 @@
 """The files of a checkpoint: its folder, the identity of the save that wrote them, and its `config.json`.
 
 `save` writes files under new names, then replaces the file of weights (or the index of several), and then
-`config.json`. Until the last step, the new `config.json` has a name with the identity of its save, which the weights
-contain too. Readers prefer it to the old one, so that a save killed between the two replacements is complete.
+`config.json`. Until the last step, the new `config.json` has a name with the identity of its save, which is in the
+weights as well. A reader prefers that file to the old one, so that a save killed between the two steps is complete.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        # some of their subclasses, such as `UnicodeError`s, cannot be made of a message
+        # some subclasses, such as `UnicodeError`, take more than a message
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{path}: {error}") from error
 
@@ -71,7 +71,7 @@ def end_tokens(entries: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 SAVE = "energy_attn_save"  # the key of the identity of a save, in metadata and config.json
-# Fields without effect on the logits.
+# Fields that do not change the logits.
 _OF_NO_EFFECT = frozenset(
     {
         SAVE,
@@ -107,32 +107,20 @@ _OF_NO_EFFECT = frozenset(
     }
 )
 # Fields of other families, with the value that describes Llama (in every layer, for lists).
+_ABSENT = (
+    *("is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder", "rope_interleaved"),
+    *("lm_head_bias", "attention_bias", "mlp_bias", "use_sliding_window"),
+)
+# transformers ignores `attn_factor` and `extrapolation_factor`, which are from YaRN's first code
+_FACTORS = "full_attn_mod", "interpolate_factor", "attn_factor", "extrapolation_factor"
 _ELSEWHERE: Mapping[str, Any] = {
-    **dict.fromkeys(
-        (
-            *(
-                "is_encoder_decoder",
-                "add_cross_attention",
-                "tie_encoder_decoder",
-                "rope_interleaved",
-            ),
-            *("lm_head_bias", "attention_bias", "mlp_bias", "use_sliding_window"),
-        ),
-        False,
-    ),
-    # transformers ignores `attn_factor` and `extrapolation_factor`, which are from YaRN's first code
-    **dict.fromkeys(
-        ("full_attn_mod", "interpolate_factor", "attn_factor", "extrapolation_factor"), 1
-    ),
+    **dict.fromkeys(_ABSENT, False),
+    **dict.fromkeys(_FACTORS, 1),
     **{"is_causal": True, "pruned_heads": {}, "layer_types": "full_attention", "no_rope_layers": 1},
 }
-# Other names that transformers has for the same activations.
-_SAME = {
-    "swish": "silu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_pytorch_tanh",
-    "gelu_python_tanh": "gelu_pytorch_tanh",
-}
+# Other names of activations in transformers.
+_TANH = "gelu_pytorch_tanh"
+_SAME = {"swish": "silu", "gelu_python": "gelu", "gelu_new": _TANH, "gelu_python_tanh": _TANH}
 
 
 def check_activation(name: str, entries: Mapping[str, Any], wanted: str) -> None:
@@ -148,7 +136,7 @@ def check_only(entries: Mapping[str, Any], only: Mapping[str, Any]) -> None:
 
 
 def check_fields(entries: Mapping[str, Any], read: Collection[str]) -> None:
-    """Raises `ValueError` for fields other than those in `read` that may change the logits."""
+    """Raises `ValueError` for fields that are not in `read` and may change the logits."""
     unknown = {
         name: value
         for name, value in entries.items()
@@ -182,13 +170,13 @@ def checked(directory: object) -> Path:
 
 
 def located(directory: object) -> Path:
-    """Returns the folder to read: for "demo" the library's own checkpoint, unless a file has that name."""
+    """Returns the folder to read: for "demo" the library's own, unless a file or folder has that name."""
     folder = checked(directory)
     return DEMO if folder == Path("demo") and not folder.exists() else folder
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Returns the path of a file in the folder; raises `ValueError` for an invalid name or a path outside of it."""
+    """Returns the path of a file in the folder; raises `ValueError` if its name is invalid or leads outside."""
     root = folder.resolve()
     roots = [root]
     if root.parent.name == "snapshots":  # Hugging Face's cache: links to the folder of blobs
@@ -219,7 +207,7 @@ def read_config(
     entries = read_json(file, CONFIG)
     with naming(file):
         family = family_of(entries, families)
-        config = family.read(entries)
+        config: Any = family.read(entries)
     config_save = identity_of(entries)
     if None not in (save, config_save) and save != config_save:
         raise ValueError(
@@ -231,16 +219,12 @@ def read_config(
         options = read_json(path, path.name)
         if "eos_token_id" in options:
             with naming(path):
-                config = replaced(config, eos_token_id=end_tokens(options))
+                config = dataclasses.replace(config, eos_token_id=end_tokens(options))
     return config, family
 
 
-def replaced(config: Any, **fields: Any) -> Any:
-    return dataclasses.replace(config, **fields)
-
-
 def identity(folder: Path) -> str | None:
-    """Returns the identity of the save that wrote the weights of a folder, or None if they do not name one."""
+    """Returns the identity of the save that wrote the weights of a folder, or None if they have none."""
     try:
         if os.path.lexists(file := inside(folder, WHOLE)):
             return identity_of(safetensors.header(file).metadata)

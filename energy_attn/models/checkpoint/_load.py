@@ -1,5 +1,6 @@
 """Reads a model from a folder with Hugging Face's `config.json` and safetensors files."""
 
+import dataclasses
 import os
 import re
 import warnings
@@ -35,7 +36,6 @@ from ._config import (
     located,
     read_config,
     read_index,
-    replaced,
 )
 from ._shard import along, shardings
 
@@ -114,7 +114,7 @@ def _part(index: Any, shape: tuple[int, ...]) -> safetensors.Part:
 
 
 def named(model: AbstractModel) -> dict[str, Any]:
-    """Returns the weights of a model by name; a checkpoint may have other names."""
+    """Returns the weights of a model by their names here, which a checkpoint may have changed."""
     weights = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -158,10 +158,8 @@ def _stored(folder: Path) -> tuple[dict[str, safetensors.Tensor], str | None]:
     return tensors, save
 
 
-def _with_own_head(
-    config: AbstractModelConfig, stored: Mapping[str, safetensors.Tensor]
-) -> AbstractModelConfig:
-    """Returns the configuration without tied embeddings if the files have another head, which transformers uses too."""
+def _with_own_head(config: Any, stored: Mapping[str, safetensors.Tensor]) -> AbstractModelConfig:
+    """Unties the embeddings of a configuration if the files have another head, which transformers uses too."""
     if not (isinstance(config, AbstractDecoderConfig) and config.tie_word_embeddings):
         return config
     both = [stored[name] for name in (_HEAD, _EMBEDDING) if name in stored]
@@ -172,7 +170,7 @@ def _with_own_head(
         f"although tie_word_embeddings is true in {CONFIG}",
         stacklevel=4,
     )
-    return replaced(config, tie_word_embeddings=False)
+    return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def _check_layers(
@@ -264,9 +262,9 @@ def _matching(
     return stored_dtype
 
 
-# MXFP4, the four-bit format of gpt-oss: blocks of 32 weights share a power of two; read as bfloat16. The file stores a
-# weight `[E, in, out]` as bytes `[E, out, in / 32, 16]`, the earlier of two weights in the lower half of a byte, and as
-# exponents `[E, out, in / 32]`. Source: OCP Microscaling Formats (MX), version 1.0, sections 5.2 and 6.3.
+# MXFP4, the four-bit format of gpt-oss, read as bfloat16: blocks of 32 weights share a power of two. A weight
+# `[E, in, out]` is stored as bytes `[E, out, in / 32, 16]`, with the first of two weights in the lower half of a byte,
+# and as exponents `[E, out, in / 32]`. Source: OCP Microscaling Formats (MX), version 1.0, sections 5.2 and 6.3.
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BIAS, _NAN = 127, 255  # exponents: their bias, and the code of NaN
 _BLOCK = 32
@@ -275,7 +273,7 @@ _VALUES = np.array([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
 
 
 def unpacked(tensors: dict[str, safetensors.Tensor]) -> dict[str, safetensors.Tensor]:
-    """Replaces each pair of blocks and scales by one bfloat16 tensor, unpacked when read; raises `ValueError`."""
+    """Replaces each pair of blocks and scales by one bfloat16 tensor, which is unpacked when it is read."""
     result = {}
     for name, tensor in tensors.items():
         if name.endswith(_BLOCKS):

@@ -28,7 +28,7 @@ _OURS = re.compile(
     rf"|(model(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?|config\.json)"
     rf"(\.{files.IDENTITY})?\.unfinished"
 )
-# Files of transformers: a reader would prefer an old file with one of these names.
+# Files of transformers, removed as a reader would prefer them.
 _THEIRS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -71,7 +71,7 @@ def save(model: AbstractModel, directory: object, max_shard_size: int) -> None:
 
 
 class _Written(NamedTuple):
-    """One stored tensor and the weights packed in it, each with its place and its index along axis 0, or None."""
+    """One stored tensor, and the weights packed in it: their places, arrays, and indices along axis 0, or None."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

@@ -19,8 +19,8 @@ Leaf = Array | jax.ShapeDtypeStruct
 _OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 _INPUTS = ("o_proj", "down_proj")
 _EXPERTS = "experts"
-# Split by rows (tokens): each device has some of the logits. Split by columns, it would have partial sums of all
-# logits, the largest array.
+# Split by rows, which are tokens: each device computes some of the logits. Split by columns, it would compute partial
+# sums of all logits, the largest array.
 _VOCABULARY = ("embed_tokens", "lm_head", "word_embeddings")
 
 
@@ -77,7 +77,7 @@ def shard(model: Model, mesh: Mesh, *, tensor: str = "tensor") -> Model:
 
 
 def along(model: Model, mesh: Mesh, tensor: str) -> Model:
-    """Tells the experts of a model the mesh axis that they are sharded over, if the mesh has it."""
+    """Sets the mesh axis of a model's experts to `tensor`, if the mesh has that axis."""
     axis = tensor if dict(mesh.shape).get(tensor, 1) > 1 else None
 
     def with_axis(x: Any) -> Any:

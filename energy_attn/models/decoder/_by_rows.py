@@ -6,7 +6,7 @@ tokens, folded by one tree.
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -29,13 +29,13 @@ from energy_attn.kernels.internal import (
 )
 
 Axes = tuple[str, ...]
-# Rows of a tile: as few as hold all rows, within these bounds, as a row has the same bits in tiles of all these sizes.
+# Bounds of the rows of a tile, which is as small as holds all rows: bits of a row are the same in tiles of these sizes.
 _LEAST, _MOST = 8, 128
-_TOKENS = 128  # of a tile of gradients: of one sequence, from a multiple of it on
+_TOKENS = 128  # rows of a tile of gradients: consecutive tokens of one sequence
 
 
 def rows_of(policy: CallPolicy) -> Callable[..., Any]:
-    """Called as `rows(f, *arrays)`, with a function of arrays `[#batch, time, ...]` that maps each row by itself."""
+    """Returns `rows(f, *arrays)`, for a function of arrays `[#batch, time, ...]` that maps each token separately."""
     return by_rows if policy.row_tiles else apply_directly
 
 
@@ -44,10 +44,10 @@ def apply_directly(f: Callable[..., Any], *rows: PyTree) -> Any:
 
 
 def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
-    """`f(*rows)`, where `f` maps arrays `[#batch, time, ...]` to such arrays row by row: in tiles `[1, size, ...]`."""
+    """Computes `f(*rows)`, where `f` maps each row of `[#batch, time, ...]` separately, in tiles `[1, size, ...]`."""
     leaves, form = jax.tree.flatten(rows)
     batch, time = np.broadcast_shapes(*(x.shape[:2] for x in leaves))
-    if not batch * time:  # no row, no bit
+    if not batch * time:
         return f(*rows)
     leaves = mesh_axes.vary_together([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in leaves])
     size = min(_MOST, max(_LEAST, 1 << (batch * time - 1).bit_length()))
@@ -56,7 +56,9 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
     def traced(size: int) -> tuple[ClosedJaxpr, Any]:
         tile = [_in_tiles(x, size)[0] for x in leaves]
         program = jax.make_jaxpr(lambda *x: f(*jax.tree.unflatten(form, x)), return_shape=True)
-        with _on_one_device(axes):
+        # a tile is computed on one device: without a mesh, sharded experts are whole
+        alone = jax.sharding.use_abstract_mesh(AbstractMesh((), ())) if axes else nullcontext()
+        with alone:
             return program(*tile)
 
     program, out = traced(size)
@@ -92,20 +94,20 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
         return run(saved, cotangents)
 
     apply.defvjp(forward, backward)
-    found = apply([jnp.asarray(x) for x in program.consts], leaves)
-    return jax.tree.unflatten(jax.tree.structure(out), found)
+    results = apply([jnp.asarray(x) for x in program.consts], leaves)
+    return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
 def _run(program: ClosedJaxpr) -> Callable[..., list[Array]]:
-    """The program of each tile, in a loop. `jax.vmap` gives it more tiles."""
+    """Returns a loop that runs the program for each tile; under `jax.vmap` it has more tiles."""
 
     @custom_vmap
     def run(consts: list[Array], tiles: list[Array]) -> list[Array]:
         def tile(n: Array) -> list[Array]:
-            # apart, as weights do not vary over the mesh axes of `jax.shard_map` that rows do
+            # two barriers, as rows vary over mesh axes of `jax.shard_map` that weights do not
             weights = lax.optimization_barrier(consts)
-            given = lax.optimization_barrier([x[n] for x in tiles])
-            return lax.optimization_barrier(evaluated(program.jaxpr, weights, given))
+            rows = lax.optimization_barrier([x[n] for x in tiles])
+            return lax.optimization_barrier(evaluated(program.jaxpr, weights, rows))
 
         return each(tile, len(tiles[0]), tiles[0], anywhere=True)
 
@@ -119,14 +121,14 @@ def _run(program: ClosedJaxpr) -> Callable[..., list[Array]]:
             x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
             for x, is_mapped in zip(tiles, mapped[1], strict=True)
         ]
-        found = run(consts, [lax.collapse(x, 0, 2) for x in tiles])
-        return [x.reshape(size, -1, *x.shape[1:]) for x in found], [True] * len(found)
+        results = run(consts, [lax.collapse(x, 0, 2) for x in tiles])
+        return [x.reshape(size, -1, *x.shape[1:]) for x in results], [True] * len(results)
 
     return run
 
 
 def _in_tiles(x: Array, size: int) -> Array:
-    """`[B, T, ...]` as `[tiles, 1, size, ...]`, with zeros behind the last row."""
+    """Reshapes `[B, T, ...]` to `[tiles, 1, size, ...]`, padded with zeros."""
     x = lax.collapse(x, 0, 2)
     x = _padded(x, 0, -len(x) % size)
     return x.reshape(-1, 1, size, *x.shape[1:])
@@ -144,21 +146,13 @@ def _padded(x: Array, axis: int, count: int) -> Array:
 
 
 def _mesh_axes() -> Axes:
-    """The axes of the mesh in force, unless a surrounding `jax.shard_map` has taken them.
-
-    Raises `NotImplementedError` for explicit ones, by whose types arrays of tiles would have to be sharded.
-    """
+    """The axes of the current mesh, or none inside `jax.shard_map`; raises `NotImplementedError` for explicit axes."""
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
         raise NotImplementedError(
             f"reproducible: wanted a mesh of automatic axes for a decoder, got {mesh}"
         )
     return () if AxisType.Manual in mesh.axis_types else mesh.axis_names
-
-
-def _on_one_device(axes: Axes) -> AbstractContextManager[None]:
-    """A context without the mesh of these axes, to trace a tile: experts that are sharded over one are whole."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), ())) if axes else nullcontext()
 
 
 def _device_count(axes: Axes) -> int:
@@ -169,27 +163,21 @@ def _device_count(axes: Axes) -> int:
 def _over_devices(
     run: Callable[[list[Array], Any], Any], axes: Axes, out_specs: PyTree[jax.P]
 ) -> Callable[..., Any]:
-    """`run(weights, tiles)` on each device, with the weights whole and its part of the tiles, or all of them."""
+    """Runs `run(weights, tiles)` on each device of `axes`, with all weights and its share of the tiles."""
     # a traced program does not tell which values vary over devices
     in_specs = jax.P(), jax.P(axes)
     return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 class TileAssignment(NamedTuple):
-    """The tiles of each device, in units that are whole subtrees; static.
+    """The tiles of each device, in units that are whole subtrees, as a sequence is one; static."""
 
-    Attributes:
-        tiles: the index of each tile of a unit, the tiles of a sequence after the sequence before; -1 for none,
-            `[units, most]`.
-        numbers: the number of each in the tree over all, or -1. A sequence is a whole subtree.
-    """
-
-    tiles: np.ndarray
-    numbers: np.ndarray
+    tiles: np.ndarray  # `[units, most]`, indices of the tiles of all sequences in order; -1: none
+    numbers: np.ndarray  # the number of each tile in the tree over all, or -1
 
 
 def _assigned(batch: int, count: int, devices: int) -> TileAssignment:
-    """`count` tiles of each of `batch` sequences, among devices."""
+    """Assigns `count` tiles of each of `batch` sequences to devices."""
     places = 1 << (count - 1).bit_length()
     numbers = (np.arange(batch)[:, None] * places + np.arange(count)).reshape(-1)
     size = 1 << (batch * places - 1).bit_length()
@@ -197,15 +185,14 @@ def _assigned(batch: int, count: int, devices: int) -> TileAssignment:
         size //= 2
     units = -(-batch * places // size)
     units += -units % devices
-    here = [np.flatnonzero(numbers // size == unit) for unit in range(units)]
+    of_units = [np.flatnonzero(numbers // size == unit) for unit in range(units)]
     # at least two: a single tile has a static index, and XLA fuses reads of it with other operations
-    most = max(2, *map(len, here))
-    tiles = np.stack([np.pad(x, (0, most - len(x)), constant_values=-1) for x in here])
+    most = max(2, *map(len, of_units))
+    tiles = np.stack([np.pad(x, (0, most - len(x)), constant_values=-1) for x in of_units])
     return TileAssignment(tiles, np.where(tiles < 0, -1, numbers[tiles]).astype(np.int32))
 
 
-# One function, as the derivative's program, its loop and the order of its results share the lists of arrays that have
-# gradients.
+# One long function: the derivative's program, its loop and the order of its results all depend on `kinds`.
 def _gradients(
     program: ClosedJaxpr,
     consts: list[Array],
@@ -242,7 +229,7 @@ def _gradients(
     tiles = [_in_tiles(_padded(x, 1, -time % _TOKENS), _TOKENS) for x in (*rows, *cotangents)]
     backward = jax.make_jaxpr(pulled)(*consts, *(x[0] for x in tiles))
     weights = sum(kinds[: len(consts)])
-    none = [jnp.zeros(x.shape, lse_dtype(x.dtype)) for x in backward.out_avals[:weights]]
+    zeros = [jnp.zeros(x.shape, lse_dtype(x.dtype)) for x in backward.out_avals[:weights]]
     depth = assignment.numbers.max().item().bit_length() + 1
 
     def of_unit(
@@ -253,45 +240,45 @@ def _gradients(
         def one(
             n: Array, carry: tuple[list[Array], canonical_tree.Fold]
         ) -> tuple[list[Array], canonical_tree.Fold]:
-            found, fold = carry
-            at = lax.optimization_barrier([x[n] for x in tiles])
-            inputs = [*lax.optimization_barrier(consts), *at]
+            d_rows, fold = carry
+            tile = lax.optimization_barrier([x[n] for x in tiles])
+            inputs = [*lax.optimization_barrier(consts), *tile]
             results = evaluated(backward.jaxpr, backward.consts, inputs)
             results = lax.optimization_barrier(results)
-            found = [
+            d_rows = [
                 lax.dynamic_update_index_in_dim(xs, x, n, 0)
-                for xs, x in zip(found, results[weights:], strict=True)
+                for xs, x in zip(d_rows, results[weights:], strict=True)
             ]
-            item = [x.astype(y.dtype) for x, y in zip(results[:weights], none, strict=True)]
-            return found, canonical_tree.insert(fold, numbers[n], item, _plus)
+            item = [x.astype(y.dtype) for x, y in zip(results[:weights], zeros, strict=True)]
+            return d_rows, canonical_tree.insert(fold, numbers[n], item, _plus)
 
-        kinds = backward.out_avals[weights:]
-        found = [jnp.zeros((len(numbers), *x.shape), x.dtype) for x in kinds]
+        avals = backward.out_avals[weights:]
+        d_rows = [jnp.zeros((len(numbers), *x.shape), x.dtype) for x in avals]
         live = (numbers >= 0).sum(dtype=jnp.int32)
-        begin = found, canonical_tree.start(none, depth, numbers[0])
-        found, fold = lax.fori_loop(jnp.int32(0), lax.optimization_barrier(live), one, begin)
-        return canonical_tree.result(fold, _plus), found
+        begin = d_rows, canonical_tree.start(zeros, depth, numbers[0])
+        d_rows, fold = lax.fori_loop(jnp.int32(0), lax.optimization_barrier(live), one, begin)
+        return canonical_tree.result(fold, _plus), d_rows
 
     def of_device(
-        consts: list[Array], given: tuple[Array, list[Array]]
+        consts: list[Array], numbered: tuple[Array, list[Array]]
     ) -> tuple[list[Array], list[Array]]:
-        numbers, tiles = given
+        numbers, tiles = numbered
         units = [of_unit(consts, numbers[i], [x[i] for x in tiles]) for i in range(len(numbers))]
-        nodes, found = (
+        nodes, d_rows = (
             [jnp.stack(x) for x in zip(*y, strict=True)] for y in zip(*units, strict=True)
         )
         if not axes:
-            return [x[0] for x in nodes], found
-        return _folded_across(nodes, numbers[:, 0], axes), found
+            return [x[0] for x in nodes], d_rows
+        return _folded_across(nodes, numbers[:, 0], axes), d_rows
 
     run = _over_devices(of_device, axes, (jax.P(), jax.P(axes))) if axes else of_device
     of_units = [x[assignment.tiles] for x in tiles]  # any tile where absent
-    total, found = run(consts, (jnp.asarray(assignment.numbers), of_units))
+    total, d_rows = run(consts, (jnp.asarray(assignment.numbers), of_units))
     order = np.argsort(assignment.tiles.reshape(-1), kind="stable")[-batch * count :]
-    found = [_from_tiles(lax.collapse(x, 0, 2)[order], batch, count * _TOKENS) for x in found]
+    d_rows = [_from_tiles(lax.collapse(x, 0, 2)[order], batch, count * _TOKENS) for x in d_rows]
     flat = iter(x.astype(y.dtype) for x, y in zip(total, backward.out_avals, strict=False))
     d_consts = [next(flat) if kind else None for kind in kinds[: len(consts)]]
-    flat = iter(x[:, :time] for x in found)
+    flat = iter(x[:, :time] for x in d_rows)
     return d_consts, [next(flat) if kind else None for kind in kinds[len(consts) :]]
 
 
@@ -312,8 +299,8 @@ def _folded_across(nodes: list[Array], numbers: Array, axes: Axes) -> list[Array
         flat = x.reshape(units, -1)
         size = flat.shape[1]
         flat = _padded(flat, 1, -size % devices).reshape(units, devices, -1)
-        mine = lax.all_to_all(flat, axes, 1, 0, tiled=False)  # [devices, units, part]
-        items = mine.reshape(devices * units, -1)
+        parts = lax.all_to_all(flat, axes, 1, 0, tiled=False)  # [devices, units, part]
+        items = parts.reshape(devices * units, -1)
         total = canonical_tree.folded(everyone, items, jnp.zeros_like(items[0]), jnp.add)
         whole = lax.all_gather(total, axes, tiled=True)
         return whole[:size].reshape(shape)

@@ -18,13 +18,7 @@ from ._config import AbstractDecoderConfig
 
 
 class TreeOutput(NamedTuple):
-    """The result of a decoder's `read_tree`; the cache does not hold it yet.
-
-    Attributes:
-        logits: for the token after each node; float32, or float64 where the weights are.
-        keys: of each layer, after the rotary embedding.
-        values: of each layer.
-    """
+    """The result of `AbstractDecoder.read_tree`, whose documentation describes the fields."""
 
     logits: Float[Array, "batch nodes vocab"]
     keys: tuple[Float[Array, "batch nodes kv_heads width"], ...]
@@ -37,8 +31,8 @@ class DecoderCache(eqx.Module):
     Attributes:
         layers: a [`KVCache`][energy_attn.distributed.KVCache] for each layer, or, after a `fork`, a
             [`ForkedCache`][energy_attn.distributed.ForkedCache]; keys are stored after the rotary embedding.
-        slots: the number of tokens that it was made for. Rotary embeddings that depend on the length of the
-            text are computed for this length. None: its capacity.
+        slots: the number of tokens that it was made for, for which rotary embeddings that depend on the length of
+            the text are computed; None: its capacity.
 
     Examples:
         >>> import jax
@@ -86,7 +80,7 @@ class DecoderCache(eqx.Module):
     def replace(self, rows: Int[Array, " n"], other: "DecoderCache") -> "DecoderCache":
         """Replaces some rows by the rows of another cache.
 
-        A prompt that was read into a cache of one row enters a batch that is being decoded this way.
+        This is how a prompt that was read into a cache of one row enters a batch that is being decoded.
 
         Args:
             rows: `[n]`, the rows to replace.
@@ -106,8 +100,8 @@ class DecoderCache(eqx.Module):
     def fork(self, count: int, *, capacity: int, block_size: int | None = None) -> "DecoderCache":
         """Makes `count` rows of each row, which share its tokens.
 
-        A decoder reads on with it as with any cache; in a step, each prompt is read once for all rows that
-        continue it. `read_tree` does not take it.
+        A decoder reads on with the fork as with any cache, and a step reads each prompt once for all rows that
+        continue it. `read_tree` does not take a fork.
 
         Args:
             count: the number of consecutive rows that share the tokens of one.
@@ -116,9 +110,9 @@ class DecoderCache(eqx.Module):
                 device holds fewer.
 
         Raises:
-            TypeError: no integers, or the cache is a fork.
-            ValueError: numbers below one, or the mesh, as for
-                [`KVCache.fork`][energy_attn.distributed.KVCache.fork].
+            TypeError: an argument is not an integer, or the cache is a fork.
+            ValueError: a number below one, or a mesh that [`KVCache.fork`][energy_attn.distributed.KVCache.fork]
+                refuses.
 
         Examples:
             >>> import jax, jax.numpy as jnp
@@ -200,14 +194,7 @@ def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> Non
 
 
 class DecoderOutput(NamedTuple):
-    """The result of calling a decoder.
-
-    Attributes:
-        logits: float32, or float64 where the weights are.
-        cache: the cache with these tokens in it; None if none was given.
-        energies: the free energy of each layer, position and head in nats, or None. With another
-            `attend`, its second result, stacked over layers.
-    """
+    """The result of calling a decoder: see `AbstractDecoder.__call__`."""
 
     logits: Float[Array, "batch time vocab"]
     cache: DecoderCache | None

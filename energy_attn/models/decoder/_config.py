@@ -18,18 +18,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The tensors that hold a weight."""
+    """The tensors of a file that hold a weight."""
 
-    names: tuple[str, ...]  # one, or one for each index of the weight's first axis
+    names: tuple[str, ...]  # one tensor, or one for each index of the weight's first axis
     is_split: bool = False  # whether there is one for each index
-    swapped: bool = False  # whether the last two axes have changed places in the file
-    # the axis of the weight along which a tensor has more than it, or None
-    axis: int | None = None
-    start: int = 0  # the first index along that axis
-    step: int = 1  # the distance of two indices along it
-    total: int = 0  # the size of the tensor along it
-    # in which the weight is kept; None: that of the others
-    dtype: np.dtype | None = None
+    swapped: bool = False  # whether the file has the last two axes swapped
+    axis: int | None = None  # the axis along which the tensor holds more than this weight, or None
+    start: int = 0  # the weight's first index along that axis
+    step: int = 1  # the distance between its indices
+    total: int = 0  # the size of the tensor along that axis
+    dtype: np.dtype | None = None  # the dtype that the weight always has; None: the model's
 
     def shape(self, weight: Shape) -> Shape:
         sizes = list(weight)
@@ -40,7 +38,7 @@ class StoredWeight:
         return tuple(sizes[self.is_split :])
 
     def _slices(self, part: safetensors.Part) -> tuple[slice, ...]:
-        """The slices of a tensor whose axes are in the weight's order, for a part of what it holds of the weight."""
+        """The slices of a tensor, with its axes in the weight's order, that hold a part of the weight."""
         slices = [slice(*bounds) for bounds in part]
         if self.axis is not None:
             axis = self.axis - self.is_split
@@ -71,13 +69,13 @@ class StoredWeight:
         return out
 
     def within(self, tensor: np.ndarray, weight: Shape) -> np.ndarray:
-        """The view of a weight of this shape, or of one index of its first axis, in its tensor."""
+        """Returns the view of a tensor that holds a weight of this shape, or one index of its first axis."""
         view = tensor.swapaxes(-1, -2) if self.swapped else tensor
         return view[self._slices(tuple((0, size) for size in weight[self.is_split :]))]
 
 
 class AbstractModelConfig(abc.ABC):
-    """The sizes of a model that its checkpoints need, and its sharding, under Hugging Face's names.
+    """The sizes of a model that its checkpoints and its sharding need, under Hugging Face's names.
 
     A configuration is hashable, as it is a static field of its model: a frozen dataclass.
     """
@@ -93,7 +91,7 @@ class AbstractModelConfig(abc.ABC):
 
     @abc.abstractmethod
     def ignores(self, name: str, names: Collection[str]) -> bool:
-        """Whether a tensor of a checkpoint with these `names` has no weight of the model, and may be there."""
+        """Whether a checkpoint with tensors of these `names` may have this one, which holds none of its weights."""
 
     @abc.abstractmethod
     def to_json(self) -> dict[str, Any]: ...
@@ -116,18 +114,15 @@ class AbstractDecoderConfig(AbstractModelConfig):
 
 
 class AbstractExperts(eqx.Module):
-    """Weights of experts, stacked along their first axis; a dataclass without an `__init__` of its own.
+    """Weights of experts, stacked along their first axis; `dataclasses.replace` sets the `axis`."""
 
-    `axis` is the mesh axis that the experts are sharded over, which [`shard`][energy_attn.models.shard] sets, or None.
-    """
-
-    axis: eqx.AbstractVar[str | None]
+    axis: eqx.AbstractVar[str | None]  # the mesh axis that the experts are sharded over, or None
 
 
 def check_numbers(
     config: Any, positive: Collection[str] = (), least: Mapping[str, int] = MappingProxyType({})
 ) -> None:
-    """Checks the numbers and flags of a dataclass by the types of its fields; None may be where it is the default.
+    """Checks the numbers and flags of a dataclass by the types of its fields; a default of None is allowed.
 
     Integers are at least 1, or `least`; numbers in `positive` are above 0. Raises `TypeError` or `ValueError`.
     """
@@ -145,7 +140,7 @@ def check_numbers(
 
 
 def check_that(config: Any, name: str, holds: bool, wanted: str) -> None:
-    """Raises `ValueError` for a field of a dataclass, unless something holds of it."""
+    """Raises `ValueError` for a field of a dataclass, unless a condition holds."""
     if not holds:
         raise ValueError(f"{name}: wanted {wanted}, got {getattr(config, name)}")
 
@@ -158,6 +153,6 @@ def check_positive(name: str, x: object) -> float:
 
 
 class AbstractModel(eqx.Module):
-    """A model that has checkpoints, and a sharding on a mesh, by its `config`."""
+    """A model whose `config` knows its checkpoints and its sharding on a mesh."""
 
     config: eqx.AbstractVar[Any]  # an `AbstractModelConfig`; to pyright, fields are invariant

@@ -37,9 +37,8 @@ class See:
     """The attention of a layer, called with its queries, keys, values and options."""
 
     attend: Callable[..., tuple[Array, Any]]  # returns the output of attention and an extra result
-    parallel: (
-        SequenceParallel | None
-    )  # the mesh axes that the layer's tokens are sharded over, or None
+    # the mesh axes that the layer's tokens are sharded over, or None
+    parallel: SequenceParallel | None
     rows: Callable[..., Any]  # computes the rest of the layer, as `rows_of` says
 
     def __call__(self, query: Array, key: Array, value: Array, **options: Any) -> tuple[Array, Any]:
@@ -70,9 +69,9 @@ def _through(
     policy: CallPolicy,
     parallel: SequenceParallel | None = None,
 ) -> tuple[Array, list[Any]]:
-    """Final hidden states, by the attention of each layer, and the layers' extra results."""
+    """Final hidden states, with one attention function per layer, and the layers' extra results."""
     rows, extras = rows_of(policy), []
-    sharded = None if policy.row_tiles else parallel  # tiles never are
+    sharded = None if policy.row_tiles else parallel  # tiles of rows are never sharded
     for i, (layer, attend) in enumerate(zip(model.layers, attends, strict=True)):
         with placed(f"layers[{i}]"):
             x, extra = layer(x, rope, See(attend, sharded, rows))
@@ -94,11 +93,12 @@ def read_alone(
     if positions is not None:
         token_positions = positions = checks.as_int32(check_tokens("positions", positions))
         checks.check_broadcastable("positions", token_positions, (batch, time))
-    options: Any = {"query_positions": positions, "key_positions": positions, "parallel": parallel}
+    bound = policy.bind(attend)
+    call_options = {"query_positions": positions, "key_positions": positions, "parallel": parallel}
 
-    def see(query: Array, key: Array, value: Array, **own: Any) -> tuple[Array, Trace]:
-        call = policy.bind(attend)
-        out, energy = call(query, key, value, **own, is_causal=True, **options, return_energy=True)
+    def see(query: Array, key: Array, value: Array, **of_layer: Any) -> tuple[Array, Trace]:
+        options = {**call_options, **of_layer}
+        out, energy = bound(query, key, value, **options, is_causal=True, return_energy=True)
         return out, Trace(query, out, energy)
 
     rows = rows_of(policy)
@@ -118,10 +118,10 @@ def read_on(
     *,
     split: bool = False,
 ) -> tuple[Array, DecoderCache, Trace]:
-    """Final hidden states of tokens behind a cache, the cache with them, and a trace of attention.
+    """Final hidden states of tokens that follow a cache, the cache with them, and a trace of attention.
 
-    The cache has room for `counts` tokens of each row. With `split`, each of the cache's devices
-    reads its share of the tokens, whose number they divide; otherwise every device reads them all.
+    The cache has room for `counts` tokens of each row. With `split`, each of the cache's devices reads an equal share
+    of the tokens; otherwise every device reads them all.
     """
     parallel, rows = cache.parallel, rows_of(policy)
     positions = positions_from(cache.lengths, counts, tokens.shape[1])
@@ -145,8 +145,8 @@ def read_on(
         return out, (stored, Trace(query, out, energy))
 
     attends = (functools.partial(see, stored) for stored in cache.layers)
-    x, found = _through(model, x, rope, attends, policy, parallel if split else None)
-    layers, traces = zip(*found, strict=True)
+    x, extras = _through(model, x, rope, attends, policy, parallel if split else None)
+    layers, traces = zip(*extras, strict=True)
     return x, cache.with_layers(layers), stacked(traces)
 
 
@@ -167,10 +167,7 @@ def _attend_causally(
 
 
 def _options_of(attend: Callable[..., Any]) -> dict[str, Any]:
-    """The options of `attention`, or of a `functools.partial` of it, for the attention over a fork.
-
-    Raises `ValueError` for another function, and `NotImplementedError` where energies are recorded.
-    """
+    """The options that `attend`, a `functools.partial` of `attention`, adds; raises for what a fork does not take."""
     if recorders.value:
         raise NotImplementedError(
             "cache: wanted one that is no fork where energies are recorded, got a ForkedCache"
@@ -198,12 +195,12 @@ def read_chunks(
 ) -> tuple[Array, DecoderCache]:
     """The final hidden state of each row's last token, `[B, 1, D]`, and the cache with all tokens.
 
-    Reads `chunk_size` tokens at a time, split over the cache's devices. `tell` is called behind each
-    chunk, inside the compiled program, with the number of tokens read. With `is_ragged`, chunks of
-    which no row has a token are not read, and `tell` gets the tokens of the longest row.
+    Reads `chunk_size` tokens at a time, split over the cache's devices. `tell` is called after each chunk, inside the
+    compiled program, with the number of tokens read. With `is_ragged`, chunks without a token in any row are skipped,
+    and `tell` gets the tokens of the longest row.
     """
     parallel, time = cache.parallel, tokens.shape[1]
-    # queries to a fork lie side by side with those of other rows, so that each device reads them all
+    # a fork attends with the queries of several rows at once, so that each device reads all tokens
     forked = isinstance(cache.layers[0], ForkedCache)
     devices = 1 if parallel is None or forked else check_mesh(parallel)
 
@@ -227,7 +224,7 @@ def read_chunks(
         tell(count.max() if is_ragged else length)
         return (last, remaining - count, cache), None
 
-    # the short chunk comes first, so that those of one size can be scanned
+    # the short chunk comes first, so that the others have one size and can be scanned
     size = min(chunk_size, time)
     short = time % size
     carry = model.embed_tokens(tokens[:, :1]), counts, cache
@@ -261,8 +258,8 @@ def read_tree(
         return out, (key, value)
 
     attends = (functools.partial(see, stored) for stored in cache.unforked("read_tree"))
-    x, found = _through(model, x, rope, attends, policy)
-    keys, values = zip(*found, strict=True)
+    x, extras = _through(model, x, rope, attends, policy)
+    keys, values = zip(*extras, strict=True)
     return TreeOutput(rows(model.logits, x), keys, values)
 
 
@@ -273,12 +270,12 @@ def _attend_paths(
     nodes: tuple[Array, Array, Array],
     **options: Any,
 ) -> Array:
-    """Attention of the nodes over a cache and their ancestors, each path as the text that it is.
+    """Attention of the `nodes` (queries, keys and values) over a cache and their ancestors, one path at a time.
 
-    `nodes` are their queries, keys and values. Siblings have one position, so that no call has the keys of two. Zero in
-    slots that are on no path. Over a mesh a path is written to the cache, so that its keys are in leaves on one device,
-    and so it is to one of eight bits, whose keys are rounded: nodes that there is no room for are NaN. Raises
-    `ValueError` for paths that would be written over the window of a cache.
+    Siblings share a position, so that no call may have the keys of two. Slots on no path are zero. Over a mesh, a path
+    is written to the cache, so that each of its leaves is on one device; and so is a path to a cache of eight bits,
+    whose keys are rounded. Nodes without room are NaN. Raises `ValueError` for paths that would be written over the
+    window of a cache.
     """
     levels = tree.unpacker.shape[2]
     level = jnp.arange(levels, dtype=jnp.int32)[None]
@@ -294,31 +291,26 @@ def _attend_paths(
         if not is_written:
             both = zip(_stored(stored), (key, value, positions), strict=True)
             tokens: Any = tuple(jnp.concatenate(x, 1) for x in both)
-            return _attend_causally(
-                policy.bind(attention),
-                stored.window,
-                query,
-                tokens,
-                **options,
-                query_positions=positions,
-            )
+            more = {**options, "query_positions": positions}
+            bound = policy.bind(attention)
+            return _attend_causally(bound, stored.window, query, tokens, **more)
         counts = (slots >= 0).sum(1, dtype=jnp.int32)
         if stored.window is None:
             room = stored.capacity - (stored.lengths - stored.starts)
             positions = jnp.where(level < room[:, None], positions, -1)
             counts = jnp.minimum(counts, room)
         longer = stored._written(key, value, counts)
-        own = {**options, "query_positions": positions, "parallel": stored.parallel}
+        more = {**options, "query_positions": positions, "parallel": stored.parallel}
         bound = policy.bind(attention, longer._run_length)
-        out = _attend_causally(bound, stored.window, query, _stored(longer), **own)
+        out = _attend_causally(bound, stored.window, query, _stored(longer), **more)
         missing = (slots >= 0) & (positions < 0)
         return jnp.where(missing[:, :, None, None], jnp.nan, out)
 
     slots = tree.unpacker.swapaxes(0, 1)
-    found = lax.map(one, slots)
-    none = jnp.zeros((*nodes[0].shape[:3], found.shape[-1]), found.dtype)
-    rows = jnp.arange(len(none), dtype=jnp.int32)[None, :, None]
-    return none.at[rows, jnp.where(slots < 0, none.shape[1], slots)].set(found, mode="drop")
+    outs = lax.map(one, slots)
+    zeros = jnp.zeros((*nodes[0].shape[:3], outs.shape[-1]), outs.dtype)
+    rows = jnp.arange(len(zeros), dtype=jnp.int32)[None, :, None]
+    return zeros.at[rows, jnp.where(slots < 0, zeros.shape[1], slots)].set(outs, mode="drop")
 
 
 def fitting(
@@ -330,7 +322,7 @@ def fitting(
     chunk_size: int | None = None,
     parallel: SequenceParallel | None = None,
 ) -> tuple[Array, Array]:
-    """How many of `tokens` each row of the cache gets, and the rows at fault, where that is -1.
+    """The number of `tokens` that each row of the cache gets, and the rows without room, where that is -1.
 
     With a window, the cache needs room for `chunk_size` tokens only. Raises as a call of the model does.
     """

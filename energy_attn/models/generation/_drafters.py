@@ -116,10 +116,10 @@ class PromptLookup(AbstractDrafter):
         """Returns None, as drafts depend on the text alone."""
 
     def draft(self, text: _Tokens, lengths: _Lengths, state: PyTree) -> tuple[PrefixTree, PyTree]:
-        """The tokens that follow earlier occurrences of the last ones."""
+        """A tree of the tokens that follow earlier occurrences of the last ones."""
         slots = text.shape[1]
         position = jnp.arange(slots, dtype=jnp.int32)[None]
-        # same[e]: how many tokens before position e equal those before the end of the text
+        # matched[e]: how many tokens before position e equal those before the end of the text
         matched = jnp.zeros(text.shape, jnp.int32)
         all_equal = jnp.ones(text.shape, bool)
         for back in range(1, min(self.ngram, slots) + 1):
@@ -186,7 +186,7 @@ class ModelDrafter(AbstractDrafter):
     def draft(
         self, text: _Tokens, lengths: _Lengths, state: DecoderCache
     ) -> tuple[PrefixTree, DecoderCache]:
-        """The likeliest continuations of each row."""
+        """A tree of the likeliest continuations of each row."""
         # the cache lacks the tokens accepted since the last draft; the last token is the root
         missing = lengths - 1 - state.lengths
         position = state.lengths[:, None] + jnp.arange(self.depth, dtype=jnp.int32)[None]

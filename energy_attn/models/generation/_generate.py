@@ -30,20 +30,7 @@ _MOST = 2**31 - 1  # positions and tokens have 32 bits
 
 
 class Generation(NamedTuple):
-    """The generated tokens and text, and the number of passes.
-
-    Attributes:
-        tokens: `[B, max_new_tokens]` int32; -1 after the end of each row.
-        lengths: `[B]`, the number of generated tokens; a token that ends a row is its last.
-        passes: `[B]`, how often the model read tokens, without the prompt.
-        drafted: `[B]`, the nodes drafted in these passes, without roots.
-        accepted: `[B]`, the number of drafted nodes that are part of the text.
-        logprobs: `[B, max_new_tokens]` float32, the log-probability of each token by the model itself:
-            the log-softmax of its logits, before temperature, bias, penalties and restrictions; 0 after
-            the end of each row, so that a sum over a row is that of its text. None: not asked for.
-        texts: the text of each row, up to a stop string, without special tokens; None without a
-            tokenizer.
-    """
+    """The result of `generate`, whose documentation describes the fields."""
 
     tokens: Int[Array, "B max_new_tokens"]
     lengths: Int[Array, " B"]
@@ -55,10 +42,7 @@ class Generation(NamedTuple):
 
     @property
     def tokens_per_pass(self) -> Float[Array, ""]:
-        """Tokens per pass of the model: 1 without a drafter.
-
-        The first token of each row, which the prompt gives, is not counted.
-        """
+        """Tokens per pass of the model, without the first token of each row: 1 without a drafter."""
         return (self.lengths - 1).sum() / jnp.maximum(self.passes.sum(), 1)
 
     @property
@@ -107,29 +91,28 @@ def generate(
             tokenizer, also a string, or a chat: a list of mappings with `role` and `content`; or a list
             of strings and chats.
         max_new_tokens: the largest number of tokens for each row.
-        tokenizer: of text; with it, the result has `texts`, and `stream` gets text.
-        lengths: `[B]`, the number of tokens that each row of an array really has, in front; at least
-            one.
+        tokenizer: encodes text and chats; with it, the result has `texts`, and `stream` gets text.
+        lengths: `[B]`, the number of tokens that each row of an array really has, in front, at least 1.
         parallel: the axes of the current mesh to shard the cache over.
         batch_size: the number of prompts computed at a time, in their order; None: all. The cache has
             as many rows, each with room for the longest prompt and `max_new_tokens`.
         eos_token_id: a token that ends a row, or a sequence or array of several; None: those of
             `model.config`, which [`load`][energy_attn.models.load] reads from
             generation_config.json or config.json; `()`: none.
-        stop: a string that ends a row, or several: with the token that completes it, which is kept. The
-            text ends before it. It may be a special token. Needs a tokenizer; the host is called after every pass.
-        drafter: guesses ahead: [`PromptLookup`][energy_attn.models.PromptLookup],
-            [`ModelDrafter`][energy_attn.models.ModelDrafter], or your own; None: a token at a time.
+        stop: a string that ends a row, or several; it may be a special token. The token that completes it is
+            kept, and the text ends before it. Needs a tokenizer; the host is called after every pass.
+        drafter: drafts tokens ahead: [`PromptLookup`][energy_attn.models.PromptLookup],
+            [`ModelDrafter`][energy_attn.models.ModelDrafter], or a custom one; None: a token at a time.
         return_logprobs: whether to return `logprobs`.
         reproducible: as in a call of the model; texts and `logprobs` are then the same bit for bit, on any mesh.
         stream: called with the next tokens, an int32 array `[B, n]` with a row for each prompt, as soon
             as they are known, in order; -1 where a prompt has none or has ended. With a queue, also
             where a prompt waits, and the first token of a prompt comes in a message of its own. With a
-            tokenizer, called with a list of strings instead, the text that each prompt gets: never part
-            of a character, or of what may become a stop string; "" where nothing is new. An exception
-            that it raises ends the generation, and is raised.
-        progress: whether to show on standard error how much of the prompts has been read; None: if
-            that is a terminal; a function: called instead with the share read and a note.
+            tokenizer, called with a list of strings instead, the new text of each prompt, or "": never part of
+            a character, nor text that may begin a stop string. An exception that it raises ends the generation,
+            and is raised.
+        progress: whether to show a bar of the tokens read on standard error; None: if that is a terminal;
+            a function: called instead with the fraction read and a note.
         chunk_size: tokens of the prompts read at a time; where the cache is sharded over devices, each
             reads its share of them.
         **sampling: the keys of `SamplingOptions`, which says what each does: `temperature`, `top_k`,
@@ -142,9 +125,9 @@ def generate(
 
     Returns:
         A named tuple. `tokens` `[B, max_new_tokens]`, int32, are -1 after the end of each row; `lengths` `[B]` counts
-        them, with the token that ends a row. `passes`, `drafted` and `accepted`, each `[B]`, count reads of the
+        them, with the token that ends a row. `passes`, `drafted` and `accepted`, each `[B]`, count passes of the
         model after the prompt, drafted nodes without roots, and the drafted nodes that are part of the text;
-        `tokens_per_pass` (1 without a drafter) and `acceptance_rate` are computed of them. `logprobs`
+        `tokens_per_pass` (1 without a drafter) and `acceptance_rate` are computed from them. `logprobs`
         `[B, max_new_tokens]`, float32, are the model's log-softmax of its logits, before temperature, bias, penalties
         and restrictions, and 0 after the end of a row; None unless asked for. `texts` has the text of each row,
         up to a stop string and without special tokens; None without a tokenizer. Under `jax.jit`, where values
@@ -169,11 +152,11 @@ def generate(
         >>> from energy_attn.models import Llama, LlamaConfig, PromptLookup, generate
         >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=1, num_attention_heads=2)
         >>> model = Llama(config, key=jax.random.key(0))
-        >>> found = generate(model, [[1, 2, 3], [4]], 5, drafter=PromptLookup(length=2))
-        >>> found.tokens.shape, found.lengths.tolist()
+        >>> result = generate(model, [[1, 2, 3], [4]], 5, drafter=PromptLookup(length=2))
+        >>> result.tokens.shape, result.lengths.tolist()
         ((2, 5), [5, 5])
         >>> queue = generate(model, [[1, 2, 3], [4], [5, 6], [7]], 5, batch_size=2)
-        >>> queue.tokens.shape, bool((queue.tokens[:2] == found.tokens).all())
+        >>> queue.tokens.shape, bool((queue.tokens[:2] == result.tokens).all())
         ((4, 5), True)
     """
     _check_objects(model, drafter, stream, tokenizer)

@@ -29,11 +29,12 @@ from ._stream import raise_error, tell_read, tell_wrote
 
 
 class Decoding(eqx.Module):
-    """The inputs of every pass that do not change."""
+    """The inputs that all passes share."""
 
     model: AbstractDecoder
-    # makes the trees that a pass verifies; None: a pass reads one token
-    drafter: AbstractDrafter | None
+    drafter: (
+        AbstractDrafter | None
+    )  # drafts the tree that a pass verifies; None: a pass reads one token
     sampling: Sampling
     stop: Array  # `[number]`, the tokens that end a row
     watch: Array | None  # the number of a listener, or None
@@ -75,8 +76,8 @@ def begin(
 ) -> Loop:
     """Reads the prompts, and chooses the first of at most `most` tokens of each row.
 
-    With `numbers` of the prompts, no chunk is read that is padding alone.
-    A row gets no tokens if the length of its prompt is out of range, or a token outside the vocabulary.
+    With `numbers` of the prompts, chunks without a token are skipped. A row whose prompt has a length out of range, or
+    a token outside the vocabulary, gets no tokens.
     """
     batch, time = tokens.shape
     exists = jnp.arange(time, dtype=jnp.int32)[None] < lengths[:, None]
@@ -163,7 +164,7 @@ def _extended(
 ) -> tuple[Loop, Array]:
     """Appends `number` of `new` tokens, chosen from `logits`, up to the first that ends a row; returns how many.
 
-    A token of `by.stop` ends a row, or the listener, which is told of the tokens.
+    A row ends at a token of `by.stop`, or where the listener, which is told of the tokens, says so.
     """
     index = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     stops = (new[:, :, None] == by.stop[None, None]).any(2) & (index < number[:, None])
@@ -181,8 +182,8 @@ def _extended(
     text = loop.text.at[place].set(new, mode="drop")
     logprobs = loop.logprobs
     if logprobs is not None and logits is not None:
-        found = by.rows(log_probabilities, logits, new)
-        logprobs = logprobs.at[place].set(found.astype(logprobs.dtype), mode="drop")
+        log_p = by.rows(log_probabilities, logits, new)
+        logprobs = logprobs.at[place].set(log_p.astype(logprobs.dtype), mode="drop")
     left = jnp.where(stopped, 0, loop.left - number)
     seen = with_new(loop.seen, new, slots >= 0)
     lengths = loop.lengths + number
@@ -199,7 +200,7 @@ def serve(
     most: int,
     chunk_size: int,
 ) -> Loop:
-    """The loop of all prompts, `rows` at a time, without its caches, on the host."""
+    """Runs the loop for all prompts, `rows` at a time; returns it without caches, on the host."""
     prompts, starts = fetch((tokens, lengths))
     text = np.pad(prompts, ((0, 0), (0, most)))
     ends, counts = np.zeros_like(starts), np.zeros((3, len(prompts)), np.int32)
@@ -263,7 +264,7 @@ def _complete(one: Loop, rows: int) -> Loop:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(loop: Loop, one: Loop, row: Array) -> Loop:
-    """The loop with this row, cache and all, in the place of another."""
+    """Replaces a row of the loop, its cache included."""
 
     def put(x: Array, new: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(x, new, row, 0)

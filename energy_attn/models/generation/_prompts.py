@@ -94,7 +94,7 @@ def check_padding(tokens: object, lengths: object, tokenizer: Tokenizer | None) 
 def prompts(
     tokens: object, lengths: object, vocab: int, name: str = "lengths"
 ) -> tuple[Array, Array]:
-    """Prompts as `[B, T]` int32, padded at the end, and their lengths, the argument `name`."""
+    """Returns prompts as `[B, T]` int32, padded at the end, and their lengths, whose argument is called `name`."""
     if isinstance(tokens, (list, tuple)):
         if lengths is not None:
             raise ValueError(f"{name}: wanted None beside a list, got {checks.received(lengths)}")
@@ -165,17 +165,16 @@ def score_continuations(
         model: the decoder.
         tokens: the prompts: `[B, T]` integers, or a list of sequences of different lengths.
         continuations: `[B, M, C]` integers.
-        prompt_lengths: `[B]`, the number of tokens of each prompt in an array, in front.
+        prompt_lengths: `[B]`, the number of tokens that each row of an array really has, in front.
         lengths: `[B, M]`, the number of tokens of each continuation, in front; None means `C`.
-        parallel: the axes of the mesh in force to shard the cache of the context over.
+        parallel: the axes of the current mesh to shard the cache over.
         chunk_size: tokens of the prompts read at a time.
         reproducible: as in a call of the model.
 
     Returns:
-        `[B, M, C]`, float32, or float64 where the weights are; 0 behind the end of a continuation, so
-        that the sum over `C` is its log-probability. Under `jax.jit`, where bad values cannot be
-        refused, NaN from the first token outside the vocabulary on, and for a prompt whose length is
-        not from 1 to `T`.
+        `[B, M, C]`, float32, or float64 where the weights are; 0 after the end of a continuation, so that the
+        sum over `C` is its log-probability. Under `jax.jit`, where values cannot be checked, NaN from the first
+        token outside the vocabulary on, and for a prompt whose length is not from 1 to `T`.
 
     Raises:
         TypeError: an argument of another type.
@@ -190,8 +189,8 @@ def score_continuations(
         >>> config = LlamaConfig(16, 8, 16, num_hidden_layers=1, num_attention_heads=2)
         >>> model = Llama(config, key=jax.random.key(0))
         >>> answers = jnp.array([[[5, 1], [5, 2], [6, 0]]])
-        >>> found = score_continuations(model, [[1, 2, 3]], answers, lengths=jnp.array([[2, 2, 1]]))
-        >>> found.shape, bool(found[0, 0, 0] == found[0, 1, 0]), float(found[0, 2, 1])
+        >>> scores = score_continuations(model, [[1, 2, 3]], answers, lengths=jnp.array([[2, 2, 1]]))
+        >>> scores.shape, bool(scores[0, 0, 0] == scores[0, 1, 0]), float(scores[0, 2, 1])
         ((1, 3, 2), True, 0.0)
     """
     if not isinstance(model, AbstractDecoder):
@@ -203,20 +202,12 @@ def score_continuations(
     checks.check_shape("continuations", beam, (len(tokens), "M", "C"))
     check_vocabulary("continuations", continuations, counts, vocab)
     policy = call_policy(None, reproducible)
-    # paths over a mesh are written behind the prompt, for a moment
+    # over a mesh, paths are temporarily written to the cache
     is_written = parallel is not None and not policy.reads_trees
     slots = tokens.shape[1] + (beam.shape[2] if is_written else 0)
     cache = model.empty_cache(len(tokens), slots, parallel=parallel, reproducible=reproducible)
-    return _score(
-        model,
-        tokens,
-        context_lengths,
-        checks.as_int32(beam),
-        counts,
-        cache,
-        chunk_size,
-        reproducible,
-    )
+    prompt, answers = (tokens, context_lengths), (checks.as_int32(beam), counts)
+    return _score(model, *prompt, *answers, cache, chunk_size, reproducible)
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7))

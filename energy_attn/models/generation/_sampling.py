@@ -1,4 +1,4 @@
-"""How tokens are chosen: the options, their checks, and the choice of the next token."""
+"""Sampling: its options and their checks, and the choice of the next token."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -49,11 +49,11 @@ class SamplingOptions(TypedDict, total=False):
     """Added to the logits: numbers by token, or `[vocab]`; minus infinity excludes a token."""
 
     key: PRNGKeyArray | None
-    """Of the draws; required unless `temperature` is 0."""
+    """The key of the draws; required unless `temperature` is 0."""
 
 
 class Sampling(eqx.Module):
-    """Options of how tokens are chosen, scored or not: the likeliest without a key. A field that is None is skipped."""
+    """Checked sampling options: greedy if `key` is None; fields that are None are skipped."""
 
     key: Any = None
     temperature: Any = None
@@ -67,7 +67,7 @@ class Sampling(eqx.Module):
 
 
 def sampling_of(vocab: int, options: SamplingOptions, is_scored: bool) -> Sampling:
-    """The checked options; raises `TypeError` or `ValueError` with the name of one, and warns of idle ones."""
+    """Checks the options; raises `TypeError` or `ValueError`, and warns of those without effect."""
     check_options(options, SamplingOptions)
     temperature, key = options.get("temperature", 0.0), options.get("key")
     is_number = isinstance(temperature, (int, float, np.number)) and not isinstance(
@@ -142,10 +142,10 @@ def _bias(vocab: int, bias: Any) -> Array | None:
 
 
 class SeenTokens(NamedTuple):
-    """Masks `[B, V]` of the tokens in each text, or None where no penalty reads them."""
+    """Masks `[B, V]` of the tokens in each text; None where no penalty reads them."""
 
-    text: Array | None  # in the prompt or generated
-    generated: Array | None  # in what was generated
+    text: Array | None  # tokens of the prompt, and generated ones
+    generated: Array | None  # generated tokens
 
 
 def seen_in(sampling: Sampling, tokens: Array, exists: Array, vocab: int) -> SeenTokens:
@@ -173,10 +173,10 @@ def choose(
     first: Array,
     tree: PrefixTree | None,
 ) -> Array:
-    """The next token `[B, L]` of each node of a tree whose root is at position `first` `[B]`.
+    """The next token `[B, L]` of each node of a tree whose root is at position `first` `[B]`; no tree: of the root.
 
-    Without a tree, of the root alone. Nodes of one depth share their noise, and penalties count their ancestors,
-    so that the text does not depend on the tree.
+    Nodes of one depth share their noise, and penalties count a node's ancestors, so that the text does not depend on
+    the tree.
     """
     logits = _penalized(sampling, logits, seen, tree)
     if sampling.key is None:

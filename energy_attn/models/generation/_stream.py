@@ -1,4 +1,4 @@
-"""Messages from a running compiled loop to the host: the progress of the prefill, and new tokens."""
+"""Messages from a compiled loop to the host while it runs: the progress of the prefill, and new tokens."""
 
 import contextlib
 import dataclasses
@@ -18,21 +18,20 @@ from energy_attn.kernels.internal import checks
 from ...functional._progress import Progress, progress_of
 from .._vocabulary import TextStream
 
-# Compiled programs call the functions below with the number of a listener, so that another listener
-# does not compile the program again. Listeners are registered here while they listen.
+# Compiled programs know a listener by its number, so that another listener does not compile the program again.
+# Listeners are registered here while they listen.
 _LISTENERS: dict[int, "_Listener"] = {}
 _NUMBERS = itertools.count()
 
 
 @dataclasses.dataclass
 class _Listener:
-    """Passes messages on; keeps an error that this raises, which ends the loop."""
+    """Passes messages on; an error of a receiver is kept, and ends the loop."""
 
-    # gets the next tokens, or the text that they add where there are `texts`; or None
+    # called with the next tokens, or, if there are `texts`, with the text that they add
     stream: Callable[[Any], Any] | None
-    # of each prompt; one that is stopped ends its row. None: tokens are no text.
-    texts: Sequence[TextStream] | None
-    show: Progress  # of the prompts
+    texts: Sequence[TextStream] | None  # the text of each prompt; one that is stopped ends its row
+    show: Progress  # shows how much of the prompts has been read
     total: int  # tokens of the prompts
     prompts: int
     tokens_read: int = 0
@@ -46,9 +45,9 @@ class _Listener:
     def wrote(
         self, tokens: np.ndarray, ends: np.ndarray, numbers: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """These tokens of these prompts follow, -1 where a row has none; `ends` is where they are the last.
+        """Passes on the next tokens of the prompts `numbers`, -1 where a row has none; `ends`: they are a row's last.
 
-        Returns the number of tokens that each row keeps, and the rows that end here.
+        Returns the number of tokens that each row keeps, and whether it ends here.
         """
         kept, texts = (tokens >= 0).sum(1, dtype=np.int32), self.texts
         if texts is not None:
@@ -68,7 +67,7 @@ class _Listener:
         ends: np.ndarray,
         numbers: np.ndarray,
     ) -> None:
-        """Tells the text that the tokens add; writes into `kept` how many of them were taken."""
+        """Passes on the text that the tokens add; writes into `kept` how many of them were taken."""
         said = [""] * self.prompts
         for index in np.flatnonzero(kept):
             number, row = numbers[index], tokens[index, tokens[index] >= 0]

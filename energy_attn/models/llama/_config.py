@@ -35,8 +35,7 @@ class LlamaConfig(AbstractDecoderConfig):
         intermediate_size: width inside the MLP.
         num_hidden_layers: number of layers.
         num_attention_heads: number of query heads.
-        num_key_value_heads: number of key/value heads, a divisor of the query heads; None for one
-            each.
+        num_key_value_heads: number of key/value heads, a divisor of the query heads; None for as many.
         head_dim: width of a head, even; None for `hidden_size / num_attention_heads`.
         rms_norm_eps: added to the mean square before its root.
         rope_theta: the rotary embedding's base.
@@ -51,28 +50,25 @@ class LlamaConfig(AbstractDecoderConfig):
             [`load`][energy_attn.models.load] names.
         hidden_act: the activation inside the MLP, `"silu"` or `"gelu_pytorch_tanh"`.
         output_bias: whether the projection behind attention has a bias; None for `attention_bias`.
-        qk_norm: whether queries and keys are normed before they are turned: each head by itself.
-        qk_norm_over_heads: whether it is all heads together instead.
-        sliding_window: how many tokens a query sees, its own among them, in the layers that have a window; None for
-            no window.
-        layer_types: `"sliding_attention"` or `"full_attention"` for each layer; None for the first, where there is a
-            window.
-        no_rope_layers: for each layer 1 if it has a rotary embedding, and 0 if it has none; None for all.
-        rope_local_base_freq: the base of the rotary embedding in layers with a window, unscaled; None for that of all.
-        query_pre_attn_scalar: scores are divided by its root; None for `head_dim`.
-        attn_logit_softcapping: the [cap][energy_attn.kernels.scores.SoftCap] of scores; None for none.
-        final_logit_softcapping: that of logits; None for none.
-        unit_offset: whether norms multiply by one more than their weights.
-        wide_norms: whether norms of 16 bits multiply by their weights before they are rounded.
-        pre_norms: whether what attention and the MLP read is normed.
-        post_norms: whether what they add is.
-        scaled_embeddings: whether embeddings are multiplied by the root of `hidden_size`.
-        partial_rotary_factor: the part of a head that the rotary embedding turns, in front.
-        attention_sinks: whether each head has a weight that is the score of one more outcome, whose value is zero: the
-            `sink` of [`attention`][energy_attn.attention].
-        experts: the [routed MLP][energy_attn.models.ExpertsConfig] of layers; None for a plain one in all.
-        latent: [multi-head latent attention][energy_attn.models.LatentConfig], whose widths are those of heads; None
-            for three projections.
+        qk_norm: whether queries and keys are normed, each head by itself, before the rotary embedding.
+        qk_norm_over_heads: whether `qk_norm` norms all heads together instead.
+        sliding_window: how many tokens a query sees, itself included, in layers with a window; None for no window.
+        layer_types: `"sliding_attention"` or `"full_attention"` for each layer; None: all have the window, if any.
+        no_rope_layers: for each layer 1 if it has a rotary embedding, else 0; None: all have one.
+        rope_local_base_freq: the base of the rotary embedding in layers with a window, unscaled; None: as in others.
+        query_pre_attn_scalar: scores are divided by its square root; None for `head_dim`.
+        attn_logit_softcapping: the [cap][energy_attn.kernels.scores.SoftCap] of scores, or None.
+        final_logit_softcapping: the cap of logits, or None.
+        unit_offset: whether norms multiply by one plus their weights.
+        wide_norms: whether norms of 16 bits multiply by their weights before rounding.
+        pre_norms: whether the inputs of attention and of the MLP are normed.
+        post_norms: whether their outputs are normed.
+        scaled_embeddings: whether embeddings are multiplied by the square root of `hidden_size`.
+        partial_rotary_factor: the part of a head, in front, that the rotary embedding rotates.
+        attention_sinks: whether each head has a weight that is the `sink` of [`attention`][energy_attn.attention].
+        experts: the [routed MLP][energy_attn.models.ExpertsConfig] of layers; None for a dense one in all.
+        latent: [multi-head latent attention][energy_attn.models.LatentConfig], which sets the widths of heads; None
+            for separate projections of queries, keys and values.
 
     Raises:
         TypeError: a size is not an integer, a constant not a number, a flag not a bool, or a scaling,
@@ -194,7 +190,7 @@ class LlamaConfig(AbstractDecoderConfig):
             raise ValueError(f"{name}: wanted {wanted} for each of {count} layers, got {given}")
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a query of a layer sees, its own among them; None: all before it.
+        """How many tokens a query of a layer sees, itself included; None: all before it.
 
         Examples:
             >>> from energy_attn.models import LlamaConfig
@@ -205,18 +201,12 @@ class LlamaConfig(AbstractDecoderConfig):
         return self.sliding_window if kinds is None or kinds[layer] == SLIDING else None
 
     def rotates(self, layer: int) -> bool:
-        """Whether a layer has a rotary embedding.
-
-        Examples:
-            >>> from energy_attn.models import LlamaConfig
-            >>> LlamaConfig().rotates(0)
-            True
-        """
+        """Whether a layer has a rotary embedding."""
         return self.no_rope_layers is None or bool(self.no_rope_layers[layer])
 
     @property
     def rotary_dim(self) -> int:
-        """How many numbers of a head the rotary embedding turns.
+        """How many numbers of a head the rotary embedding rotates.
 
         Examples:
             >>> from energy_attn.models import LlamaConfig
@@ -229,23 +219,11 @@ class LlamaConfig(AbstractDecoderConfig):
 
     @property
     def value_dim(self) -> int:
-        """The width of a value.
-
-        Examples:
-            >>> from energy_attn.models import LlamaConfig
-            >>> LlamaConfig(head_dim=128).value_dim
-            128
-        """
+        """The width of a value."""
         return self.head_dim if self.latent is None else self.latent.v_head_dim
 
     def routed(self, layer: int) -> ExpertsConfig | None:
-        """The routed MLP of a layer; None: it has a plain one.
-
-        Examples:
-            >>> from energy_attn.models import LlamaConfig
-            >>> LlamaConfig().routed(0) is None
-            True
-        """
+        """The routed MLP of a layer; None: it has a dense one."""
         experts = self.experts
         return None if experts is None or layer < experts.first_k_dense_replace else experts
 
@@ -261,8 +239,8 @@ class LlamaConfig(AbstractDecoderConfig):
 
         Raises:
             TypeError: `path` is not a path, or a value is of another type.
-            ValueError: no file, no JSON, an unknown family, another activation than its own, quantized weights, a
-                rotary embedding of an unknown scaling, a field that the family does not have, such as
+            ValueError: no file, no JSON, an unknown family, an activation that the family does not have, quantized
+                weights, an unknown scaling of the rotary embedding, a field that the family does not have, such as
                 `sliding_window` of a Llama, or as the class does.
 
         Examples:
@@ -288,7 +266,7 @@ class LlamaConfig(AbstractDecoderConfig):
         """The fields of a `config.json` that both transformers 4 and 5 read.
 
         Raises:
-            ValueError: the family of `model_type` has no field for something that this decoder has.
+            ValueError: the family of `model_type` has no field for a setting of this decoder.
 
         Examples:
             >>> from energy_attn.models import LlamaConfig
@@ -296,10 +274,10 @@ class LlamaConfig(AbstractDecoderConfig):
             {'rope_type': 'default', 'rope_theta': 500000.0}
         """
         entries = write_fields(vars(self))
-        own, read = self._computed(), LlamaConfig(**read_fields(entries))._computed()
-        if lost := [name for name, x in own.items() if read[name] != x]:
+        settings, read = self._settings(), LlamaConfig(**read_fields(entries))._settings()
+        if lost := [name for name, x in settings.items() if read[name] != x]:
             raise ValueError(
-                f"{lost[0]}: wanted what a checkpoint of {self.model_type!r} can say, got {own[lost[0]]}"
+                f"{lost[0]}: wanted what a checkpoint of {self.model_type!r} can say, got {settings[lost[0]]}"
             )
         return entries
 
@@ -308,9 +286,9 @@ class LlamaConfig(AbstractDecoderConfig):
         return VARIANTS[self.model_type].stored(self, name, shape)
 
     def ignores(self, name: str, names: Collection[str]) -> bool:
-        """Whether a tensor of a checkpoint with these `names` has no weight of the decoder, and may be there.
+        """Whether a checkpoint with tensors of these `names` may have this one, which holds none of its weights.
 
-        Rotary frequencies, a copy of the embedding, and layers behind the last one that draft tokens may be.
+        True for rotary frequencies, a copy of the embedding, and layers after the last one that draft tokens.
         """
         is_head = self.tie_word_embeddings and name == "lm_head.weight"
         if is_head or name.endswith(".rotary_emb.inv_freq"):
@@ -321,8 +299,8 @@ class LlamaConfig(AbstractDecoderConfig):
         drafts = VARIANTS[self.model_type].has_drafting_layers
         return drafts and f"{layer[0]}eh_proj.weight" in names
 
-    def _computed(self) -> dict[str, Any]:
-        """The decoder's settings, in one form where a configuration has several."""
+    def _settings(self) -> dict[str, Any]:
+        """The decoder's settings in a canonical form: configurations of equal decoders have equal ones."""
         values, layers = dict(vars(self)), range(self.num_hidden_layers)
         del values["layer_types"]
         return values | {

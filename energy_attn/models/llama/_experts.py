@@ -33,8 +33,8 @@ _ANY = 32  # where the number of rows is a symbol
 def grouped_dot(
     x: Float[Array, "rows in"], weight: Float[Array, "groups out in"], sizes: Int[Array, " groups"]
 ) -> Float[Array, "rows out"]:
-    """Multiplies each row by the transpose of its group's matrix, in float32 or wider; zeros behind all groups."""
-    # inside a `shard_map` the derivative of what is on all devices is a sum over them
+    """Multiplies each row by the transpose of its group's matrix, in float32 or wider; rows after all groups are 0."""
+    # inside a `shard_map`, the derivative with respect to a replicated array is a sum over devices
     return _grouped_dot(*mesh_axes.vary_together((x, weight, sizes)))
 
 
@@ -71,7 +71,7 @@ def _tiles(x: Array, weight: Array, sizes: Array) -> Array:
 
 
 class Router(eqx.Module):
-    """The scores of experts: which ones a token goes to, and their weights."""
+    """Scores experts: chooses those that a token goes to, and their weights."""
 
     weight: Float[Array, "experts width"]
     bias: Float[Array, " experts"] | None
@@ -82,7 +82,7 @@ class Router(eqx.Module):
         count = config.num_experts
         self.weight = 0.02 * jax.random.normal(key, (count, width), dtype)
         self.bias = jnp.zeros(count, dtype) if config.bias else None
-        # float32 at least, as it decides between experts that are nearly as good
+        # float32 at least, as it decides between experts of nearly equal scores
         is_sigmoid = config.scoring == "sigmoid"
         self.e_score_correction_bias = jnp.zeros(count, lse_dtype(dtype)) if is_sigmoid else None
         self.config = config
@@ -105,7 +105,7 @@ class Router(eqx.Module):
         return weights * config.routed_scaling_factor, chosen
 
     def _in_groups(self, rank: Array) -> Array:
-        """The scores that decide between experts, -inf outside of the best groups."""
+        """The scores that rank experts, -inf outside of the best groups."""
         config = self.config
         if config.topk_group == config.n_group:
             return rank
@@ -131,7 +131,7 @@ class Experts(AbstractExperts):
     def __call__(
         self, x: Float[Array, "rows width"], expert: Int[Array, " rows"]
     ) -> Float[Array, "rows width"]:
-        """Rows through their experts, in whose order they are; zeros for a number that no expert has."""
+        """Applies to each row its expert, by which rows are sorted; zeros for numbers without an expert."""
         count = len(self.gate_proj)
         sizes = jnp.bincount(expert, length=count + 1)[:count].astype(jnp.int32)
         gate = _linear(x, self.gate_proj, self.gate_proj_bias, expert, sizes)
@@ -166,9 +166,9 @@ def new_experts(config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray) -> 
 
 
 class RoutedMLP(eqx.Module):
-    """The sum of a token's experts, times their weights; and an MLP that all tokens go to, if there is one.
+    """The weighted sum of a token's experts, plus a shared MLP if there is one.
 
-    Each device computes its own experts' part of its own tokens, so that one sum over the axis of experts is sent.
+    Each device applies its experts to its tokens, so that communication is one all-reduce over the axis of experts.
     """
 
     gate: Router
@@ -189,7 +189,7 @@ class RoutedMLP(eqx.Module):
         """The MLP's contribution to the residual stream; `parallel` says how `x` is sharded."""
         mesh = jax.sharding.get_abstract_mesh()
         axis = self.experts.axis if self.experts.axis in mesh.axis_names else None
-        # the axes that rows and tokens are sharded over, where they divide them
+        # the axes that rows and tokens are sharded over, if their sizes divide
         parts = []
         split = () if parallel is None else (parallel.batch, parallel.axes)
         for size, axes in zip(x.shape, split, strict=False):
@@ -211,23 +211,20 @@ class RoutedMLP(eqx.Module):
 
 
 def _through(gate: Router, experts: Experts, x: Array, *, axis: str | None) -> Array:
-    """The weighted sum of the chosen experts of each token `[B, T, width]`.
-
-    With an axis, `experts` are this device's part of them.
-    """
+    """The weighted sum of the chosen experts of each token `[B, T, width]`; with an axis, `experts` is a shard."""
     tokens = x.reshape(-1, x.shape[-1])
     weights, chosen = gate(tokens)
-    own, count = len(experts.gate_proj), chosen.shape[1]
-    # this device's experts first, and all others behind them as one more
+    local, count = len(experts.gate_proj), chosen.shape[1]
+    # this device's experts first, then all others under one number
     index = lax.collapse(chosen, 0)
     if axis is not None:
-        index = index - own * lax.axis_index(axis)
-        index = jnp.where((index < 0) | (index >= own), own, index)
-    # each device takes other tokens, whose derivatives are summed over the axis (red without: `test_over_devices`)
+        index = index - local * lax.axis_index(axis)
+        index = jnp.where((index < 0) | (index >= local), local, index)
+    # devices take different tokens, whose derivatives are summed over the axis (red without: `test_over_devices`)
     index, tokens = mesh_axes.vary_together((index, tokens))
     order = jnp.argsort(index, stable=True)
     out = experts(tokens[order // count], index[order])
-    # back in the order of tokens, so that a token's experts are added in one order
+    # back in the order of tokens, so that a token's experts are added in a fixed order
     back = out[jnp.argsort(order)].reshape(*chosen.shape, x.shape[-1])
     y = (back.astype(weights.dtype) * weights[:, :, None]).sum(1)
     y = y if axis is None else lax.psum(y, axis)

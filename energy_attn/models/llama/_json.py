@@ -1,4 +1,4 @@
-"""The fields of a `config.json`, and of the rotary embedding in it, read and written."""
+"""Reads and writes the fields of a `config.json`, and of the rotary embedding in it."""
 
 import inspect
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from ._rope import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 from ._variant import FULL, SLIDING, Variant, as_tuple
 from ._variants import VARIANTS
 
-# Attributes that every family has in its file, and fields that are read in addition.
+# Attributes under the same name in the files of all families, and further fields.
 _SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta"),
@@ -21,7 +21,7 @@ _OTHERS = (
     *("model_type", "hidden_act", "hidden_activation", "quantization_config"),
     *("rope_scaling", "rope_parameters"),
 )
-# Of a file without them, whatever its family.
+# Values of missing fields, in all families.
 _DEFAULTS = {"num_hidden_layers": 32, "max_position_embeddings": 2048}
 
 
@@ -30,8 +30,9 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
     variant = family_of(entries, VARIANTS)
     for name in ("hidden_act", "hidden_activation"):
         check_activation(name, entries, variant.activation)
-    if (given := entries.get("quantization_config")) is not None:
-        method = given.get("quant_method", given) if isinstance(given, Mapping) else given
+    if (quantized := entries.get("quantization_config")) is not None:
+        is_object = isinstance(quantized, Mapping)
+        method = quantized.get("quant_method", quantized) if is_object else quantized
         known = variant.quantized
         if known is None or method != known:
             wanted = "weights that are not quantized" + (f", or by {known!r}" if known else "")
@@ -49,13 +50,9 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{_PART}: wanted 1, got {checks.received(rope[_PART])}")
         fields[_PART] = rope[_PART]
     sizes = {**_DEFAULTS, **fields}
-    own = variant.attributes({**{x: entries[x] for x in variant.names if x in entries}, **sizes})
-    fields |= {
-        "model_type": entries["model_type"],
-        "hidden_act": variant.activation,
-        **variant.fixed,
-        **own,
-    }
+    fields |= {"model_type": entries["model_type"], "hidden_act": variant.activation}
+    values = {x: entries[x] for x in variant.names if x in entries}
+    fields |= variant.fixed | variant.attributes({**values, **sizes})
     fields["rope_local_base_freq"] = local
     original = entries.get(variant.original) if variant.original else None
     scaling = read_scaling(rope, sizes["max_position_embeddings"], original)
@@ -63,7 +60,7 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the file of a `LlamaConfig` with these attributes; some may be lost."""
+    """The fields of a file for a `LlamaConfig` with these attributes, some of which may be lost."""
     variant = VARIANTS[values["model_type"]]
     entries = {
         "architectures": [variant.architecture],
@@ -92,7 +89,7 @@ def write_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return entries | {"bos_token_id": None, "pad_token_id": None, "eos_token_id": ends}
 
 
-# The scalings by transformers' names, and the numbers that each has to have.
+# The scalings by transformers' names, and the required fields of each.
 _KINDS: Mapping[str, tuple[type[Rope], tuple[str, ...]]] = {
     "linear": (LinearRope, ("factor",)),
     "llama3": (Llama3Rope, ("factor", "low_freq_factor", "high_freq_factor")),
@@ -101,15 +98,15 @@ _KINDS: Mapping[str, tuple[type[Rope], tuple[str, ...]]] = {
     "longrope": (LongRope, ("short_factor", "long_factor")),
 }
 _CONTEXT, _LIMIT = "original_max_position_embeddings", "max_position_embeddings"
-# transformers' names of fields that have others here, and fields beside those of a scaling.
+# transformers' names for fields of other names here.
 _THEIRS = {"scale": "attention_factor"}
 _THETA, _PART = "rope_theta", "partial_rotary_factor"
-# Sections of positions in images, which are equal in texts.
+# Fields of all scalings. The sections are for positions in images, which are equal in texts.
 _BESIDE = ("rope_type", _THETA, _PART, "mrope_section", "mrope_interleaved")
 _TEXT = {"mrope": "default"}
-# Where a file has the fields of a rotary embedding: transformers 5 has all of them in the second object.
+# The objects of a file that have fields of a rotary embedding; transformers 5 has all of them in the second.
 _OBJECTS = ("rope_scaling", "rope_parameters")
-# Fields of older kinds, which files of others may have.
+# Fields of some scalings that files may have beside any other.
 _OLDER = ("factor", "low_freq_factor", "high_freq_factor", _CONTEXT)
 
 
@@ -128,7 +125,7 @@ def rope_entries(scaling: Rope) -> dict[str, Any]:
 
 def read_rope(entries: Mapping[str, Any], variant: Variant) -> tuple[dict[str, Any], Any]:
     """The fields of a file's rotary embedding, and the base in layers with a window."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     local: dict[str, Any] = {}
     for name in _OBJECTS:
         rope = _object(name, entries.get(name))
@@ -136,24 +133,24 @@ def read_rope(entries: Mapping[str, Any], variant: Variant) -> tuple[dict[str, A
             check_fields(rope, (FULL, SLIDING))  # one for each kind of layers
             _add(local, _named(SLIDING, rope.get(SLIDING), variant))
             rope = _object(FULL, rope.get(FULL))
-        _add(found, _named(name, rope, variant))
-    found = found or dict(variant.rope)
-    _add(found, {x: entries[x] for x in (_THETA, _PART) if entries.get(x) is not None})
+        _add(fields, _named(name, rope, variant))
+    fields = fields or dict(variant.rope)
+    _add(fields, {x: entries[x] for x in (_THETA, _PART) if entries.get(x) is not None})
     if variant.local_theta is not None:
         base = entries.get("rope_local_base_freq")
         _add(local, {} if base is None else {_THETA: base})
         local.setdefault(_THETA, variant.local_theta)
     kind, part = local.get("rope_type", "default"), local.get(_PART, 1)
     if (kind, part) != ("default", 1):
-        given = f"{kind!r}, {_PART} {part}" if part != 1 else repr(kind)
-        raise ValueError(f"rope_type: wanted 'default' in {SLIDING!r}, got {given}")
+        shown = f"{kind!r}, {_PART} {part}" if part != 1 else repr(kind)
+        raise ValueError(f"rope_type: wanted 'default' in {SLIDING!r}, got {shown}")
     check_fields(local, (*_BESIDE, *_OLDER))
-    return found, local.get(_THETA)
+    return fields, local.get(_THETA)
 
 
-def _named(name: str, given: object, variant: Variant) -> dict[str, Any]:
+def _named(name: str, rope: object, variant: Variant) -> dict[str, Any]:
     """The fields of an object that are not null, with its type under transformers' present name."""
-    rope = {x: value for x, value in _object(name, given).items() if value is not None}
+    rope = {x: value for x, value in _object(name, rope).items() if value is not None}
     kinds = [rope.pop(x) for x in ("rope_type", "type") if x in rope]
     if kinds:
         kind = kinds[0]
@@ -163,30 +160,30 @@ def _named(name: str, given: object, variant: Variant) -> dict[str, Any]:
     return rope
 
 
-def _object(name: str, given: object) -> Mapping[str, Any]:
-    if given is not None and not isinstance(given, Mapping):
-        raise TypeError(f"{name}: wanted a JSON object, got {checks.received(given)}")
-    return given or {}
+def _object(name: str, x: object) -> Mapping[str, Any]:
+    if x is not None and not isinstance(x, Mapping):
+        raise TypeError(f"{name}: wanted a JSON object, got {checks.received(x)}")
+    return x or {}
 
 
-def _add(found: dict[str, Any], more: Mapping[str, Any]) -> None:
+def _add(fields: dict[str, Any], more: Mapping[str, Any]) -> None:
     for name, value in more.items():
-        if found.setdefault(name, value) != value:
+        if fields.setdefault(name, value) != value:
             raise ValueError(
                 f"{name}: wanted one value in {', '.join(_OBJECTS)} and beside them, got "
-                f"{checks.received(found[name])} and {checks.received(value)}"
+                f"{checks.received(fields[name])} and {checks.received(value)}"
             )
 
 
 def read_scaling(rope: Mapping[str, Any], context: int, original: int | None = None) -> Rope | None:
-    """The scaling of a rotary embedding, for a model with this context, and an original one if the file has it."""
+    """The scaling of a rotary embedding, for a model with this context; `original`: the context before scaling."""
     kind = rope.get("rope_type", "default")
     if kind != "default" and kind not in _KINDS:
         names = ", ".join(map(repr, ("default", *_KINDS)))
         raise ValueError(f"rope_type: wanted one of {names}, got {checks.received(kind)}")
     scaling, needed = _KINDS.get(kind, (None, ()))
-    own = () if scaling is None else inspect.signature(scaling).parameters
-    names = {name: _THEIRS.get(name, name) for name in own}
+    parameters = () if scaling is None else inspect.signature(scaling).parameters
+    names = {name: _THEIRS.get(name, name) for name in parameters}
     check_fields(rope, (*_BESIDE, *_OLDER, *names.values()))
     if scaling is None:
         return None
@@ -194,7 +191,7 @@ def read_scaling(rope: Mapping[str, Any], context: int, original: int | None = N
         if rope.get(name) is None:
             raise ValueError(f"rope_scaling: wanted its {name}, got {checks.received(dict(rope))}")
     values = {name: rope[x] for name, x in names.items() if rope.get(x) is not None}
-    if _CONTEXT in own:
+    if _CONTEXT in parameters:
         values.setdefault(_CONTEXT, context)
         values |= {} if original is None else {_CONTEXT: original}
     if kind == "dynamic":

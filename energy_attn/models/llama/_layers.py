@@ -66,7 +66,7 @@ class Embedding(eqx.Module):
 class RMSNorm(eqx.Module):
     r"""$y = w \circ x / \sqrt{\mathrm{mean}(x^2) + \epsilon}$, computed in float32 or wider.
 
-    With `offset` the factor is $1 + w$. With it, or if the norm `is_wide`, the product is of float32 as well.
+    With `offset`, the factor is $1 + w$. With `offset` or `is_wide`, the product with the factor is in float32 too.
 
     Source: Zhang and Sennrich (arXiv 1910.07467), equation 4.
     """
@@ -167,7 +167,7 @@ class LlamaAttention(eqx.Module):
     def project(
         self, x: Float[Array, "batch time width"], rope: tuple[Array, Array] | None
     ) -> tuple:
-        """Queries and keys turned to their positions, unless `rope` is None, and values, each `[B, T, heads, H]`."""
+        """Queries and keys, rotated unless `rope` is None, and values, each `[B, T, heads, H]`."""
         q, k, v = (
             proj(x).reshape(*x.shape[:2], proj.weight.shape[0] // self.head_dim, self.head_dim)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -177,7 +177,7 @@ class LlamaAttention(eqx.Module):
 
 
 def _normed(heads: Array, norm: RMSNorm | None) -> Array:
-    """Heads `[B, T, heads, H]`, each normed by itself, or all of them together where the norm is so wide."""
+    """Norms heads `[B, T, heads, H]`, one by one or all together, by the width of the norm."""
     if norm is None:
         return heads
     if norm.weight.shape[0] == heads.shape[-1]:
@@ -185,7 +185,7 @@ def _normed(heads: Array, norm: RMSNorm | None) -> Array:
     return norm(lax.collapse(heads, 2)).reshape(heads.shape)
 
 
-_EPS = 1e-6  # of the norms of latent vectors, whatever that of the others
+_EPS = 1e-6  # of the norms of latent vectors, also where other norms have another
 
 
 class LatentAttention(eqx.Module):
@@ -237,10 +237,10 @@ class LatentAttention(eqx.Module):
         latent = self.kv_a_layernorm(joint[..., : c.kv_lora_rank])
         each = self.kv_b_proj(latent).reshape(*x.shape[:2], self.heads, -1)
         k, v = jnp.split(each, [c.qk_nope_head_dim], -1)
-        shared = self._turned(joint[:, :, None, c.kv_lora_rank :], rope)
+        shared = self._rotated(joint[:, :, None, c.kv_lora_rank :], rope)
         shared = jnp.broadcast_to(shared, (*k.shape[:3], c.qk_rope_head_dim))
-        plain, turned = jnp.split(q, [c.qk_nope_head_dim], -1)
-        q = jnp.concatenate([plain, self._turned(turned, rope)], -1)
+        plain, rotated = jnp.split(q, [c.qk_nope_head_dim], -1)
+        q = jnp.concatenate([plain, self._rotated(rotated, rope)], -1)
         return q, jnp.concatenate([k, shared], -1), v
 
     def _queries(self, x: Array) -> Array:
@@ -249,14 +249,14 @@ class LatentAttention(eqx.Module):
             return self.q_proj(x)
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
-    def _turned(self, x: Array, rope: tuple[Array, Array] | None) -> Array:
-        if self.config.rope_interleave:  # neighbours become halves: of queries and keys alike
+    def _rotated(self, x: Array, rope: tuple[Array, Array] | None) -> Array:
+        if self.config.rope_interleave:  # pairs of neighbours become halves, in queries and keys
             x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
         return x if rope is None else rotate(x, *rope)
 
 
 def attention_scale(config: LlamaConfig) -> float | None:
-    """The factor of scores; None: one by the root of the width of a head."""
+    """The factor of scores; None: the default, one over the square root of the width of a head."""
     if config.query_pre_attn_scalar is not None:
         return config.query_pre_attn_scalar**-0.5
     scaling = config.rope_scaling

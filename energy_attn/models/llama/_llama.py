@@ -46,7 +46,8 @@ from ._rope import frequencies, rotary
 class LlamaLayer(eqx.Module):
     """Attention and MLP, each after a norm and added to the residual stream; with `post_norms`, normed before that.
 
-    `post_attention_layernorm` is the norm before the MLP, unless there are such norms: these are Hugging Face's names.
+    With `post_norms`, `post_attention_layernorm` is the norm after attention, else the norm before the MLP: names are
+    Hugging Face's.
     """
 
     input_layernorm: RMSNorm | None
@@ -56,7 +57,7 @@ class LlamaLayer(eqx.Module):
     post_feedforward_layernorm: RMSNorm | None
     mlp: LlamaMLP | RoutedMLP
     options: tuple[tuple[str, Any], ...] = eqx.field(static=True)  # of its attention
-    rope: int | None = eqx.field(static=True)  # which rotary embedding it has
+    rope: int | None = eqx.field(static=True)  # the index of its rotary embedding, or None
 
     def __init__(self, config: LlamaConfig, index: int, dtype: DTypeLike, *, key: PRNGKeyArray):
         window, cap = config.window(index), config.attn_logit_softcapping
@@ -83,7 +84,7 @@ class LlamaLayer(eqx.Module):
     def __call__(
         self, x: Float[Array, "batch time width"], ropes: tuple[tuple[Array, Array], ...], see: See
     ) -> tuple[Float[Array, "batch time width"], Any]:
-        """The stream after the layer, and the second result of `see(query, key, value, **options)`."""
+        """The residual stream after the layer, and the second result of `see(query, key, value, **options)`."""
         rope = None if self.rope is None else ropes[self.rope]
         heads = see.rows(self._heads, x, rope)
         options = dict(self.options)
@@ -221,21 +222,21 @@ class Llama(AbstractDecoder):
     def rope(
         self, positions: Int[Array, "batch time"], length: int
     ) -> tuple[tuple[Array, Array], ...]:
-        """Cosine and sine of the rotary embedding, `[batch, time, 1, rotary_dim / 2]`; then of that in a window."""
+        """Cosine and sine `[batch, time, 1, rotary_dim / 2]` of the rotary embedding, and of layers with a window."""
         config, scaling = self.config, self.config.rope_scaling
         dtype = lse_dtype(self.embed_tokens.weight.dtype)
         turns = frequencies(config.rotary_dim, config.rope_theta, scaling, dtype, length)
-        found = rotary(positions, turns, 1.0 if scaling is None else scaling.attention_factor)
+        rope = rotary(positions, turns, 1.0 if scaling is None else scaling.attention_factor)
         if config.rope_local_base_freq is None:
-            return (found,)
+            return (rope,)
         local = frequencies(config.rotary_dim, config.rope_local_base_freq, None, dtype, length)
-        return found, rotary(positions, local, 1.0)
+        return rope, rotary(positions, local, 1.0)
 
     def logits(self, x: Float[Array, "batch time width"]) -> Float[Array, "batch time vocab"]:
         """The output projection of final hidden states, in float32 or wider."""
-        found = dot(x, (self.lm_head or self.embed_tokens).weight)
+        logits = dot(x, (self.lm_head or self.embed_tokens).weight)
         cap = self.config.final_logit_softcapping
-        return found if cap is None else cap * jnp.tanh(found / cap)
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 LLAMA = Family(lambda entries: LlamaConfig(**read_fields(entries)), Llama)

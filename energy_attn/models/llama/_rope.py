@@ -120,8 +120,9 @@ class Rope(abc.ABC):
             original_max_position_embeddings: $L$, in tokens.
             beta_fast: $t_h$: pairs of more turns are kept.
             beta_slow: $t_l$: pairs of fewer turns are divided by the whole factor.
-            mscale: with `mscale_all_dim`, a factor of the logarithm above, as in DeepSeek-V2 and V3.
-            mscale_all_dim: the same for the factor that this one is divided by. Neither applies if one is None or 0.
+            mscale: with `mscale_all_dim`, as in DeepSeek-V2 and V3: queries and keys are multiplied by
+                $(0.1\, m \ln s + 1) / (0.1\, m' \ln s + 1)$ with these two, unless one is None or 0.
+            mscale_all_dim: $m'$.
             scale: the factor of queries and keys; None: as above. transformers calls it `attention_factor`.
             truncate: whether $i_{t_h}$ and $i_{t_l}$ are rounded outwards to whole pairs.
 
@@ -175,15 +176,14 @@ class Rope(abc.ABC):
 
         $$f_i \to f_i / \lambda_i$$
 
-        and rotated queries and keys are multiplied by $\sqrt{1 + \ln s / \ln L}$ if that is above 1, with the original
-        context $L$ and the ratio $s$ of the contexts. The length of the text is fixed before the first token is read,
-        as for `Rope.dynamic`.
+        and rotated queries and keys are multiplied by $\sqrt{1 + \ln s / \ln L}$ if that is above 1. The length of the
+        text is fixed before the first token is read, as for `Rope.dynamic`.
 
         Args:
             short_factor: $\lambda$ of each pair within the original context.
             long_factor: $\lambda$ beyond it.
             original_max_position_embeddings: $L$, in tokens.
-            factor: $s$.
+            factor: $s$, the ratio of the new context to the original one.
             scale: the factor of queries and keys; None: as above. transformers calls it `attention_factor`.
 
         Raises:

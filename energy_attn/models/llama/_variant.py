@@ -15,27 +15,27 @@ from ..decoder._config import StoredWeight, check_numbers, check_that
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    r"""A routed MLP: each token goes to the `num_experts_per_tok` MLPs of the highest scores, of many.
+    r"""A routed MLP (mixture of experts): each token goes to the `num_experts_per_tok` MLPs of the highest scores.
 
     $$y = s \sum_{e \in \mathrm{top}\,k} w_e \, \mathrm{MLP}_e(x), \qquad w = \mathrm{softmax}(W_r x)$$
 
-    and the weights $w$ of the chosen ones are divided by their sum, if `norm_topk_prob`.
+    with the weights $w$ of the chosen experts divided by their sum, if `norm_topk_prob`.
 
     Attributes:
-        num_experts: number of MLPs.
+        num_experts: number of experts.
         num_experts_per_tok: $k$.
-        intermediate_size: width inside one of them.
+        intermediate_size: width inside an expert.
         scoring: `"softmax"`, or `"sigmoid"`: $w_e = \sigma((W_r x)_e)$, and experts are chosen by $w_e + b_e$ with a
             correction $b$ that is a weight of the router.
         norm_topk_prob: whether the weights of the chosen experts are divided by their sum.
         routed_scaling_factor: $s$.
-        n_group: the experts lie in so many groups of one size.
-        topk_group: experts are chosen from so many groups, of the largest sums of their two best scores.
-        n_shared_experts: the width of an MLP that every token goes to, in widths of an expert.
-        first_k_dense_replace: so many layers in front have the plain MLP instead.
+        n_group: the number of groups that experts are in, of one size.
+        topk_group: the number of groups that experts are chosen from: those of the largest sums of two best scores.
+        n_shared_experts: the width of an MLP that every token goes to, as a multiple of an expert's; 0: none.
+        first_k_dense_replace: the number of first layers that have the dense MLP instead.
         bias: whether router and experts have biases.
-        swiglu_limit: $l$: the MLPs are $W_d\,((u + 1) \circ g \circ \sigma(\alpha g))$ with $g$ cut off above $l$,
-            and $u$ outside of $\pm l$; None: they are $W_d\,(u \circ \mathrm{act}(g))$ like all MLPs.
+        swiglu_limit: $l$: experts are $W_d\,((u + 1) \circ g \circ \sigma(\alpha g))$ with $g$ clipped above at $l$
+            and $u$ to $\pm l$; None: they are $W_d\,(u \circ \mathrm{act}(g))$, as dense MLPs are.
         swiglu_alpha: $\alpha$.
 
     Raises:
@@ -83,25 +83,25 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    r"""Multi-head latent attention: keys and values of all heads are maps of one narrow vector.
+    r"""Multi-head latent attention (MLA): keys and values of all heads are projections of one narrow vector.
 
-    A part of each key is that of all heads and is turned by the rotary embedding; the rest is not turned:
+    All heads share a part of their keys, which the rotary embedding rotates; it does not rotate the rest:
 
     $$k_n = [\,W_n^K c,\ \mathrm{rope}(k^R)\,], \qquad v_n = W_n^V c, \qquad [c,\, k^R] = W^{KV} x$$
 
-    with $c$ normed, and queries likewise from a vector of `q_lora_rank` numbers.
+    with $c$ normed. Queries are projections of another such vector.
 
     Attributes:
         kv_lora_rank: width of $c$.
-        qk_rope_head_dim: width of the part that is turned, even.
-        qk_nope_head_dim: width of the part that is not.
+        qk_rope_head_dim: width of the part that is rotated, even.
+        qk_nope_head_dim: width of the part that is not rotated.
         v_head_dim: width of a value.
-        q_lora_rank: width of the vector of queries; None: queries are a map of $x$.
-        rope_interleave: whether the pairs that are turned are neighbours in the files, and not the two halves.
+        q_lora_rank: width of the vector of queries; None: queries are projections of $x$.
+        rope_interleave: whether pairs that are rotated are neighbours in the files, instead of two halves.
 
     Raises:
-        TypeError: a size is not an integer, or `rope_interleave` no bool.
-        ValueError: a size below 1, or an odd width that is turned.
+        TypeError: a size is not an integer, or `rope_interleave` not a bool.
+        ValueError: a size is below 1, or `qk_rope_head_dim` is odd.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), equations 9 to 19.
 
@@ -130,29 +130,29 @@ class LatentConfig:
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-# Of no effect on logits: losses of training, and what is returned beside logits.
+# Fields without effect on logits: losses of training, and further outputs.
 _TRAINING = ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")
-# It decides between experts that are nearly as good: files of 16 bits have it in 32.
+# In float32 also in files of 16 bits, as it decides between experts of nearly equal scores.
 _CORRECTION = "e_score_correction_bias"
 _EXPERT = re.compile(r"(.*)\.experts\.(gate_proj|up_proj|down_proj)")
 
 
 class ExpertFields(NamedTuple):
-    # by the name in an `ExpertsConfig`: the name in the file, and its default there
+    # for names of an `ExpertsConfig`: the name in the file, and its default
     fields: Mapping[str, tuple[str, Any]]
-    fixed: Mapping[str, Any] = {}  # what the experts of all the family have
-    newer: Mapping[str, str] = {}  # other names of some fields, in files of transformers 5
+    fixed: Mapping[str, Any] = {}  # attributes that are the same in the whole family
+    newer: Mapping[str, str] = {}  # names of some fields in files of transformers 5
 
     @property
     def names(self) -> tuple[str, ...]:
         return (*(name for name, _ in self.fields.values()), *self.newer.values(), *_TRAINING)
 
     def read(self, values: Mapping[str, Any]) -> ExpertsConfig:
-        found = {"intermediate_size": values["intermediate_size"], **self.fixed}
+        attributes = {"intermediate_size": values["intermediate_size"], **self.fixed}
         for name, (theirs, default) in self.fields.items():
-            found[name] = values.get(self.newer.get(name, theirs), values.get(theirs, default))
+            attributes[name] = values.get(self.newer.get(name, theirs), values.get(theirs, default))
         with renaming({name: theirs for name, (theirs, _) in self.fields.items()}):
-            return ExpertsConfig(**found)
+            return ExpertsConfig(**attributes)
 
     def write(self, experts: ExpertsConfig) -> dict[str, Any]:
         return {theirs: getattr(experts, name) for name, (theirs, _) in self.fields.items()}
@@ -163,28 +163,28 @@ class Variant(NamedTuple):
 
     architecture: str  # the name of transformers' class
     activation: str = "silu"  # inside the MLP
-    # the base of the rotary embedding of layers with a window, where a file has none; None: that of all
+    # the default base of the rotary embedding of layers with a window; None: they have no base of their own
     local_theta: float | None = None
-    defaults: Mapping[str, Any] = {}  # what transformers has in the place of a missing field
-    fixed: Mapping[str, Any] = {}  # attributes of a `LlamaConfig` that all of the family have
-    # attributes that a file has under the same name, and their defaults
-    own: Mapping[str, Any] = {}
-    only: Mapping[str, Any] = {}  # fields of a file with the only value that is computed
-    experts: ExpertFields | None = None  # those of a file; None: plain MLPs
-    # names in a `config.json` that it has beside these and those of all families
-    fields: tuple[str, ...] = ()
-    # further attributes, from the fields and from the sizes, which have their values or defaults
+    defaults: Mapping[str, Any] = {}  # transformers' values of missing fields
+    fixed: Mapping[
+        str, Any
+    ] = {}  # attributes of a `LlamaConfig` that are the same in the whole family
+    own: Mapping[str, Any] = {}  # attributes under the same name in a file, with their defaults
+    only: Mapping[str, Any] = {}  # fields of a file, with the only value that is supported
+    experts: ExpertFields | None = None  # the fields of routed MLPs; None: MLPs are dense
+    fields: tuple[str, ...] = ()  # names of further fields in a file
+    # further attributes, from the fields and the sizes, with defaults filled in
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
     # the fields that `read` reads, from the attributes
     write: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda values: {}
     rope: Mapping[str, Any] = {}  # the rotary embedding of a file that has none
-    rope_types: Mapping[str, str] = {}  # its types under older names
-    # the field with the original context, if it has one beside the rotary embedding
-    original: str | None = None
-    quantized: str | None = None  # how its files may be quantized
-    # whether its files may have more layers than the decoder, which draft tokens
-    has_drafting_layers: bool = False
-    # where a checkpoint has a weight, by the `LlamaConfig` and the weight's name and shape
+    rope_types: Mapping[str, str] = {}  # older names of types of rotary embeddings
+    original: str | None = (
+        None  # the field with the context before scaling, if outside the rotary embedding
+    )
+    quantized: str | None = None  # the quantization that files may have
+    has_drafting_layers: bool = False  # whether files may have further layers, which draft tokens
+    # the place of a weight in a checkpoint, from the `LlamaConfig`, the weight's name and its shape
     stored: Callable[[Any, str, tuple[int, ...]], StoredWeight] = lambda config, name, shape: (
         StoredWeight((name,))
     )
@@ -197,21 +197,22 @@ class Variant(NamedTuple):
     def attributes(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Attributes of a `LlamaConfig` from these fields and the sizes; raises `TypeError` or `ValueError`."""
         check_only(values, self.only)
-        found = {name: values.get(name, x) for name, x in self.own.items()} | self.read(values)
-        return found if self.experts is None else {**found, "experts": self.experts.read(values)}
+        attributes = {name: values.get(name, x) for name, x in self.own.items()}
+        attributes |= self.read(values)
+        return attributes | ({} if self.experts is None else {"experts": self.experts.read(values)})
 
     def entries(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The inverse of `attributes`; some may be lost."""
-        found = {name: values[name] for name in self.own} | self.write(values)
+        fields = {name: values[name] for name in self.own} | self.write(values)
         if self.experts is None or values["experts"] is None:
-            return found
-        return found | self.experts.write(values["experts"])
+            return fields
+        return fields | self.experts.write(values["experts"])
 
 
 def read_windows(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The window, and the layers that have it, of a family where `use_sliding_window` says whether there is one.
+    """The window and the kinds of layers, in families where `use_sliding_window` switches the window on.
 
-    Without `layer_types` it is those from `max_window_layers` on. Raises `ValueError` for a window without a size.
+    Without `layer_types`, layers from `max_window_layers` on have it.
     """
     types, used = read_list(values, "layer_types"), values.get("use_sliding_window")
     if used is None or not checks.check_flag("use_sliding_window", used):
@@ -244,7 +245,7 @@ def write_windows(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_types(values: Mapping[str, Any], pattern: int) -> dict[str, Any]:
-    """The kinds of layers: one in `pattern` sees all tokens, unless `layer_types` says it."""
+    """The kinds of layers: `layer_types`, or every `pattern`-th one sees all tokens."""
     types = read_list(values, "layer_types")
     if types is None:
         layers = range(1, values["num_hidden_layers"] + 1)
@@ -270,7 +271,7 @@ def read_list(values: Mapping[str, Any], name: str) -> tuple[Any, ...] | None:
 def each_expert(
     names: Mapping[str, str], prefix: Callable[[str], str] = str
 ) -> Callable[[Any, str, tuple[int, ...]], StoredWeight]:
-    """Stacked weights of experts from a tensor for each, where a projection has the name in `names`."""
+    """Places of weights in files with a tensor for each expert, whose projections have other `names`."""
 
     def stored(config: Any, name: str, shape: tuple[int, ...]) -> StoredWeight:
         match = _EXPERT.fullmatch(name)

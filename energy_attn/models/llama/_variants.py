@@ -23,8 +23,7 @@ from ._variant import (
     write_windows,
 )
 
-# What transformers has in the place of a missing size, where it is not Llama's: the numbers of tokens and widths of
-# stream and MLP, of layers, heads, heads of keys and their width, and the context.
+# transformers' values of missing sizes, where they are not Llama's.
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
@@ -55,7 +54,7 @@ _LLAMA = Variant("LlamaForCausalLM", own=_BIASES)
 # Mistral (arXiv 2310.06825): a window in every layer, or none.
 _MISTRAL = Variant("MistralForCausalLM", defaults=_missing("mistral"), own={"sliding_window": 4096})
 
-# OLMo 2 (arXiv 2501.00656): what attention and the MLP add is normed, and so are all queries and all keys together.
+# OLMo 2 (arXiv 2501.00656): norms of the outputs of attention and MLP, and of all heads of queries or keys together.
 _OLMO2 = Variant(
     "Olmo2ForCausalLM",
     defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5},
@@ -66,7 +65,7 @@ _OLMO2 = Variant(
     own={"attention_bias": False},
 )
 
-# Phi-3 (arXiv 2404.14219): projections that are one tensor, and LongRoPE.
+# Phi-3 (arXiv 2404.14219): fused projections, and LongRoPE.
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -243,11 +242,11 @@ _QWEN3_MOE = _QWEN3._replace(
     stored=each_expert({}),
 )
 
-# gpt-oss (arXiv 2508.10925): sinks, alternate windows, biases, and routed MLPs whose inner values are cut off.
+# gpt-oss (arXiv 2508.10925): sinks, alternate windows, biases, and routed MLPs with clipped activations.
 _EXPERT = re.compile(r"(.*\.experts)\.(gate_proj|up_proj|down_proj)(_bias)?")
 
 
-# The experts' weights are `(in, out)`, with gate and up in turns.
+# The experts' weights are `(in, out)`, with gate and up interleaved.
 def _stored_in_turns(config: Any, name: str, shape: tuple[int, ...]) -> StoredWeight:
     name = name.replace(".mlp.gate.", ".mlp.router.")
     match = _EXPERT.fullmatch(name)
@@ -295,7 +294,7 @@ _GPT_OSS = Variant(
     stored=_stored_in_turns,
 )
 
-# DeepSeek-V3 (arXiv 2412.19437): latent attention, and routed MLPs of grouped experts beside a shared one.
+# DeepSeek-V3 (arXiv 2412.19437): latent attention, and routed MLPs of grouped experts with a shared one.
 _LATENT: Mapping[str, Any] = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,

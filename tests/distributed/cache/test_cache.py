@@ -510,7 +510,7 @@ BAD = {
     "before: wanted an integer array": lambda c: c.evict(before=jnp.ones(B)),
     "query: wanted the dtype of the cache": lambda c: c.attend(QUERY.astype(np.float32)),
     "query: wanted shape (3, T, N, 3)": lambda c: c.attend(QUERY[:2]),
-    "lengths: wanted None beside query_positions": lambda c: c.attend(
+    "lengths: wanted None with query_positions": lambda c: c.attend(
         QUERY, lengths=jnp.ones(B, int), query_positions=jnp.zeros((1, 1), int)
     ),
     "local_window_size: wanted at most the cache's": lambda c: c.attend(

@@ -88,7 +88,7 @@ def test_wrong_queries(unchecked):
     energy = ea.FreeEnergy()
     with pytest.raises(ValueError, match="local_window_size: wanted at most the cache's window, 5"):
         cache.at(query, energy=ea.FreeEnergy(local_window_size=(6, 0)))
-    with pytest.raises(ValueError, match=r"lengths: wanted None beside query_positions"):
+    with pytest.raises(ValueError, match=r"lengths: wanted None with query_positions"):
         one = jnp.ones(2, jnp.int32)
         cache.at(query, energy=energy, lengths=one, query_positions=one[:, None])
     with pytest.raises(TypeError, match=r"query: wanted the dtype of the cache"):

@@ -232,9 +232,9 @@ def test_vmap_within_and_around():
         query, key, value = one.heads(x)
         return one.energy.attention(query, key + memory, value)
 
-    mapped = ea.record(jax.vmap(keys_only, (None, 0)), "energy", query=lambda F: F.parts[0].query)
+    mapped = ea.record(jax.vmap(keys_only, (None, 0)), "energy", key=lambda F: F.parts[0].key)
     seen = eqx.filter_eval_shape(mapped, X, np.zeros((3, T, N, H)))[1]["FreeEnergy"]
-    assert seen["energy"].shape == seen["query"].shape[:3] == (3, T, N)
+    assert seen["energy"].shape == seen["key"].shape[:3] == (3, T, N)
 
 
 @pytest.mark.smoke
