@@ -89,7 +89,8 @@ class Case:
             directions = dict(zip(("query", "key", "value"), extra, strict=True))
             results |= zip(("dout", "dlse"), dense_jvp(problem, directions), strict=True)
         elif self.mode == "backward":
-            results |= {f"d{name[0]}": x for name, x in dense_vjp(problem, *extra).items()}
+            dout, dlse = extra
+            results |= {f"d{name[0]}": x for name, x in dense_vjp(problem, dout, dlse).items()}
         return results
 
     def by_head(self) -> Named:

@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def spawn(*arguments, devices=None, **variables):
-    """What it prints; one that fails says why."""
+    """Runs Python in another process and returns its output; one that fails says why."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -58,7 +58,7 @@ def spawn(*arguments, devices=None, **variables):
 
 
 def launch(*arguments: object, timeout: float = 270) -> subprocess.CompletedProcess:
-    """`python examples/cluster/launch.py …`, and what became of it."""
+    """Runs `python examples/cluster/launch.py …`."""
     return subprocess.run(
         [sys.executable, "examples/cluster/launch.py", *map(str, arguments)],
         cwd=ROOT,

@@ -19,8 +19,8 @@ import pytest
 
 import energy_attn as ea
 from tests.support.compare import close
-from tests.support.differentiable import CASES, WITHOUT, Case, drawn, rows
 from tests.support.selection import few
+from tests.surface.differentiable import CASES, WITHOUT, Case, drawn, rows
 
 ROOT = Path(__file__).resolve().parents[2]
 # The public ways to a state, and what is made of states by a rule of its own.

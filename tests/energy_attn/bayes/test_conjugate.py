@@ -18,13 +18,7 @@ from jax.sharding import Mesh
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
 from energy_attn.solvers import Newton, Optax
-from tests.support.compare import close
-from tests.support.complaints import complains
-from tests.support.observables import measure
-from tests.support.problems import Problem
-from tests.support.reference import dense, dense_covariance, dense_jvp, dense_vjp, rows, visible
-from tests.support.selection import few
-from tests.support.solvers import (
+from tests.energy_attn.bayes.problem import (
     CONVERGED,
     INVERSE_TEMPERATURES,
     NO_KEYS,
@@ -37,6 +31,12 @@ from tests.support.solvers import (
     points_inside,
     random_keys,
 )
+from tests.support.compare import close
+from tests.support.complaints import complains
+from tests.support.observables import measure
+from tests.support.problems import Problem
+from tests.support.reference import dense, dense_covariance, dense_jvp, dense_vjp, rows, visible
+from tests.support.selection import few
 
 ONE_STEP = Newton(max_steps=1)
 

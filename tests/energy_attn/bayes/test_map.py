@@ -15,12 +15,7 @@ import pytest
 import energy_attn as ea
 from energy_attn.bayes import gamma, saddle_attention
 from energy_attn.solvers import Extragradient, Mirror, Newton, Optax, Optimistic
-from tests.support.arrays import array
-from tests.support.complaints import complains
-from tests.support.observables import measure
-from tests.support.reference import dense, dense_vjp, rows, visible
-from tests.support.selection import few
-from tests.support.solvers import (
+from tests.energy_attn.bayes.problem import (
     CONVERGED,
     INVERSE_TEMPERATURES,
     NO_KEYS,
@@ -29,6 +24,11 @@ from tests.support.solvers import (
     SEEN,
     random_keys,
 )
+from tests.support.arrays import array
+from tests.support.complaints import complains
+from tests.support.observables import measure
+from tests.support.reference import dense, dense_vjp, rows, visible
+from tests.support.selection import few
 
 FOLDER = Path(__file__).resolve().parents[3] / "papers" / "tree_attention"
 OUT, LSE = dense(PROBLEM)

@@ -17,11 +17,11 @@ from energy_attn.models import (
 )
 from energy_attn.models.generation import _generate, _sampling, _stream
 from energy_attn.prefix_tree import PrefixTree
+from tests.energy_attn.models.trained_tokenizers import byte_level, sentence_piece, write
 from tests.support.complaints import refused
 from tests.support.llama import build
 from tests.support.observables import distribution
 from tests.support.selection import few
-from tests.support.tokenizers import byte_level, sentence_piece, write
 
 CONFIG = LlamaConfig(13, 16, 24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
 BYTES = LlamaConfig(256, 16, 24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
