@@ -187,8 +187,8 @@ def cases():
         for changes, *expected in SHARED + own:
             name = blamed(changes)
             got = expected[1].replace(" ", "")
-            name_ = f"{function.__name__}-{name}-{got}"
-            yield pytest.param(function, changes, name, *expected, id=name_)
+            case = f"{function.__name__}-{name}-{got}"
+            yield pytest.param(function, changes, name, *expected, id=case)
 
 
 def blamed(changes):
@@ -275,7 +275,7 @@ PARALLEL = (
     (partial(spec, ("x", "x")), ValueError, "axes", "('x', 'x')", "different"),
     (partial(spec, method="star"), ValueError, "method", "'star'", "'tree'"),
     (partial(spec, merge=None), ValueError, "merge", "None", "'allreduce'"),
-    (partial(spec, method=methods.Tree(), merge="ring"), ValueError, "merge", "'ring'", "beside a"),
+    (partial(spec, method=methods.Tree(), merge="ring"), ValueError, "merge", "'ring'", "with a"),
     (partial(spec, "x", merge="hierarchical"), ValueError, "merge", "one", "two or"),
     (partial(spec, "x", "hybrid"), ValueError, "method", "one", "two or more mesh axes"),
     (partial(spec, topology="tpu"), TypeError, "topology", "'tpu'", "cost.Topology"),

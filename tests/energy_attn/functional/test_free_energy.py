@@ -188,10 +188,10 @@ def test_derivatives_in_the_source(implementation, name):
     hessian = jax.hessian if implementation == "reference" else lambda f: jax.jacrev(jax.grad(f))
 
     @jax.jit
-    def run(source_, time):
-        third = jax.grad(jax.grad(jax.grad(lambda time: total(source_ + time * step))))(time)
-        product = jax.jvp(jax.grad(total), (source_,), (step,))[1]
-        return hessian(total)(source_), jax.jvp(energy, (source,), (step,))[1], product, third
+    def run(traced, time):
+        third = jax.grad(jax.grad(jax.grad(lambda time: total(traced + time * step))))(time)
+        product = jax.jvp(jax.grad(total), (traced,), (step,))[1]
+        return hessian(total)(traced), jax.jvp(energy, (source,), (step,))[1], product, third
 
     found, rate, product, third = jax.device_get(run(source, 0.0))
     covariance, r = dense_covariance(problem), rows(problem)

@@ -73,8 +73,10 @@ def made(problem: Problem, arrays=None, **more) -> ea.Gibbs:
 
 
 EVERY = [
-    *(("everything", True), ("positions_causal", False)),
-    *(("rule_nested", False), ("no_keys", True)),
+    ("everything", True),
+    ("positions_causal", False),
+    ("rule_nested", False),
+    ("no_keys", True),
 ]
 
 
