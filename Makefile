@@ -76,7 +76,7 @@ help:
 	@echo "make test-device JAX='jax[cuda13]'    the tests of kernels on the accelerator at hand"
 	@echo "make check   format, lint, types, structure, the documentation's links"
 	@echo "make mutants    planted faults, and which test of their folder finds each"
-	@echo "make bench   times and memory beside jax.nn and PyTorch; SUITES='masks llama': some suites"
+	@echo "make bench   times and memory compared with jax.nn and PyTorch; SUITES='masks llama': some suites"
 	@echo "make docs    the documentation, into site/; PAGES=docs/tutorial.md: run its blocks and rewrite their outputs, before"
 	@echo "make clean   remove what the targets made, the environment included"
 

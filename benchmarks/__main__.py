@@ -4,7 +4,6 @@ Each suite prints a table, and writes `SUITE.json` and, where matplotlib is inst
 not installed are left out, and named.
 """
 
-import argparse
 import importlib.util
 import os
 import sys
@@ -25,7 +24,7 @@ from . import (
     speculative,
     windows,
 )
-from .command import add_common, write
+from .command import parser_of, write
 from .picture import draw
 from .runner import Case, run, title
 
@@ -50,13 +49,11 @@ SUITES: dict[str, tuple[Case, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the suites, or that for the machine's processor."""
-    about = (__doc__ or "").partition(": ")[2]
-    parser = argparse.ArgumentParser("python -m benchmarks", description=about)
+    parser = parser_of("benchmarks", __doc__)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"some of {', '.join(SUITES)}")
     parser.add_argument(
         "--only", metavar="TEXT", default="", help="the cases with this in name, dtype or sizes"
     )
-    add_common(parser)
     args = parser.parse_args(arguments)
     for name in args.suites:
         if name not in SUITES:

@@ -7,18 +7,21 @@ from pathlib import Path
 
 
 def at_least_one(text: str) -> int:
-    """A number of an option."""
+    """Parses a number of at least 1."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"wanted a number of at least 1, got {text!r}")
     return int(text)
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """The options of every command of this folder that measures."""
+def parser_of(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a command, described by its docstring, with the options of every command that measures."""
+    about = (doc or "").partition(": ")[2]
+    parser = argparse.ArgumentParser(f"python -m {module}", description=about)
     add = parser.add_argument
     add("--out", type=Path, default=Path("bench"), help="folder for the results (%(default)s)")
     add("--repeats", type=at_least_one, default=9, help="timings of each side (%(default)s)")
     add("--shrink", type=at_least_one, default=1, help="divisor of sequence lengths, for a trial")
+    return parser
 
 
 def text_of(result: object) -> str:

@@ -14,7 +14,7 @@ _ours, _dense = energy_attn.attention, jax.nn.dot_product_attention
 
 
 def _along(attend: Job) -> Job:
-    """The derivative of a function in a direction of query, key and value: the others of them, in turn."""
+    """The derivative along a direction of query, key and value, in which each moves along the next."""
     return lambda *x: jax.jvp(attend, x, (*x[1:], x[0]))[1]
 
 

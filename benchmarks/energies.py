@@ -46,22 +46,22 @@ def _sink(query: Array, key: Array, value: Array) -> Array:
 
 def _prefix(query: Array, key: Array, value: Array) -> Array:
     i, j = _places(query)
-    seen = ((j <= i) | (j < _PREFIX))[None, None]
-    return jax.nn.dot_product_attention(query, key, value, mask=seen)
+    mask = ((j <= i) | (j < _PREFIX))[None, None]
+    return jax.nn.dot_product_attention(query, key, value, mask=mask)
 
 
 def _ours(**fields: Callable[[], Any]) -> Job:
     """Attention of an energy whose fields are made when it is traced."""
 
     def attend(query: Array, key: Array, value: Array) -> Array:
-        made = {name: make() for name, make in fields.items()}
-        return energy_attn.FreeEnergy(**made).attention(query, key, value)
+        options = {name: make() for name, make in fields.items()}
+        return energy_attn.FreeEnergy(**options).attention(query, key, value)
 
     return attend
 
 
 def _flex(
-    score: Callable[[Any], Any] | None = None, seen: Callable[..., Any] | None = None
+    score: Callable[[Any], Any] | None = None, mask: Callable[..., Any] | None = None
 ) -> Torch:
     """`flex_attention`, compiled where that works, with a score that is made of PyTorch or with a mask."""
 
@@ -70,8 +70,8 @@ def _flex(
 
         length, device = tensors[0].shape[2], tensors[0].device.type
         options = {"score_mod": score and score(torch)}
-        if seen is not None:
-            blocks = module.create_block_mask(seen, None, None, length, length, device=device)
+        if mask is not None:
+            blocks = module.create_block_mask(mask, None, None, length, length, device=device)
             options["block_mask"] = blocks
 
         def run(attend: Any) -> Any:
@@ -103,11 +103,11 @@ def _slopes(torch: Any) -> Callable[..., Any]:
 _PLAIN = _ours()
 
 
-def _cases(name: str, ours: Job, dense: Job, peer: Torch, beside: Job = _PLAIN) -> Iterator[Case]:
-    """Values, then gradients: of an energy, of the same by `jax.nn`, and of attention without it."""
-    jobs = {OURS: ours, JAX_NN: dense, ONE_PASS: beside}
+def _cases(name: str, ours: Job, dense: Job, peer: Torch, plain: Job = _PLAIN) -> Iterator[Case]:
+    """Values and then gradients of an energy: ours, `jax.nn`'s, and our attention without the energy."""
+    jobs = {OURS: ours, JAX_NN: dense, ONE_PASS: plain}
     yield Case(name, "float32", SQUARE, on_arrays(jobs, peer))
-    jobs = {OURS: gradient(ours), JAX_NN: gradient(dense), ONE_GRADIENT: gradient(beside)}
+    jobs = {OURS: gradient(ours), JAX_NN: gradient(dense), ONE_GRADIENT: gradient(plain)}
     peer = _absent("flex_attention has no backward on CPUs")
     yield Case(f"{name}, forward + backward", "float32", SQUARE, on_arrays(jobs, peer))
 
@@ -133,7 +133,7 @@ CASES = (
         "prefix-LM",
         _ours(mask=lambda: masks.Causal() | masks.Prefix(_PREFIX)),
         _prefix,
-        _flex(seen=lambda b, h, i, j: (j <= i) | (j < _PREFIX)),
+        _flex(mask=lambda b, h, i, j: (j <= i) | (j < _PREFIX)),
         _ours(is_causal=lambda: True),
     ),
 )

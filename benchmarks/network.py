@@ -25,7 +25,7 @@ from jaxtyping import Array
 from energy_attn.distributed import cost, initialize, make_mesh
 from energy_attn.distributed.internal import network as modelled
 
-from .command import add_common, write
+from .command import parser_of, write
 from .runner import machine
 
 # Payloads of a device, in bytes, and how many collectives one program has, each waiting for the last.
@@ -173,15 +173,13 @@ def named_sizes(text: str) -> dict[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures a mesh of the devices, prints the fit, and writes `network.json` from the first process."""
-    about = (__doc__ or "").partition(": ")[2]
-    parser = argparse.ArgumentParser("python -m benchmarks.network", description=about)
+    parser = parser_of("benchmarks.network", __doc__)
     parser.add_argument(
         "--mesh",
         type=named_sizes,
         metavar="NAME=SIZE,...",
         help="the mesh, slow axes first; default: node and device, by processes or slices",
     )
-    add_common(parser)
     args = parser.parse_args(arguments)
     initialize()
     sizes = args.mesh

@@ -22,8 +22,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for peer, times in row["times_faster"].items():
             points.setdefault(peer, []).append((times, place))
     figure, axes = pyplot.subplots(figsize=(9, _HEIGHT * len(rows) + 1.6), layout="constrained")
-    for peer, given in points.items():
-        axes.scatter(*zip(*given, strict=True), s=36, alpha=0.8, label=f"than {peer}", zorder=3)
+    for peer, pairs in points.items():
+        axes.scatter(*zip(*pairs, strict=True), s=36, alpha=0.8, label=f"than {peer}", zorder=3)
     axes.axvline(1, color="0.3", linewidth=1)
     axes.set_xscale("log")
     for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):

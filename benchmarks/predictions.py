@@ -133,12 +133,12 @@ def predicted(row: Row) -> dict[str, Any]:
         "predicted": weights + step.seconds,
         "ratio": row.published / (weights + step.seconds),
     }
-    found = {
+    result = {
         **dataclasses.asdict(row),
         "sizes": list(row.sizes),
         "published": round(row.published, 4),
     }
-    return found | {name: round(x, 4) for name, x in times.items()}
+    return result | {name: round(x, 4) for name, x in times.items()}
 
 
 def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Through the three goes one parabola in the number of tokens.
     """
-    found = []
+    results = []
     for method, sizes in _USP:
         mine = [
             x for x in rows if (x["source"], x["method"], x["sizes"]) == ("usp", method, [*sizes])
@@ -156,8 +156,8 @@ def growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             name: round(float(np.polyfit(lengths, [x[name] for x in mine], 2)[0]), 2)
             for name in ("published", "predicted")
         }
-        found.append({"method": method, "sizes": [*sizes], **squares})
-    return found
+        results.append({"method": method, "sizes": [*sizes], **squares})
+    return results
 
 
 def compute() -> dict[str, Any]:
@@ -167,7 +167,7 @@ def compute() -> dict[str, Any]:
     return {"sources": sources, "rows": rows, "growth": growth(rows)}
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """Formats the rows as Markdown, grouped by source."""
     head = (
         "| model | chips | tokens | method, layout | weights | attention | transfers | exposed | predicted | published "
@@ -175,13 +175,13 @@ def table(found: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )
     parts = []
-    for name, source in found["sources"].items():
-        lines = [_line(row) for row in found["rows"] if row["source"] == name]
+    for name, source in result["sources"].items():
+        lines = [_line(row) for row in result["rows"] if row["source"] == name]
         title = f"[{source['url'].removeprefix('https://')}]({source['url']}), {source['date']}"
         parts.append(f"{title}. {source['says']}\n\n{head}" + "\n".join(lines))
     lines = [
         f"| {x['method']} | {_form(x['sizes'])} | {x['predicted']:.2f} | {x['published']:.2f} |"
-        for x in found["growth"]
+        for x in result["growth"]
     ]
     head = "| method | chips | predicted | published |\n| --- | --- | --- | --- |\n"
     title = "Of 256K tokens, the seconds that grow with the square of the length (a parabola through the three above):"

@@ -30,13 +30,13 @@ def _queue(dtype: str, P: int, B: int, T: int, new: int) -> Sides:
     options: dict[str, Any] = {"eos_token_id": END, "chunk_size": CHUNK}
 
     def queue(rows: int) -> Output:
-        found = generate(model, prompts, new, batch_size=rows, **options)
-        return Output(found.tokens, {"tokens": int(found.lengths.sum())})
+        generation = generate(model, prompts, new, batch_size=rows, **options)
+        return Output(generation.tokens, {"tokens": int(generation.lengths.sum())})
 
     def batches() -> Output:
         parts = [(padded[i : i + B], sizes[i : i + B]) for i in range(0, P, B)]  # of one shape
-        found = [generate(model, part, new, lengths=n, **options).tokens for part, n in parts]
-        tokens = jnp.concatenate(found)
+        results = [generate(model, part, new, lengths=n, **options).tokens for part, n in parts]
+        tokens = jnp.concatenate(results)
         return Output(tokens, {"tokens": int((tokens >= 0).sum())})
 
     def peer(rows: int) -> Run:
@@ -71,10 +71,10 @@ def _continued(model: Any, prompts: Sequence[Sequence[int]], new: int) -> Any:
         tokens[row, longest - len(prompt) :] = torch().tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": END, "pad_token_id": 0}
-    found = model.generate(tokens, attention_mask=mask, **options)[:, longest:]
-    found = torch().nn.functional.pad(found, (0, new - found.shape[1]))
-    ended = (found == END).cumsum(1) - (found == END).long() > 0
-    return found.masked_fill(ended, -1).int()
+    new_tokens = model.generate(tokens, attention_mask=mask, **options)[:, longest:]
+    new_tokens = torch().nn.functional.pad(new_tokens, (0, new - new_tokens.shape[1]))
+    ended = (new_tokens == END).cumsum(1) - (new_tokens == END).long() > 0
+    return new_tokens.masked_fill(ended, -1).int()
 
 
 CASES = tuple(

@@ -49,7 +49,7 @@ def _both(program: Callable[..., Any], *arrays: Any) -> Sides:
         return functools.partial(jax.jit(functools.partial(program, reproducible)), *arrays)
 
     sides = {OURS: False, REPRODUCIBLE: True}
-    return {name: functools.partial(side, given) for name, given in sides.items()}
+    return {name: functools.partial(side, flag) for name, flag in sides.items()}
 
 
 def of_prompt(dtype: str, B: int, T: int, N: int, K: int, H: int) -> Sides:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 import energy_attn
@@ -96,6 +97,18 @@ def torch() -> Any:
     module = importlib.import_module("torch")
     module.set_num_threads(os.cpu_count() or 1)
     return module
+
+
+def on_mesh(mesh: Mesh, make: Callable[[], Run]) -> Run:
+    """A run that is made and called with a mesh in force."""
+    with jax.set_mesh(mesh):
+        run = make()
+
+    def within() -> Any:
+        with jax.set_mesh(mesh):
+            return run()
+
+    return within
 
 
 def wait(result: PyTree) -> None:

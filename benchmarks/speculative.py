@@ -47,9 +47,9 @@ def _verify(dtype: str, L: int, S: int, N: int, K: int, H: int) -> Sides:
 
     def dense(query: Array, key: Array, value: Array, tree: PrefixTree, cache: KVCache) -> Array:
         present = (cache.positions >= 0)[:, None, None]
-        seen = jnp.broadcast_to(present, (1, 1, L, cache.capacity))
+        context = jnp.broadcast_to(present, (1, 1, L, cache.capacity))
         all_keys = (jnp.concatenate(x, 1) for x in ((cache.key, key), (cache.value, value)))
-        mask = jnp.concatenate((seen, tree.mask[:, None]), -1)
+        mask = jnp.concatenate((context, tree.mask[:, None]), -1)
         return jax.nn.dot_product_attention(query, *all_keys, mask=mask)
 
     def verify(query: Array, key: Array, value: Array, tree: PrefixTree, cache: KVCache) -> Array:

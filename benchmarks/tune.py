@@ -3,7 +3,6 @@
 It prints the tiles that are faster than the library's own, and writes all times to `tune.json`.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import jax
 
 from energy_attn.kernels.internal import GPUTiles, platform_here
 
-from .command import add_common, at_least_one, write
+from .command import at_least_one, parser_of, write
 from .runner import OURS, Case, Run, Sides, compare, line, machine
 from .tiles import TOLERANCE, Call, calls, cores_here, program, trial_calls
 
@@ -23,8 +22,7 @@ DTYPES = "float16", "bfloat16", "float32", "float64"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures each call by all tiles, prints the winners, and writes `tune.json`."""
-    about = (__doc__ or "").partition(": ")[2]
-    parser = argparse.ArgumentParser("python -m benchmarks.tune", description=about)
+    parser = parser_of("benchmarks.tune", __doc__)
     add = parser.add_argument
     add("--dry-run", action="store_true", help="interpret short sequences")
     add(
@@ -39,7 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="append",
         help="of heads, likewise, for many rows and for few (default: 128 for both, and 64 for many)",
     )
-    add_common(parser)
     args = parser.parse_args(arguments)
     platform = platform_here()
     if platform != "cuda" and not args.dry_run:
@@ -57,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     for call in tuned_calls:
         if reason := declined(call):
-            asked = f"--dtype {call.dtype} --width {call.width}"
-            parser.error(f"{asked}: pallas_gpu declines {call.label}: {reason}")
+            options = f"--dtype {call.dtype} --width {call.width}"
+            parser.error(f"{options}: pallas_gpu declines {call.label}: {reason}")
     chosen, rows = [], []
     for call in tuned_calls:
         best, row = tune(call, args.repeats)
@@ -75,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def declined(call: Call) -> str | None:
-    """Why `pallas_gpu` does not take a call, by its shapes; None: it does."""
+    """The reason why `pallas_gpu` declines a call; None if it takes it."""
     try:
         with jax.enable_x64(call.dtype == "float64"):
             jax.eval_shape(lambda: program(call, None)(*call.arrays()))
@@ -100,7 +97,7 @@ def compared(call: Call) -> Case:
 
 
 def tune(call: Call, repeats: int) -> tuple[GPUTiles | None, dict[str, Any]]:
-    """The tiles that are fastest for a call, None if those that it has are; and all times.
+    """The fastest tiles of a call, None if these are the library's own; and all times.
 
     Tiles whose results differ from those of the library's own are not kept, however fast.
     """

@@ -1,7 +1,7 @@
 """Training steps of a small GPT with a window, its tokens sharded over eight simulated devices.
 
-Ours sends the keys that some query may see; beside it ours with positions that are given, so that all keys go around
-the ring, and `jax.nn` as XLA partitions it.
+Ours sends the keys that some query may see. It is compared with ours where positions are explicit, so that all keys go
+around the ring, and with `jax.nn` as XLA partitions it.
 """
 
 import functools
@@ -18,13 +18,13 @@ import energy_attn
 from energy_attn.distributed import SequenceParallel, make_mesh
 
 from .loops import _training
-from .runner import JAX_NN, OURS, Case, Run, Sides
+from .runner import JAX_NN, OURS, Case, Run, Sides, on_mesh
 
 DEVICES, ALL_KEYS = 8, "our ring of all keys"
 
 
 def sides(dtype: str, layers: int, B: int, T: int, N: int, width: int, window: int) -> Sides:
-    """Ours, ours without what it knows of windows, and XLA's partition."""
+    """Ours, ours with explicit positions, and `jax.nn` as XLA partitions it."""
     parameters = _training.draw(dtype, layers, T, width)
     tokens = _training.tokens(B, T)
     mesh = make_mesh((DEVICES,), ("device",), devices=jax.devices()[:DEVICES])
@@ -48,13 +48,7 @@ def sides(dtype: str, layers: int, B: int, T: int, N: int, width: int, window: i
             q, k, v = (lax.with_sharding_constraint(x, over) for x in (q, k, v))
             return attend(q, k, v, **options)
 
-        run = _training.gradient(sharded, parameters, tokens, N)
-
-        def within() -> Any:
-            with jax.set_mesh(mesh):
-                return run()
-
-        return within
+        return on_mesh(mesh, lambda: _training.gradient(sharded, parameters, tokens, N))
 
     attentions = {OURS: ours, ALL_KEYS: all_keys, JAX_NN: xla}
     return {name: functools.partial(run_of, attend) for name, attend in attentions.items()}

@@ -29,15 +29,15 @@ from .functional._attention import attention as attention
 from .functional._citation import citation as citation
 from .functional._free_energy import free_energy as free_energy
 from .functional._reproducible import reproducible as reproducible
+from .functional._softmax import entropy_penalty as entropy_penalty
+from .functional._softmax import lse_penalty as lse_penalty
 from .functional._softmax import safe_softmax as safe_softmax
 from .functional._solution import Result as Result
 from .functional._solution import Solution as Solution
-from .nn._penalty import entropy_penalty as entropy_penalty
-from .nn._penalty import lse_penalty as lse_penalty
 from .nn._replace import replace_attention as replace_attention
 from .nn._replace import restore_attention as restore_attention
-from .record._attribute import attribute as attribute
 from .record._record import record as record
+from .record._weigh import attribute as attribute
 from .record._weigh import weigh as weigh
 from .sparse._tsallis import Tsallis as Tsallis
 

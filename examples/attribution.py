@@ -38,8 +38,8 @@ LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", np.uint8)
 def text_of(seed: int) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Bytes, the document of each (-1: the question), where the answer begins, and the document that has it.
 
-    Each document is a method of a name of its own that calls a word of its own; the question calls something of one
-    of these names, and the answer is its word.
+    Each document is a method with a random name that calls a random word; the question repeats one of the names, and
+    the answer is its word.
     """
     rng = np.random.default_rng(seed)
     names = [rng.choice(LETTERS, 6).tobytes().decode() for _ in range(DOCUMENTS)]
@@ -75,42 +75,44 @@ def removals(model: Any, numbers: Array, tokens: Array, start: Array) -> Array:
 def effects(model: Any, numbers: Array, tokens: Array, start: Array) -> dict[str, Array]:
     """Effects of the documents, `[documents]`, by each way, and the gap of the path."""
     zeros, rest = jnp.zeros(DOCUMENTS), (numbers, model, tokens, start)
-    found = ea.attribute(log_probability)(zeros, *rest)
+    attribution = ea.attribute(log_probability)(zeros, *rest)
     return {
         "gradient": jax.grad(ea.weigh(log_probability))(zeros, *rest),
-        "path": found.effects,
+        "path": attribution.effects,
         "removals": removals(model, numbers, tokens, start),
-        "change": found.change,
-        "gap": found.gap,
-        "points": found.points,
+        "change": attribution.change,
+        "gap": attribution.gap,
+        "points": attribution.points,
     }
 
 
 def measure(model: Any) -> dict[str, Any]:
     """Compares the ways on all questions."""
-    asked = [text_of(seed) for seed in range(QUESTIONS)]
-    longest = max(len(x[0]) for x in asked)
-    compiled, found, rates = jax.jit(effects), [], []
-    for text, number, start, _ in asked:
+    questions = [text_of(seed) for seed in range(QUESTIONS)]
+    longest = max(len(x[0]) for x in questions)
+    compiled, results, rates = jax.jit(effects), [], []
+    for text, number, start, _ in questions:
         # behind the answer, where nothing before it sees it
         tokens = jnp.asarray(np.pad(text, (0, longest - len(text))), jnp.int32)
         numbers = jnp.asarray(np.pad(number, (0, longest - len(text)), constant_values=-1))[:-1]
         rates.append(np.exp(float(_answer(model, tokens, start, len(text))) / SIZE))
-        found.append(jax.device_get(compiled(model, numbers, tokens, jnp.asarray(start))))
-    right = np.asarray([x[3] for x in asked])
+        results.append(jax.device_get(compiled(model, numbers, tokens, jnp.asarray(start))))
+    right = np.asarray([x[3] for x in questions])
     ways = "gradient", "path", "removals"
     return {
         "bytes": longest,
         "probability_of_a_byte": float(np.median(rates)),
-        "named": {way: int((np.argmax([x[way] for x in found], 1) == right).sum()) for way in ways},
+        "named": {
+            way: int((np.argmax([x[way] for x in results], 1) == right).sum()) for way in ways
+        },
         "correlation": {
-            way: [round(float(np.corrcoef(x[way], x["removals"])[0, 1]), 3) for x in found]
+            way: [round(float(np.corrcoef(x[way], x["removals"])[0, 1]), 3) for x in results]
             for way in ways[:2]
         },
-        "effect_of_all": [round(float(x["change"]), 2) for x in found],
-        "gap": [round(float(x["gap"]), 3) for x in found],
-        "points": [int(x["points"]) for x in found],
-        "first": {way: [round(float(y), 3) for y in found[0][way]] for way in ways}
+        "effect_of_all": [round(float(x["change"]), 2) for x in results],
+        "gap": [round(float(x["gap"]), 3) for x in results],
+        "points": [int(x["points"]) for x in results],
+        "first": {way: [round(float(y), 3) for y in results[0][way]] for way in ways}
         | {"right": int(right[0])},
     }
 
@@ -128,14 +130,14 @@ def memory(model: Any) -> dict[str, float]:
             weights, numbers, model, tokens, start, parallel=parallel
         )
 
-    found = {}
+    mebibytes = {}
     with jax.set_mesh(make_mesh((8,), ("device",))):
         for length in LENGTHS:
             shapes = [jax.ShapeDtypeStruct(x, jnp.int32) for x in ((length,), (length + 1,), ())]
             weights = jax.ShapeDtypeStruct((DOCUMENTS,), jnp.float32)
             program = jax.jit(gradient).lower(weights, *shapes).compile()
-            found[str(length)] = round(program.memory_analysis().temp_size_in_bytes / 2**20, 1)
-    return found
+            mebibytes[str(length)] = round(program.memory_analysis().temp_size_in_bytes / 2**20, 1)
+    return mebibytes
 
 
 def processor() -> str:

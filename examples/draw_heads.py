@@ -27,7 +27,7 @@ def heat(panel: Any, values: Any, title: str, colours: str = "viridis", **option
 
 
 def energies(report: dict[str, Any]) -> Figure:
-    """The heads of the byte model: their energies, what they are good for, and where."""
+    """Energies of the byte model's heads, and the cost of removing each."""
     figure, panels = plt.subplots(2, 3, figsize=(7.6, 4.8))
     mean = {name: x[0] for name, x in report["heads"].items()}
     heat(panels[0, 0], mean["relative_entropy"], "entropy S / log n")
@@ -58,17 +58,17 @@ def two_levels(weight: np.ndarray, others: int) -> np.ndarray:
 def matches(report: dict[str, Any]) -> Figure:
     """Queries with and without an earlier occurrence: which heads tell them apart, and what the induction head does."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(8.2, 3.1))
-    found, queries = report["random"]["separation"]["others"], report["random"]["queries"]
-    at = np.arange(np.size(found["gap"][0]))
+    separation, queries = report["random"]["separation"]["others"], report["random"]["queries"]
+    at = np.arange(np.size(separation["gap"][0]))
     for name, label, colour, mark in (
         ("relative_entropy", "entropy S", FIRST_COLOUR, "o"),
         ("heat_capacity", "heat capacity C", OTHER_COLOUR, "s"),
     ):
-        value, error = (np.ravel(x) for x in found[name])
+        value, error = (np.ravel(x) for x in separation[name])
         style = {"fmt": mark, "color": colour, "markersize": 4, "linewidth": 1}
         left.errorbar(at, value, 2 * error, label=label, **style)
     left.axhline(0.5, color="0.5", linewidth=0.8)
-    layers, heads = np.shape(found["gap"][0])
+    layers, heads = np.shape(separation["gap"][0])
     left.set_xticks(at[::heads], [f"layer {i}" for i in range(layers)], ha="left")
     left.set(ylim=(0, 1), title="P(larger at a match), each head")
     left.legend(loc="upper left", fontsize=8)
@@ -83,9 +83,14 @@ def matches(report: dict[str, Any]) -> Figure:
     middle.set(xlabel="entropy S, nats", ylabel="queries", title="The induction head")
     middle.legend(fontsize=8)
 
-    one = queries["repeated"]
+    induction = queries["repeated"]
     right.scatter(
-        one["matched_weight"], one["heat_capacity"], 8, color=FIRST_COLOUR, alpha=0.6, linewidths=0
+        induction["matched_weight"],
+        induction["heat_capacity"],
+        8,
+        color=FIRST_COLOUR,
+        alpha=0.6,
+        linewidths=0,
     )
     weight = np.linspace(0.002, 0.998, 200)
     others = round(1.5 * report["settings"]["half"])

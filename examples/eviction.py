@@ -1,6 +1,6 @@
 """Compares caches that keep their most important tokens with caches that keep the newest.
 
-On text, of which the next bytes are read; and on questions about one of sixteen documents, those of attribution.py.
+Losses are those of the next bytes of a text, and of the answers to attribution.py's questions about documents.
 
 Writes the numbers of docs/eviction.md:
 
@@ -57,9 +57,9 @@ def read(model: Llama, context: Array, after: int) -> tuple[DecoderCache, list[A
         every=lambda F: F.importance(grouped=True),
         last=last,
     )
-    cache, seen = prefill(model.empty_cache(batch=len(context), slots=size + after))
+    cache, recorded = prefill(model.empty_cache(batch=len(context), slots=size + after))
     # the first axis is that of the chunks
-    return cache, *([x[name].sum(0) for x in seen.values()] for name in ("every", "last"))
+    return cache, *([x[name].sum(0) for x in recorded.values()] for name in ("every", "last"))
 
 
 @eqx.filter_jit
@@ -111,14 +111,14 @@ def losses(model: Llama, tokens: Array, after: int) -> dict[str, list[float]]:
 
 
 def measure(model: Llama) -> dict[str, Any]:
-    """The losses on both."""
-    asked = questions()
+    """Losses on text and on questions."""
+    texts = questions()
     return {
         "kept": list(KEPT),
         "text": {"pieces": PIECES, "context": CONTEXT, "bytes": AFTER},
-        "questions": {"pieces": QUESTIONS, "context": asked.shape[1] - SIZE - 1, "bytes": SIZE},
+        "questions": {"pieces": QUESTIONS, "context": texts.shape[1] - SIZE - 1, "bytes": SIZE},
         "losses on text": losses(model, pieces(), AFTER),
-        "losses on questions": losses(model, asked, SIZE),
+        "losses on questions": losses(model, texts, SIZE),
     }
 
 

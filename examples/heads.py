@@ -1,8 +1,7 @@
 """Measures the heads of a trained decoder: behaviour, cost of removal, and energies.
 
-Each head of the byte model is asked on held-out text and on random bytes that are said twice; then its output is taken
-away. MiniLM's heads, whose first key is a
-sink, are asked in examples/minilm/heads.py.
+Each head of the byte model is measured on held-out text and on random bytes that are repeated; then its output is
+removed. MiniLM's heads, whose first key is a sink, are measured in examples/minilm/heads.py.
 
 Writes the numbers of docs/heads.md:
 
@@ -29,7 +28,7 @@ from energy_attn.models import Llama
 sys.path.insert(0, str(Path(__file__).parent))
 from attribution import main, processor
 from minilm.heads import all_but_one, by_head
-from minilm_energies import SENTENCES, get_model_path, load, tokenize
+from minilm_energies import SENTENCES, get_model_path, load, plain, tokenize
 
 TEXTS, LENGTH = 24, 512
 # Queries of text that are averaged have at least this number of keys before them.
@@ -60,13 +59,13 @@ def random_texts(seed: int = 0) -> dict[str, Array]:
     another order (`shuffled`), or the bytes of the other set (`others`).
     """
     rng = np.random.default_rng(seed)
-    found: dict[str, list[np.ndarray]] = {"repeated": [], "shuffled": [], "others": []}
+    texts: dict[str, list[np.ndarray]] = {"repeated": [], "shuffled": [], "others": []}
     for _ in range(RANDOM):
         order = rng.permutation(np.arange(33, 33 + 2 * HALF))
         once, others = order[:HALF], order[HALF:]
-        for name, first in zip(found, (once, rng.permutation(once), others), strict=True):
-            found[name].append(np.concatenate([first, once]))
-    return {name: jnp.asarray(np.stack(x), jnp.int32) for name, x in found.items()}
+        for name, first in zip(texts, (once, rng.permutation(once), others), strict=True):
+            texts[name].append(np.concatenate([first, once]))
+    return {name: jnp.asarray(np.stack(x), jnp.int32) for name, x in texts.items()}
 
 
 def figures(F: ea.Gibbs) -> dict[str, Array]:
@@ -116,7 +115,7 @@ def matched(weights: np.ndarray) -> np.ndarray:
 def log_probabilities(model: Llama, tokens: Array, kept: Array, instead: Array) -> Array:
     """Log-probabilities of the next bytes, `[B, T, vocab]`.
 
-    Heads that are not `kept`, `[layers, N]`, say `instead`, `[layers, N, H]`, at every position.
+    Heads that are not `kept`, `[layers, N]`, have the output `instead`, `[layers, N, H]`, at every position.
     """
     layers = iter(zip(kept, instead, strict=True))  # attention runs once in each, in their order
 
@@ -142,8 +141,8 @@ def ablate(model: Llama, tokens: Array, instead: Array) -> tuple[Array, Array, A
         other = log_probabilities(model, read, kept, instead)
         return loss(other) - loss(whole), (jnp.exp(whole) * (whole - other)).sum(-1)
 
-    found = jax.lax.map(without, all_but_one(*everything.shape))
-    rise, divergence = (x.reshape(*everything.shape, *read.shape) for x in found)
+    results = jax.lax.map(without, all_but_one(*everything.shape))
+    rise, divergence = (x.reshape(*everything.shape, *read.shape) for x in results)
     return loss(whole), rise, divergence
 
 
@@ -151,17 +150,17 @@ def matched_without(
     model: Llama, tokens: Array, instead: Array, head: tuple[int, int]
 ) -> np.ndarray:
     """The weight that one head gives to matches where each head's output is replaced, `[B, layers, N]`."""
-    asked = {"rows": slice(HALF, 2 * HALF - 1), "keys": slice(1, HALF)}
+    selection = {"rows": slice(HALF, 2 * HALF - 1), "keys": slice(1, HALF)}
 
     @jax.jit
     def run(kept: Array) -> Array:
-        read = ea.record(log_probabilities, weights=lambda F: F.weights(**asked))
-        _, seen = read(model, tokens, kept, instead)
-        weights = list(seen.values())[head[0]]["weights"][:, :, head[1]]
+        read = ea.record(log_probabilities, weights=lambda F: F.weights(**selection))
+        _, recorded = read(model, tokens, kept, instead)
+        weights = list(recorded.values())[head[0]]["weights"][:, :, head[1]]
         return jnp.diagonal(weights, axis1=1, axis2=2).mean(-1)
 
-    found = [run(kept) for kept in all_but_one(*instead.shape[:2])]
-    return np.stack(found, 1).reshape(-1, *instead.shape[:2])
+    per_head = [run(kept) for kept in all_but_one(*instead.shape[:2])]
+    return np.stack(per_head, 1).reshape(-1, *instead.shape[:2])
 
 
 def mean_and_error(x: np.ndarray) -> list[Any]:
@@ -181,23 +180,23 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, seed: int = 0) -> dict[str, A
         return (x * y).sum(-1) / np.where(norm > 0, norm, np.inf)
 
     rng, (a, b) = np.random.default_rng(seed), (stats.rankdata(z) for z in (x, y))
-    found = correlation(a, b)
+    rho = correlation(a, b)
     drawn = rng.integers(a.size, size=(RESAMPLED, a.size))
     again = correlation(*(stats.rankdata(z.ravel()[drawn], axis=1) for z in (x, y)))
     chance = correlation(rng.permuted(np.tile(a, (RESAMPLED, 1)), axis=1), b)
-    one, other = (stats.rankdata(z, axis=1) - (z.shape[1] + 1) / 2 for z in (x, y))
-    inside = correlation(one.ravel(), other.ravel())
-    permuted = rng.permuted(np.tile(one, (RESAMPLED, 1, 1)), axis=2).reshape(RESAMPLED, -1)
+    centred, other_centred = (stats.rankdata(z, axis=1) - (z.shape[1] + 1) / 2 for z in (x, y))
+    inside = correlation(centred.ravel(), other_centred.ravel())
+    permuted = rng.permuted(np.tile(centred, (RESAMPLED, 1, 1)), axis=2).reshape(RESAMPLED, -1)
 
-    def p(found: np.ndarray, chance: np.ndarray) -> float:
-        return (1 + (np.abs(chance) >= abs(found) - 1e-9).sum()) / (1 + RESAMPLED)
+    def p(rho: np.ndarray, chance: np.ndarray) -> float:
+        return (1 + (np.abs(chance) >= abs(rho) - 1e-9).sum()) / (1 + RESAMPLED)
 
     return {
-        "rho": found,
+        "rho": rho,
         "interval": np.quantile(again, [0.025, 0.975]),
-        "p": p(found, chance),
+        "p": p(rho, chance),
         "within_layers": inside,
-        "p_within_layers": p(inside, correlation(permuted, other.ravel())),
+        "p_within_layers": p(inside, correlation(permuted, other_centred.ravel())),
     }
 
 
@@ -213,19 +212,8 @@ def by_position(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.vectorize(lambda a, b: stats.spearmanr(a, b)[0], signature="(n),(n)->()")(x, y)
 
 
-def plain(x: Any) -> Any:
-    """Arrays as lists of numbers with six decimals, for JSON."""
-    if isinstance(x, dict):
-        return {name: plain(y) for name, y in x.items()}
-    if isinstance(x, list):
-        return [plain(y) for y in x]
-    if isinstance(x, int):
-        return x
-    return (np.round(np.asarray(x, np.float64), 6) + 0.0).tolist()  # no -0.0
-
-
 def contribution(weights: Any, out: np.ndarray, real: np.ndarray) -> dict[str, np.ndarray]:
-    """The root mean square of what heads add to the stream, `[B, layers, N]`, and of what of it varies over tokens.
+    """Root mean square of each head's part of the stream, `[B, layers, N]`, and of its variation over tokens.
 
     `weights`, of each layer, are those of the output projection; `out` is `[B, layers, N, T, H]`, `real` `[B, T]`.
     """
@@ -241,44 +229,44 @@ def contribution(weights: Any, out: np.ndarray, real: np.ndarray) -> dict[str, n
 def on_text(model: Llama) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Figures of each head on text, `[B, layers, N]`, and summaries for the page."""
     tokens = pieces()
-    seen = record(model, tokens[:, :-1])
-    found = behaviour(seen["weights"])
-    found |= {name: seen[name][..., FIRST:].mean(-1) for name in FIGURES}
-    found["spread_of_energy"] = seen["energy"][..., FIRST:].std(-1)
+    recorded = record(model, tokens[:, :-1])
+    results = behaviour(recorded["weights"])
+    results |= {name: recorded[name][..., FIRST:].mean(-1) for name in FIGURES}
+    results["spread_of_energy"] = recorded["energy"][..., FIRST:].std(-1)
     weights = [x.self_attn.o_proj.weight for x in model.layers]
-    found |= contribution(weights, seen["out"], np.ones(tokens[:, 1:].shape))
-    mean = seen["out"].mean((0, 3))
+    results |= contribution(weights, recorded["out"], np.ones(tokens[:, 1:].shape))
+    mean = recorded["out"].mean((0, 3))
     rest: dict[str, Any] = {}
     for name, instead in (("zero", 0 * mean), ("mean", mean)):
         loss, rise, divergence = ablate(model, tokens, jnp.asarray(instead, jnp.float32))
         rise, effect = (np.moveaxis(np.asarray(x, np.float64), 2, 0) for x in (rise, divergence))
-        found[f"{name} on text"] = rise.mean(-1)
+        results[f"{name} on text"] = rise.mean(-1)
         rest["loss"] = mean_and_error(np.asarray(loss).mean(-1))
         rest[f"by_position, {name}"] = {
-            x: mean_and_error(by_position(seen[x][..., FIRST:], effect[..., FIRST:]))
+            x: mean_and_error(by_position(recorded[x][..., FIRST:], effect[..., FIRST:]))
             for x in FIGURES[1:]
         }
-    first = seen["weights"][..., 0]
+    first = recorded["weights"][..., 0]
     rest["first_by_span"] = [mean_and_error(first[..., a:b].mean(-1)) for a, b in SPANS]
     rest["uniform_by_span"] = [np.mean(1 / np.arange(a + 1, b + 1)) for a, b in SPANS]
     rest["cost_of_first"] = mean_and_error(-np.log1p(-first[..., FIRST:]).mean(-1))
-    return found, rest
+    return results, rest
 
 
 def on_random_texts(model: Llama) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Figures of each head on random texts: induction, and energies with and without an earlier occurrence."""
     texts = random_texts()
-    seen = {name: record(model, x) for name, x in texts.items()}
+    recorded = {name: record(model, x) for name, x in texts.items()}
     rows = slice(HALF, 2 * HALF - 1)
-    at = {name: {y: x[y][..., rows] for y in FIGURES} for name, x in seen.items()}
-    score = {name: matched(x["weights"]) for name, x in seen.items()}
-    found = {"induction": score["repeated"].mean(-1)}
-    mean = seen["repeated"]["out"].mean((0, 3))
+    at = {name: {y: x[y][..., rows] for y in FIGURES} for name, x in recorded.items()}
+    score = {name: matched(x["weights"]) for name, x in recorded.items()}
+    results = {"induction": score["repeated"].mean(-1)}
+    mean = recorded["repeated"]["out"].mean((0, 3))
     rest: dict[str, Any] = {"matched_weight": {}, "figures": {}, "separation": {}}
     for name, instead in (("zero", 0 * mean), ("mean", mean)):
         loss, rise, _ = ablate(model, texts["repeated"], jnp.asarray(instead, jnp.float32))
         rise = np.moveaxis(np.asarray(rise, np.float64), 2, 0)
-        found[f"{name} on repeats"] = rise[..., HALF:].mean(-1)
+        results[f"{name} on repeats"] = rise[..., HALF:].mean(-1)
         halves = np.asarray(loss)[:, : HALF - 1], np.asarray(loss)[:, HALF:]
         rest["losses_of_halves"] = [mean_and_error(x.mean(-1)) for x in halves]
     for name in texts:
@@ -288,7 +276,7 @@ def on_random_texts(model: Llama) -> tuple[dict[str, np.ndarray], dict[str, Any]
         rest["separation"][name] = {
             y: mean_and_error(separation(at["repeated"][y], at[name][y])) for y in FIGURES[1:]
         }
-    head = np.unravel_index(found["induction"].mean(0).argmax(), mean.shape[:2])
+    head = np.unravel_index(results["induction"].mean(0).argmax(), mean.shape[:2])
     rest["most_inductive"] = [int(x) for x in head]
     left = matched_without(model, texts["repeated"], jnp.asarray(mean, jnp.float32), head)
     rest["matched_without"] = mean_and_error(left)
@@ -303,31 +291,32 @@ def on_random_texts(model: Llama) -> tuple[dict[str, np.ndarray], dict[str, Any]
         | {"matched_weight": score[name][:SHOWN, *head].ravel()}
         for name in ("repeated", "others")
     }
-    return found, rest
+    return results, rest
 
 
 def measure(model: Llama) -> dict[str, Any]:
     """All numbers of the byte model."""
     text, about_text = on_text(model)
     repeats, about_repeats = on_random_texts(model)
-    found = text | repeats
-    mean = {name: x.mean(0) for name, x in found.items()}
-    asked = (*FIGURES[1:], "spread_of_energy", "norm", "varying_norm")
+    results = text | repeats
+    mean = {name: x.mean(0) for name, x in results.items()}
+    names = (*FIGURES[1:], "spread_of_energy", "norm", "varying_norm")
     pairs = {
-        x: {y: rank_correlation(mean[x], mean[y]) for y in (*BEHAVIOURS, *COSTS)} for x in asked
+        x: {y: rank_correlation(mean[x], mean[y]) for y in (*BEHAVIOURS, *COSTS)} for x in names
     }
     dead = {  # no cost that is told from zero, on neither kind of text
-        name: np.all([abs(mean[x]) < 2 * mean_and_error(found[x])[1] for x in costs], 0)
+        name: np.all([abs(mean[x]) < 2 * mean_and_error(results[x])[1] for x in costs], 0)
         for name, costs in (("zero", COSTS[::2]), ("mean", COSTS[1::2]))
     }
     return plain(
         {
-            "heads": {name: mean_and_error(x) for name, x in found.items()},
+            "heads": {name: mean_and_error(x) for name, x in results.items()},
             "dead": {name: np.argwhere(x) for name, x in dead.items()},
             "rank_correlations": pairs,
             "text": about_text,
             "random": about_repeats,
-        }
+        },
+        decimals=6,
     )
 
 
@@ -335,18 +324,19 @@ def sentences() -> dict[str, Any]:
     """The numbers of MiniLM."""
     directory = get_model_path()
     model = load(directory)
-    found, out, real = by_head(model, tokenize(directory, list(SENTENCES)))
-    found |= contribution([x.attention.output_proj.weight for x in model.layers], out, real)
-    mean = {name: x.mean(0) for name, x in found.items()}
-    asked = [x for x in mean if x not in ("zero", "mean")]
+    results, out, real = by_head(model, tokenize(directory, list(SENTENCES)))
+    results |= contribution([x.attention.output_proj.weight for x in model.layers], out, real)
+    mean = {name: x.mean(0) for name, x in results.items()}
+    names = [x for x in mean if x not in ("zero", "mean")]
     return plain(
         {
-            "heads": {name: mean_and_error(x) for name, x in found.items()},
+            "heads": {name: mean_and_error(x) for name, x in results.items()},
             "rank_correlations": {
                 x: {y: rank_correlation(mean[x], mean[y]) for y in ("first", "zero", "mean")}
-                for x in asked
+                for x in names
             },
-        }
+        },
+        decimals=6,
     )
 
 

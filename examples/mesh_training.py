@@ -168,14 +168,14 @@ class Trainer:
 
 def axes_of(groups: Any, mesh: Any) -> str:
     """The axes of a mesh along which the devices of a collective differ."""
-    places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
-    found = {frozenset(group) for group in groups}
-    for count in range(1, places.ndim + 1):
-        for inner in itertools.combinations(range(places.ndim), count):
-            outer = [i for i in range(places.ndim) if i not in inner]
-            size = int(np.prod([places.shape[i] for i in inner]))
-            rows = places.transpose(*outer, *inner).reshape(-1, size).tolist()
-            if found == set(map(frozenset, rows)):
+    devices = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+    wanted_groups = {frozenset(group) for group in groups}
+    for count in range(1, devices.ndim + 1):
+        for inner in itertools.combinations(range(devices.ndim), count):
+            outer = [i for i in range(devices.ndim) if i not in inner]
+            size = int(np.prod([devices.shape[i] for i in inner]))
+            rows = devices.transpose(*outer, *inner).reshape(-1, size).tolist()
+            if wanted_groups == set(map(frozenset, rows)):
                 return ", ".join(mesh.axis_names[i] for i in inner)
     return "several"
 
@@ -253,14 +253,14 @@ def measure(text: np.ndarray, steps: int, config: LlamaConfig = CONFIG) -> dict[
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """Formats the collectives of each program as a Markdown table."""
-    rows = [(x["axes"], x["kind"]) for program in found["sent"].values() for x in program]
-    names = list(found["sent"])
+    rows = [(x["axes"], x["kind"]) for program in result["sent"].values() for x in program]
+    names = list(result["sent"])
     lines = [f"| over | operation | {' | '.join(names)} |", f"|{'---|' * (2 + len(names))}"]
     for row in sorted(set(rows)):
         cells = [
-            next((x for x in found["sent"][name] if (x["axes"], x["kind"]) == row), None)
+            next((x for x in result["sent"][name] if (x["axes"], x["kind"]) == row), None)
             for name in names
         ]
         shown = ["" if x is None else f"{x['count']}: {x['bytes']:,}" for x in cells]
@@ -276,12 +276,12 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     license = Path(__file__).resolve().parents[1] / "LICENSE"
     text = np.frombuffer(license.read_bytes(), np.uint8)
-    found = measure(text, args.steps)
-    lines = (f"{json.dumps(name)}: {json.dumps(x)}" for name, x in found.items())
+    result = measure(text, args.steps)
+    lines = (f"{json.dumps(name)}: {json.dumps(x)}" for name, x in result.items())
     args.out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(table(found))
-    print("largest differences of the losses:", found["difference"])
-    print(f"resumed with equal bits: {found['resumed']['equal']}")
+    print(table(result))
+    print("largest differences of the losses:", result["difference"])
+    print(f"resumed with equal bits: {result['resumed']['equal']}")
     return 0
 
 

@@ -62,13 +62,15 @@ KINDS = {
 }
 
 
-def plain(x: Any) -> Any:
-    """Arrays as lists of numbers with four decimals, for JSON."""
+def plain(x: Any, decimals: int = 4) -> Any:
+    """Arrays as lists of rounded numbers, for JSON."""
     if isinstance(x, dict):
-        return {name: plain(y) for name, y in x.items()}
-    if isinstance(x, (str, int, list, tuple)):
+        return {name: plain(y, decimals) for name, y in x.items()}
+    if isinstance(x, list):
+        return [plain(y, decimals) for y in x]
+    if isinstance(x, str | int):
         return x
-    return (np.round(np.asarray(x, np.float64), 4) + 0.0).tolist()  # no -0.0
+    return (np.round(np.asarray(x, np.float64), decimals) + 0.0).tolist()  # no -0.0
 
 
 def tables(result: dict[str, Any]) -> Iterator[str]:
@@ -96,12 +98,12 @@ def words(result: dict[str, Any]) -> Iterator[str]:
     each = ", ".join(f"{x:.1f}" for x in keys.mean(1))
     yield f"Of {np.mean(result['lengths']):.1f} tokens, a row averages over {each}, layer by layer."
     layer, head = (int(i) for i in np.unravel_index(keys.argmin(), keys.shape))
-    seen = max(looks, key=lambda name: looks[name][layer, head])
+    target = max(looks, key=lambda name: looks[name][layer, head])
     yield (
         f"Layer {layer}, head {head} has the fewest, {keys[layer, head]:.2f}, at an energy of "
         f"{report['energy'][layer, head]:.1f} nats and a heat capacity of "
-        f"{report['heat_capacity'][layer, head]:.2f}: {looks[seen][layer, head]:.0%} of its weight "
-        f"is on {KINDS[seen]}."
+        f"{report['heat_capacity'][layer, head]:.2f}: {looks[target][layer, head]:.0%} of its weight "
+        f"is on {KINDS[target]}."
     )
     for name in ("first", "before", "after"):
         layer, head = (int(i) for i in np.unravel_index(looks[name].argmax(), keys.shape))
@@ -176,10 +178,10 @@ def run(arguments: list[str] | None = None) -> int:
         "--out", type=Path, help="where report.json and pictures go (default: nowhere)"
     )
     parser.add_argument("--sentences", type=Path, help="a file with a sentence on each line")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     directory = get_model_path()
     try:
-        sentences = list(SENTENCES) if given.sentences is None else lines_of(given.sentences)
+        sentences = list(SENTENCES) if args.sentences is None else lines_of(args.sentences)
         model, encodings = load(directory), tokenize(directory, sentences)
     except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
@@ -187,8 +189,8 @@ def run(arguments: list[str] | None = None) -> int:
     result = {"sentences": sentences, **result}
     for part in (tables(result), words(result), example_words(result["example"])):
         print("\n".join(part), end="\n\n")
-    if given.out is not None:
-        write(given.out, result, report)
+    if args.out is not None:
+        write(args.out, result, report)
     return 0
 
 

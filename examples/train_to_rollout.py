@@ -88,7 +88,7 @@ def run(reproducible: bool, steps: int) -> dict[str, list[float]]:
     rng, model = np.random.default_rng(0), byte_llama()
     state = OPTIMISER.init(model)
     mesh = make_mesh((2, 4), ("data", "sequence"))
-    found = {"log_ratio": [], "kl": [], "reward": []}
+    curves = {"log_ratio": [], "kl": [], "reward": []}
     for step in range(steps):
         first = rng.integers(0, len(text) - PROMPT, ROWS)
         prompts = jnp.asarray([text[i : i + PROMPT] for i in first.tolist()], jnp.int32)
@@ -97,26 +97,26 @@ def run(reproducible: bool, steps: int) -> dict[str, list[float]]:
         reward = np.asarray(reward, np.float32)
         with jax.set_mesh(mesh):
             whole = np.concatenate([prompts, tokens], 1)
-            given = jnp.asarray(whole), jnp.asarray(reward - reward.mean()), reproducible
-            change, new = gradient(model, *given)
+            inputs = jnp.asarray(whole), jnp.asarray(reward - reward.mean()), reproducible
+            change, new = gradient(model, *inputs)
             model, state = update(change, model, state)
         ratio = np.asarray(new, np.float64) - np.asarray(old, np.float64)
         model, state = jax.device_get((model, state))
         model, state = jax.tree.map(jnp.asarray, (model, state))
-        found["log_ratio"].append(float(np.abs(ratio).max()))
-        found["kl"].append(float((np.exp(ratio) - 1 - ratio).mean()))
-        found["reward"].append(float(reward.mean()))
-        print(f"{step:3d} {found['log_ratio'][-1]:.2e} {reward.mean():.2f}", flush=True)
-    return found
+        curves["log_ratio"].append(float(np.abs(ratio).max()))
+        curves["kl"].append(float((np.exp(ratio) - 1 - ratio).mean()))
+        curves["reward"].append(float(reward.mean()))
+        print(f"{step:3d} {curves['log_ratio'][-1]:.2e} {reward.mean():.2f}", flush=True)
+    return curves
 
 
-def draw(found: dict, path: Path) -> None:
+def draw(results: dict, path: Path) -> None:
     """The largest ratio of each step, as a picture."""
     from matplotlib import pyplot as plt
 
     figure, panel = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
     for name, label in (("plain", "without"), ("reproducible", "reproducible=True")):
-        panel.plot(found[name]["log_ratio"], label=label)
+        panel.plot(results[name]["log_ratio"], label=label)
     panel.set(xlabel="step", ylabel="largest |log ratio|, nats", ylim=(-0.002, 0.07))
     panel.set_title("log-probabilities: sampled on 4 devices, trained on 2 × 4", fontsize=10)
     panel.legend(frameon=False, ncols=2, loc="upper right")
@@ -130,10 +130,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("train_to_rollout.json"))
     parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args()
-    found = {name: run(name == "reproducible", args.steps) for name in ("reproducible", "plain")}
-    args.out.write_text(json.dumps({"jax": jax.__version__, **found}, indent=1) + "\n")
-    draw(found, args.out.with_suffix(".svg"))
-    exact = max(found["reproducible"]["log_ratio"]) == 0
+    results = {name: run(name == "reproducible", args.steps) for name in ("reproducible", "plain")}
+    args.out.write_text(json.dumps({"jax": jax.__version__, **results}, indent=1) + "\n")
+    draw(results, args.out.with_suffix(".svg"))
+    exact = max(results["reproducible"]["log_ratio"]) == 0
     print(f"ratio exactly 1 in all steps: {exact}")
     return 0 if exact else 1
 

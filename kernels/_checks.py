@@ -55,17 +55,17 @@ def check_broadcastable(
     name: str, x: Shaped, shape: tuple[int, ...], *, leading: bool = True
 ) -> None:
     """Checks that each axis of `x` has the size in `shape`, or 1. `leading`: whether leading axes are required."""
-    given = x.shape if leading else (1,) * (len(shape) - len(x.shape)) + x.shape
-    if not broadcasts(given, shape):
+    sizes = x.shape if leading else (1,) * (len(shape) - len(x.shape)) + x.shape
+    if not broadcasts(sizes, shape):
         raise ValueError(
             f"{name}: wanted a shape broadcastable to ({', '.join(map(str, shape))})"
             f"{' with each axis given' if leading else ''}, got {received(x)}"
         )
 
 
-def broadcasts(given: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(given) == len(shape) and all(
-        have in (1, want) for want, have in zip(shape, given, strict=True)
+def broadcasts(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(sizes) == len(shape) and all(
+        have in (1, want) for want, have in zip(shape, sizes, strict=True)
     )
 
 
@@ -125,8 +125,8 @@ def as_int32(x: jax.Array | np.ndarray) -> Any:
     A length beyond all indices, which a compiled program cannot refuse, so remains beyond them.
     """
     if not np.can_cast(x.dtype, np.int32):
-        own, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
-        x = x.clip(max(own.min, wanted.min), wanted.max)
+        have, wanted = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+        x = x.clip(max(have.min, wanted.min), wanted.max)
     return x.astype(np.int32)
 
 
@@ -276,6 +276,7 @@ def check_taylor(arrays: object) -> None:
     `jet` ignores the derivatives that kernels define, and has no rule for loops. Its tracers are visible only in a
     call outside of `jax.jit`.
     """
+    # no rules for `scan` and `while`: https://github.com/jax-ml/jax/issues/27699
     for x in jax.tree.leaves(arrays):
         if type(x).__module__ == "jax.experimental.jet":  # by name, so that jet is not imported
             raise NotImplementedError(

@@ -1,8 +1,7 @@
 """Primitives that slice an array, and add to a slice, which remain slices under `jax.vmap`.
 
-Under `jax.vmap` JAX turns `lax.dynamic_slice` into a gather, and an update into a scatter, even if all batch
-entries are sliced at the same index. XLA's partitioner aborts on such a gather of an array that is sharded along
-several axes.
+Under `jax.vmap` JAX turns `lax.dynamic_slice` into a gather, and an update into a scatter, even if all batch entries
+are sliced at the same index. XLA's partitioner aborts on such a gather of an array that is sharded along several axes.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,6 +90,7 @@ def _slice_batch(
     flat: Sequence[Any], axes: Sequence[int | None], *, sizes: tuple[int, ...]
 ) -> tuple[Array, int]:
     (x, *corner), (axis, *of_corner) = flat, axes
+    # JAX's own rule is a gather (https://github.com/jax-ml/jax/pull/504), also where all entries have one corner
     if axis is None or any(y is not None for y in of_corner):
         return jax.vmap(lambda *y: _slice(*y, sizes=sizes), in_axes=tuple(axes))(*flat), 0
     x = jnp.moveaxis(x, axis, 0)

@@ -16,9 +16,8 @@ _Tree = TypeVar("_Tree")
 
 def vary_together(tree: _Tree, axes: Sequence[str] = ()) -> _Tree:
     """Arrays that all vary over the mesh axes `axes` and over all that any of them varies over."""
-    # Inside shard_map a kernel may get replicated arrays (a query) together with arrays that vary over
-    # devices (a shard of the keys). Cast to varying here, the derivative of a replicated operand
-    # is summed over devices by JAX itself.
+    # Inside shard_map a kernel may get replicated arrays (a query) together with arrays that vary over devices (a shard
+    # of the keys). Cast to varying here, the derivative of a replicated operand is summed over devices by JAX itself.
     union = frozenset(axes).union(*map(varying_axes, jax.tree.leaves(tree)))
     return vary_over(union, tree)
 

@@ -5,8 +5,8 @@ Public names are imported from the package itself.
 
 from . import _checks as checks
 from . import _varying as mesh_axes
-from ._lazy import lazy as lazy
-from ._private import private_names as private_names
+from ._imports import lazy as lazy
+from ._imports import private_names as private_names
 from .autodiff import _function as autodiff
 from .call import _arguments as arguments
 from .call import _source as additions
@@ -44,12 +44,12 @@ from .call._tokens import shortened as shortened
 from .call._tokens import split_mask as split_mask
 from .dispatch import _derivative as derivatives
 from .dispatch import _over_keys as over_keys
-from .dispatch._attend_and_merge import attend_and_merge as attend_and_merge
-from .dispatch._attend_and_merge import overlap_transfer as overlap_transfer
 from .dispatch._derivative import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from .dispatch._lowering import PLATFORMS as PLATFORMS
 from .dispatch._lowering import platform_here as platform_here
 from .dispatch._lowering import unless_exported as unless_exported
+from .dispatch._over_keys import attend_and_merge as attend_and_merge
+from .dispatch._over_keys import overlap_transfer as overlap_transfer
 from .dispatch._policy import CallPolicy as CallPolicy
 from .dispatch._policy import call_policy as call_policy
 from .dispatch._registry import attend as attend

@@ -32,7 +32,7 @@ class Experiment(NamedTuple):
     """A model, its training, and its evaluation.
 
     Attributes:
-        path: the script; the files of results are beside it and have its name.
+        path: the script; the files of results are in its folder and have its name.
         about: its docstring.
         model: makes a model of an attention and a random key.
         data: draws a batch from a key, a number of entries and a number of points.
@@ -43,7 +43,7 @@ class Experiment(NamedTuple):
         evaluate: returns the results of a trained model, for the file of results.
         describe: returns lines of text about them.
         draw: draws them into a part of a figure.
-        portion: the height of that part beside that of the errors and the memory.
+        portion: the height of that part relative to the panels of errors and memory.
     """
 
     path: Path

@@ -53,14 +53,14 @@ def over_budget(root: Path) -> Iterator[str]:
 def lower(root: Path) -> None:
     """Writes today's numbers where they are below the budgets; removes folders that are gone, adds no new ones."""
     file = root / FILE
-    lines, kept = lines_of_folders(root), []
+    lines, new_lines = lines_of_folders(root), []
     for line in file.read_text(encoding="utf-8").splitlines():
         name, _, number = line.partition(" = ")
         if not number:
-            kept.append(line)
+            new_lines.append(line)
         elif folder := lines[name.strip('"')]:
-            kept.append(f"{name} = {min(folder, int(number))}")
-    file.write_text("\n".join(kept) + "\n", encoding="utf-8")
+            new_lines.append(f"{name} = {min(folder, int(number))}")
+    file.write_text("\n".join(new_lines) + "\n", encoding="utf-8")
 
 
 def main() -> int:

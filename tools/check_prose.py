@@ -4,6 +4,7 @@
 - A first line names its subject: it begins with a verb, "Whether" or a noun phrase, points at no noun by a pronoun, and
   has at most 110 characters. In each folder, at most 3% of them may differ; of public names, none.
 - An error message has at most 200 characters, each value put into it counted as three.
+- Phrases that were replaced do not come back, in code, comments, docstrings and pages.
 - Each commit since the merge base with `origin/main`, or the last commit where there is none, has an imperative subject
   of at most 72 characters, and a body if it changes the library.
 """
@@ -33,6 +34,19 @@ POINTING = re.compile(
 )
 # Verbs that end like a participle or a third person.
 IMPERATIVES = re.compile(r"(Bring|String|Need|Feed|Embed|Seed|Speed|Shed|Proceed|Focus|.*ss)$")
+
+# Spaces stand for any white space, also for the start of a comment's next line.
+OLD_PHRASES = {
+    "(?-i:Raises nothing)": "no such tail",
+    "points? of rest": "fixed point",
+    "with returning": "with replacement",
+    "(row|rows|query|queries) (that|which) sees? no key": "fully masked row",
+    "spread over": "sharded over",
+    "roll call": "rendezvous",
+    "what walks over": "what iterates over",
+}
+# Files that may tell what was.
+HISTORY = ("CHANGELOG.md", "tools/check_prose.py", "tests/repository/test_prose.py")
 
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -106,6 +120,20 @@ def long_errors(root: Path) -> Iterator[str]:
                     yield f"{where}: an error of {len(message)} characters: {message[:80]}..."
 
 
+def old_phrases(root: Path) -> Iterator[str]:
+    """Phrases that were replaced."""
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *root.glob("papers/*/*.md")]
+    folders = (*FOLDERS, "tests", "docs")
+    for path in [*pages, *(path for folder in folders for path in sources(root, folder))]:
+        where = str(path.relative_to(root))
+        text = "" if where in HISTORY else path.read_text(encoding="utf-8")
+        for phrase, instead in OLD_PHRASES.items():
+            pattern = rf"\b{phrase}\b".replace(" ", r"[\s#>]+")
+            for match in re.finditer(pattern, text, re.IGNORECASE):
+                line = 1 + text.count("\n", 0, match.start())
+                yield f"{where}:{line}: {' '.join(match[0].split())!r}; wanted {instead}"
+
+
 def git(root: Path, *arguments: str) -> str:
     """The output of a git command, empty where it fails or git is missing."""
     try:
@@ -139,10 +167,13 @@ def commit_findings(root: Path) -> Iterator[str]:
             yield f"{commit[:8]}: no body says why the library changes: {subject}"
 
 
+RULES = (stumbling_lines, long_errors, old_phrases, commit_findings)
+
+
 def main() -> int:
     """Prints every finding."""
     root = Path(__file__).resolve().parents[1]
-    findings = [x for rule in (stumbling_lines, long_errors, commit_findings) for x in rule(root)]
+    findings = [x for rule in RULES for x in rule(root)]
     print(*findings, sep="\n", end="\n" if findings else "")
     return 1 if findings else 0
 

@@ -13,7 +13,6 @@ The rules:
 - No class name is defined twice in the library, with or without an underscore.
 - Nothing in the library knows `energy_attn/models`, but the command and the modules that are named here.
 - Every name that a package exports stands in the documentation's API pages.
-- Names and phrases that were replaced do not come back, nor do docstrings that end in "Raises" and "nothing".
 
 `tests/repository/test_structure.py` runs the same functions.
 """
@@ -37,26 +36,7 @@ MAY_IMPORT = {
     "energy_attn": {"kernels", "distributed", "energy_attn"},
 }
 MAX_LINES = 400
-PRIVATE_NAMES = "kernels/_private.py"
-# Each was replaced by a name that says what the module, function or argument is.
-OLD_MODULES = re.compile(
-    "_flash|_walk|_errors|_ways|_wire|_place|_placement|_spread.*|_inside|_roll_call|_marks"
-    "|_warp|_follow|_optimum|_observe"
-)
-OLD_NAMES = re.compile(
-    "warp|warped|roll_call|spread_.*|points_of_rest|inverse_temperature|travels|marks|ways|law"
-)
-# Spaces stand for any white space, also for the start of a comment's next line.
-OLD_PHRASES = {
-    "(?-i:Raises nothing)": "no such tail",
-    "points? of rest": "fixed point",
-    "with returning": "with replacement",
-    "(row|rows|query|queries) (that|which) sees? no key": "fully masked row",
-    "spread over": "sharded over",
-    "roll call": "rendezvous",
-    "what walks over": "what iterates over",
-}
-PROSE_EXEMPT = ("CHANGELOG.md", "tools/check_structure.py", "tests/repository/test_structure.py")
+PRIVATE_NAMES = "kernels/_imports.py"
 DOOR = "internal"
 # Public names of two packages: `masks.Function` and `scores.Function`.
 IN_TWO_PACKAGES = {"Function"}
@@ -68,10 +48,8 @@ LODGERS = ("energy_attn/models/", "energy_attn/cli/")
 
 def sources(root: Path, folder: str) -> list[Path]:
     """Python files below `folder`, each once: linked folders are not entered."""
-    paths = []
-    for directory, _, names in os.walk(root / folder):
-        paths += [Path(directory, name) for name in names if name.endswith(".py")]
-    return sorted(paths)
+    walk = os.walk(root / folder)
+    return sorted(Path(x, name) for x, _, names in walk for name in names if name.endswith(".py"))
 
 
 class Module(NamedTuple):
@@ -203,19 +181,19 @@ def circles(root: Path) -> Iterator[str]:
     for where, importer, name in imported(root, *ROOMS):
         if where.split(":")[0].endswith(("/__init__.py", "/__main__.py", f"/{DOOR}.py")):
             continue
-        own = folder_of(root, importer)
-        other = folder_of(root, name) if room_of(name) == room_of(importer) else None
-        if own and other and own != other:
-            uses.setdefault(own, set()).add(other)
+        importing = folder_of(root, importer)
+        imported_folder = folder_of(root, name) if room_of(name) == room_of(importer) else None
+        if importing and imported_folder and importing != imported_folder:
+            uses.setdefault(importing, set()).add(imported_folder)
     for folder in sorted(uses):
         seen, ahead = set[str](), [folder]
         while ahead:
-            for other in uses.get(ahead.pop(), ()):
-                if other == folder:
+            for imported_folder in uses.get(ahead.pop(), ()):
+                if imported_folder == folder:
                     yield f"{folder}: imports itself around a circle, through {sorted(uses[folder])}"
-                elif other not in seen:
-                    seen.add(other)
-                    ahead.append(other)
+                elif imported_folder not in seen:
+                    seen.add(imported_folder)
+                    ahead.append(imported_folder)
 
 
 def private_names(root: Path) -> Iterator[str]:
@@ -299,38 +277,6 @@ def undocumented_exports(root: Path) -> Iterator[str]:
             yield f"docs/api: no page has `::: {package}.{name}`"
 
 
-def old_names(root: Path) -> Iterator[str]:
-    """Modules, functions, classes and arguments with names that were replaced."""
-    for where, path, tree in modules(root, *ROOMS):
-        if OLD_MODULES.fullmatch(path.stem):
-            yield f"{where}: {path.stem} is a name that was replaced"
-        for node in ast.walk(tree):
-            if not isinstance(
-                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.arg
-            ):
-                continue
-            name = node.arg if isinstance(node, ast.arg) else node.name
-            if OLD_NAMES.fullmatch(name.strip("_")):
-                yield f"{where}:{node.lineno}: {name} is a name that was replaced"
-
-
-def old_phrases(root: Path) -> Iterator[str]:
-    """Phrases that were replaced, in code, comments, docstrings and pages."""
-    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *root.glob("papers/*/*.md")]
-    folders = (*ROOMS, "benchmarks", "tests", "papers", "examples", "tools", "docs")
-    for path in [*pages, *(path for folder in folders for path in sources(root, folder))]:
-        where = str(path.relative_to(root))
-        if where in PROSE_EXEMPT:
-            continue
-        text = path.read_text(encoding="utf-8")
-        for phrase, instead in OLD_PHRASES.items():
-            pattern = rf"\b{phrase}\b".replace(" ", r"[\s#>]+")
-            for match in re.finditer(pattern, text, re.IGNORECASE):
-                line = 1 + text.count("\n", 0, match.start())
-                words = " ".join(match[0].split())
-                yield f"{where}:{line}: {words!r}; wanted {instead}"
-
-
 RULES = (
     broken_links,
     wrong_imports,
@@ -342,8 +288,6 @@ RULES = (
     leaning_on_models,
     over_budget,
     undocumented_exports,
-    old_names,
-    old_phrases,
 )
 
 
@@ -351,8 +295,7 @@ def main() -> int:
     """Print every finding."""
     root = Path(__file__).resolve().parents[1]
     findings = [finding for rule in RULES for finding in rule(root)]
-    for finding in findings:
-        print(finding)
+    print(*findings, sep="\n", end="\n" if findings else "")
     return 1 if findings else 0
 
 

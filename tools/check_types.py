@@ -6,7 +6,7 @@ The rules:
 - Of the parameters of functions that have an annotation, at most `MOST` of all are annotated `Any`, in each room.
 - Pyright finds every mistake in `tests/typing/mistakes.py`, each on a line marked `# mistake`, and nothing else there.
 
-`tests/repository/test_types.py` runs the same functions, but not pyright.
+`tests/repository/test_structure.py` runs the same functions, but not pyright.
 """
 
 import argparse

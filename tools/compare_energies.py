@@ -31,14 +31,16 @@ from energy_attn.kernels import implementations
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, FILE = ROOT / "docs" / "energies.md", ROOT / "docs" / "benchmarks" / "variants.json"
 WIDTH, LAST = 16, 4  # of rows; how many queries are decoded
-BLOCK = re.compile(r'^```python exec="1" source="above"[^\n]*\n(.*?)^```$', re.M | re.S)
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 ROWS = "query", "key", "value"
 Pair = tuple[Any, Any]  # a result, and the exact one
 
 
 def sections() -> Iterator[tuple[str, str, list[str]]]:
     """The titles of the page's published energies, where they are linked, and the code of each."""
-    page = PAGE.read_text(encoding="utf-8").partition("## Published ones")[2].partition("\n## ")[0]
+    page = (
+        PAGE.read_text(encoding="utf-8").partition("## Published energies")[2].partition("\n## ")[0]
+    )
     for part in page.split("\n### "):
         title, _, text = part.partition("\n")
         link = re.search(r"\[[^\]]+\]\((https?://[^)]+)\)", text)

@@ -48,7 +48,7 @@ def dense(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
 
 
 def compositions(f: Function) -> dict[str, Function]:
-    """The modes of differentiation of `f(query, key, value)`, as functions of places and directions."""
+    """The modes of differentiation of `f(query, key, value)`, as functions of points and directions."""
 
     def gradient(x: Any) -> Any:
         return jax.grad(lambda x: jnp.sin(f(*x)).sum())(x)
@@ -124,7 +124,7 @@ def on_a_mesh(out: Function, exact: list[np.ndarray]) -> str:
 
 
 def ours(exact: dict[str, Any]) -> dict[str, Any]:
-    """This library."""
+    """Derivatives of this library, on one device and on a mesh."""
     verdicts = of_jax(ea.attention, ea.free_energy, exact)
     over = SequenceParallel("device")
     return verdicts | {"mesh": on_a_mesh(lambda *x: ea.attention(*x, parallel=over), exact["jvp"])}

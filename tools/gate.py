@@ -106,7 +106,7 @@ def _cpu() -> float:
 
 
 @contextlib.contextmanager
-def beside(stage: Stage) -> Iterator[None]:
+def in_background(stage: Stage) -> Iterator[None]:
     """Run a stage in the background of the block; its output is printed afterwards."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         start = time.monotonic()
@@ -162,7 +162,7 @@ def main() -> int:
     stages = [first, other_environments, check, *rest]
     failed = ""
     try:
-        with beside(other_environments):
+        with in_background(other_environments):
             if not run(check):
                 failed = check.name
         for stage in rest if not failed else ():

@@ -139,7 +139,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _say(row: tuple[Mutant, str | None, float]) -> bool:
-    """Print a line; whether it is one to look at."""
+    """Prints a line; returns whether another test than the named one killed the fault, or none."""
     mutant, killer, seconds = row
     expected = killer is not None and killer.split("[")[0] == mutant.killed_by.split("[")[0]
     verdict = "SURVIVED" if killer is None else "killed by" if expected else "killed by ANOTHER,"

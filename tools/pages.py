@@ -1,4 +1,4 @@
-"""Run the Python blocks of documentation pages, and write or compare what stands below them.
+"""Runs the Python blocks of documentation pages, and writes or compares the outputs below them.
 
     python tools/pages.py --write [PAGES]    rewrite outputs, figures and included lines
     python tools/pages.py --check [PAGES]    compare them with a new run
@@ -73,7 +73,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What one block printed and drew (SVG)."""
+    """The output of one block, and its figures as SVG."""
 
     text: str
     figures: list[str]
@@ -86,8 +86,8 @@ def code_of(block: re.Match[str]) -> str:
 
 def pages() -> list[Path]:
     """All pages that have blocks."""
-    found = [*ROOT.glob("*.md"), *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("papers/*/*.md"))]
-    return [path for path in found if BLOCK.search(path.read_text(encoding="utf-8"))]
+    files = [*ROOT.glob("*.md"), *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("papers/*/*.md"))]
+    return [path for path in files if BLOCK.search(path.read_text(encoding="utf-8"))]
 
 
 def with_includes(text: str) -> str:
@@ -111,7 +111,7 @@ def with_includes(text: str) -> str:
 
 
 def as_svg(figure) -> str:
-    """The figure as text that depends on what is drawn only."""
+    """The figure as deterministic text: without dates and random names."""
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", text.getvalue(), flags=re.DOTALL)
@@ -233,7 +233,7 @@ def figure_close(old: str, new: str, tolerance: float = 4.0) -> bool:
 
 
 def below(page: Path, block: re.Match[str], result: Result, count: Iterator[int]) -> str:
-    """What stands below a block: its output and its figures, with the labels that the page has."""
+    """The output and figures of a block as Markdown, with the labels that the page has."""
     if not result.text.strip() and not result.figures:
         return ""
     lines = [f"\n<!-- output{block['varies'] or ''} -->\n"]
@@ -273,13 +273,13 @@ def write(page: Path, results: list[Result]) -> None:
 
 
 def differences(page: Path, results: list[Result]) -> list[str]:
-    """Where a page shows something else than a run gave."""
+    """The places at which a page differs from a run."""
     text, wrong = page.read_text(encoding="utf-8"), []
     numbers = itertools.count(1)
     for block, result in zip(BLOCK.finditer(text), results, strict=True):
         place = f"{page.name}, line {text[: block.start()].count(chr(10)) + 1}"
         shown = (block["markdown"] if block["text"] is None else block["text"]) or ""
-        given = result.text
+        printed = result.text
         names = re.findall(r"\((figures/[^)]*)\)", block["figures"] or "")
         if [f"figures/{page.stem}-{next(numbers)}.svg" for _ in result.figures] != names:
             wrong.append(f"{place}: drew {len(result.figures)} figures, the page shows {names}")
@@ -287,12 +287,12 @@ def differences(page: Path, results: list[Result]) -> list[str]:
             continue
         if block["pattern"]:
             skip = re.compile(block["pattern"])
-            shown, given = (
+            shown, printed = (
                 "\n".join(line for line in x.splitlines() if not skip.search(line))
-                for x in (shown, given)
+                for x in (shown, printed)
             )
-        if not text_close(shown, given):
-            wrong.append(f"{place}: the page shows\n{shown}\nthe block printed\n{given}")
+        if not text_close(shown, printed):
+            wrong.append(f"{place}: the page shows\n{shown}\nthe block printed\n{printed}")
         for name, svg in zip(names, result.figures, strict=False):
             if not figure_close((DOCS / name).read_text(encoding="utf-8"), svg):
                 wrong.append(f"{place}: {name} shows something else than the block drew")

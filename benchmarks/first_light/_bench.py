@@ -1,13 +1,16 @@
-"""The bench, which compiles, guards and times programs; and the list of kernels."""
+"""The bench: compiles, guards and times programs, and keeps every result on disk."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import json
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,19 +19,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels import implementations, local_attention
+from energy_attn.kernels import implementations
+from tests.support.arrays import array
 
-from ._record import COMPILING, Record, Result, failure
+from ..runner import measure
 
 # The kernels for GPUs, in the order of the tables. Those that this version does not have are left out.
 GPU_KERNELS = ("cudnn", "fa4", "mosaic_gpu", "pallas_gpu", "flash")
-LEAST = 0.25  # seconds that all timings of one program take, if they can be had
-SHORT = 512  # lengths up to this are the same in a trial
-_SMALL = 2**22  # elements
+# Time limits in seconds of a measurement, and of the compilation of several; then the process is killed.
+MEASURING, COMPILING = 90.0, 240.0
 TRIAL = 128  # the divisor of lengths in a dry run
+_SHORT = 512  # lengths up to this are the same in a trial
 _SLOW = 20  # how many times longer than a GPU a CPU may take
 
+Result = dict[str, Any]  # of one measurement, as stored in JSON
 T = TypeVar("T")
+
+
+class Late(Exception):
+    """The time is spent."""
+
+
+class Lost(Exception):
+    """The device takes no further work from this process."""
 
 
 class Job(NamedTuple):
@@ -50,7 +63,7 @@ class Job(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """The options of the measuring process, and state that its steps share.
+    """The options of a run and its results, one JSON file that is complete after every measurement.
 
     Attributes:
         out, copy: folders of the results.
@@ -71,143 +84,201 @@ class Bench:
     trial: bool = False
     alone: bool = False
 
-    def read(self) -> Record:
-        """The results on disk."""
-        copy = Path(self.copy) if self.copy else None
-        return Record(Path(self.out), copy, self.deadline, _SLOW if self.trial else 1)
+    @property
+    def path(self) -> Path:
+        """The file of the results."""
+        return Path(self.out, "first_light.json")
 
-    record = functools.cached_property(read)
+    @functools.cached_property
+    def results(self) -> dict[str, dict[str, Result]]:
+        """Results by step and label, as they are on disk when they are first asked for.
+
+        A result has figures, or the reason why there are none: `declined` by the kernel, or an `error`. An error is
+        `final` if the process ended with it.
+        """
+        return json.loads(self.path.read_text())["steps"] if self.path.exists() else {}
 
     @property
     def kernels(self) -> tuple[str, ...]:
         """The kernels for GPUs that this version has."""
         return tuple(name for name in GPU_KERNELS if name in implementations())
 
-    @property
-    def workers(self) -> int:
-        """How many programs are compiled at once; one on CPUs, where XLA may deadlock with two."""
-        return 1 if self.trial else os.cpu_count() or 1
-
     def length(self, size: int) -> int:
         """A length of a sequence, divided in a trial."""
-        return size if size <= SHORT else max(size // self.shrink, min(SHORT, 64))
+        return size if size <= _SHORT else max(size // self.shrink, 64)
 
     def selected(self, values: Sequence[T]) -> Sequence[T]:
         """Returns all values, or the first in a trial run."""
         return values[:1] if self.trial else values
 
-    def ceiling(self, label: str, key: str) -> float | None:
-        """A figure of the step `roof`, if it has been measured."""
-        return self.record.steps.get("roof", {}).get(label, {}).get(key)
+    def share(self, rate: float, label: str, key: str) -> float | None:
+        """A rate as a share of a figure of the step `roof`, if that has been measured."""
+        top = self.results.get("roof", {}).get(label, {}).get(key)
+        return rate / top if top else None
 
-    def measure(self, step: str, jobs: Sequence[Job]) -> None:
-        """Compiles all jobs that have no result yet, then makes their measurements, each guarded.
+    def known(self, step: str, label: str) -> bool:
+        """Whether a measurement need not be made: a later call repeats errors, but no final ones."""
+        result = self.results.get(step, {}).get(label, {"error": "not begun"})
+        return "error" not in result or result.get("final", False)
+
+    def put(self, step: str, label: str, result: Result) -> None:
+        """Writes a result to disk, and prints it."""
+        plain = {k: str(x) if _is_not_finite(x) else x for k, x in result.items()}
+        self.results.setdefault(step, {})[label] = plain
+        text = json.dumps({"steps": self.results}, indent=1, default=str) + "\n"
+        for folder in filter(None, (self.out, self.copy)):
+            _replace(Path(folder, self.path.name), text)
+        shown = (
+            f"{k}={x:.4g}" if isinstance(x, float) else f"{k}={x}"
+            for k, x in plain.items()
+            if k != "where"
+        )
+        line = " ".join(f"{step}: {label}: {' '.join(shown)}".split())
+        print(f"[{self.deadline - time.time():6.0f} s left] {line[:300]}", flush=True)
+
+    @property
+    def _now(self) -> Path:
+        return self.path.with_suffix(".now")
+
+    def begin(self, step: str, labels: Sequence[str], seconds: float) -> None:
+        """Records the labels that begin, and their time limit, in case the process ends or hangs.
+
+        Raises `Late` if the time is spent.
+        """
+        now, patience = time.time(), _SLOW if self.trial else 1
+        if now > self.deadline:
+            raise Late
+        until = min(now + patience * seconds, self.deadline + 20 * patience)
+        _replace(self._now, json.dumps([step, list(labels), until]))
+
+    def end(self) -> None:
+        """Records that nothing is under way."""
+        self._now.unlink(missing_ok=True)
+
+    def under_way(self) -> tuple[str, list[str], float] | None:
+        """The running step, its labels and its time limit; None if nothing runs."""
+        try:
+            return tuple(json.loads(self._now.read_text()))
+        except FileNotFoundError:
+            return None
+
+    @contextlib.contextmanager
+    def guarded(self, step: str, label: str) -> Iterator[None]:
+        """Records an exception that is raised within as a result.
 
         Raises `Late` if the time is spent, and `Lost` if the device does not work any more.
         """
-        missing = [job for job in jobs if not self.record.known(step, job.label)]
-        groups = [[job] for job in missing] if self.alone else [missing]
-        for group in filter(None, groups):
-            self.record.begin(step, [job.label for job in group], COMPILING)
-            for job, ready in zip(group, _compiled(group, self.workers), strict=True):
-                with self.record.guarded(step, job.label):
-                    figures = ready if isinstance(ready, dict) else job.find(ready)
-                    self.record.put(step, job.label, {**job.about, **figures})
-        self.record.end()
+        self.begin(step, [label], MEASURING)
+        try:
+            yield
+        except Exception as reason:
+            lost = not _alive()
+            self.put(step, label, failure(reason) | ({"final": True} if lost else {}))
+            if lost:
+                raise Lost from reason
+        self.end()
+
+    def measure(self, step: str, jobs: Sequence[Job]) -> None:
+        """Compiles all jobs that have no result yet, then makes their measurements, each guarded."""
+        missing = [job for job in jobs if not self.known(step, job.label)]
+        for group in [[job] for job in missing] if self.alone else filter(None, [missing]):
+            self.begin(step, [job.label for job in group], COMPILING)
+            # one at a time on CPUs, where XLA may deadlock with two
+            programs = _compiled(group, 1 if self.trial else os.cpu_count() or 1)
+            for job, program in zip(group, programs, strict=True):
+                with self.guarded(step, job.label):
+                    figures = program if isinstance(program, dict) else job.find(program)
+                    self.put(step, job.label, {**job.about, **figures})
+
+    def seconds(self, run: Callable[[], Any]) -> Result:
+        """The median seconds of a run, and the spread of its timings."""
+        (times,) = measure({"run": run}, 1 if self.trial else self.repeats).values()
+        return {"seconds": statistics.median(times), "spread": max(times) / min(times) - 1}
 
     def timed(
         self,
         label: str,
         function: Callable[..., PyTree],
-        arrays: Sequence[Array],
+        arrays: Sequence[Any],
         figures: Callable[[float], Result] = lambda _: {},
         **about: object,
     ) -> Job:
         """A job that measures the seconds of a call, and `figures` of them."""
-        arrays = tuple(arrays)
 
         def find(run: Callable[..., Any]) -> Result:
-            timing = seconds(run, arrays, 1 if self.trial else self.repeats)
+            timing = self.seconds(functools.partial(run, *arrays))
             return {**timing, **figures(timing["seconds"])}
 
-        return Job(label, function, arrays, find, about)
+        return Job(label, function, tuple(arrays), find, about)
 
 
 def _compiled(jobs: Sequence[Job], workers: int) -> list[Callable[..., Any] | Result]:
-    """The executable of each job, or a result if the kernel declines or raises; compiled by `workers` threads."""
+    """The executable of each job, or a result if the kernel declines or raises; `workers` threads compile."""
 
-    def finish(lowered: Any) -> Any:
-        try:
-            return lowered.compile()
-        except Exception as reason:  # a compiler's, which is a result
-            return failure(reason)
-
-    def begin(job: Job) -> Any:
+    def lowered(job: Job) -> Any:
         try:
             traced = jax.jit(job.function).trace(*job.arrays)
         except NotImplementedError as reason:
             return {"declined": str(reason)[:300]}
-        except Exception as reason:
-            return failure(reason)
-        try:
-            return pool.submit(finish, traced.lower())
-        except Exception as reason:
-            return failure(reason)
+        return traced.lower()
 
+    def compiled(program: Any) -> Any:
+        return program if isinstance(program, dict) else program.compile()
+
+    programs = [_result_of(lowered, job) for job in jobs]
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        begun = [begin(job) for job in jobs]
-        return [x.result() if isinstance(x, concurrent.futures.Future) else x for x in begun]
+        return list(pool.map(functools.partial(_result_of, compiled), programs))
 
 
-def seconds(run: Callable[..., Any], arrays: Sequence[Any], repeats: int) -> Result:
-    """Seconds of a call with many in flight, so that starting them is hidden: the median, and the spread."""
-    for _ in range(2):
-        jax.block_until_ready(run(*arrays))
-    begin = time.perf_counter()
-    jax.block_until_ready(run(*arrays))
-    once = time.perf_counter() - begin
-    number = int(min(max(LEAST / repeats / once, 1), 100))
-    groups = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        for _ in range(number):
-            result = run(*arrays)
-        jax.block_until_ready(result)  # pyright: ignore[reportPossiblyUnboundVariable]  # at least one
-        groups.append((time.perf_counter() - begin) / number)
-    return {"seconds": statistics.median(groups), "spread": max(groups) / min(groups) - 1}
-
-
-def out_of(*arrays: Array, **options: Any) -> Array:
-    """`local_attention(...).out`."""
-    return local_attention(*arrays, **options).out
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(seed: int | Array, shape: tuple[int, ...], dtype: str) -> Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+def _result_of(function: Callable[[Any], Any], x: Any) -> Any:
+    try:
+        return function(x)
+    except Exception as reason:
+        return failure(reason)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> Array:
-    """Random numbers: zeros are faster to compute with than data.
+    """Random numbers: zeros are faster to compute with than data."""
+    if math.prod(shape) <= 2**22:  # on the host, without a program for each shape
+        return array(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+    return _drawn(seed, shape, dtype)
 
-    Small arrays are made on the host, without a program for each shape. Large ones are made in pieces along the
-    second axis: the whole in float32 would not fit beside the rest.
-    """
-    if math.prod(shape) <= _SMALL:
-        numbers = np.random.default_rng(seed).standard_normal(shape, np.float32)
-        return jnp.asarray(numbers.astype(jnp.dtype(dtype)))
-    pieces = math.ceil(math.prod(shape) / 2**29)
-    if pieces <= 1:
-        return _normal(seed, shape, dtype)
-    while shape[1] % pieces:
-        pieces += 1
-    part = (shape[0], shape[1] // pieces, *shape[2:])
 
-    def put(x: Array, y: Array, i: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(x, y, i, 1)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _drawn(seed: int, shape: tuple[int, ...], dtype: str) -> Array:
+    # in pieces along the second axis: all numbers in float32 would not fit together with the rest
+    pieces = math.gcd(shape[1], math.ceil(math.prod(shape) / 2**29))
+    part = shape[0], shape[1] // pieces, *shape[2:]
 
-    write = jax.jit(put, donate_argnums=0)
-    x = jnp.zeros(shape, dtype)
-    for i in range(pieces):
-        x = write(x, _normal(seed + 1000 * i, part, dtype), i * part[1])
-    return x
+    def piece(i: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        return jax.random.normal(key, part, jnp.float32).astype(dtype)
+
+    return jnp.moveaxis(jax.lax.map(piece, jnp.arange(pieces)), 0, 1).reshape(shape)
+
+
+def failure(reason: BaseException) -> Result:
+    """The result of a measurement that raises."""
+    message = "".join(traceback.format_exception_only(reason)).strip()
+    trace = "".join(traceback.format_exception(reason))
+    return {"error": message[:1500], "where": trace[-700:].replace(os.getcwd(), ".")}
+
+
+def _alive() -> bool:
+    try:
+        jax.block_until_ready(jnp.zeros(8) + 1)
+    except Exception:  # whatever a broken context raises
+        return False
+    return True
+
+
+def _is_not_finite(x: object) -> bool:
+    return isinstance(x, float) and not math.isfinite(x)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file at once, so that no reader finds half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(f"{path.suffix}.new")
+    new.write_text(text)
+    new.replace(path)

@@ -12,13 +12,13 @@ import numpy as np
 from jaxtyping import Array
 
 from energy_attn.kernels import local_attention
+from tests.support.compare import RATIOS, close
 from tests.support.problems import Problem
-from tests.support.reference import dense, dense_jvp, dense_vjp
+from tests.support.reference import dense, dense_jvp, dense_vjp, largest
 
-from ._bench import Bench, Job, normal
-from ._record import Result
+from ._bench import Bench, Job, Result, normal
 
-# Errors relative in the norm, and of lse the largest absolute one, by the dtype of the call.
+# Largest errors relative to the largest entry, and absolute ones of lse, by the dtype of the call.
 ALLOWED = {"float32": (2e-5, 1e-4), "float16": (5e-3, 2e-3), "bfloat16": (2e-2, 2e-3)}
 MOST_SCORES = 2**24  # of which the judge of the tests holds several arrays
 _XLA = ("decode", "blockwise")
@@ -35,18 +35,16 @@ class Case:
         query, key: shapes `[B, T, N, H]` and `[B, S, K, H]`.
         mode: "forward", "backward" (of both outputs) or "tangent".
         kernels: to check in addition to those for GPUs.
-        arrays: positions, segments or lengths, by their names in the call.
+        options: of the call.
     """
 
     label: str
     query: tuple[int, int, int, int]
     key: tuple[int, int, int, int]
     dtype: str = "bfloat16"
-    causal: bool = False
-    window: tuple[int, int] | None = None
     mode: str = "backward"
     kernels: tuple[str, ...] = ()
-    arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def operands(self) -> tuple[Array, ...]:
@@ -61,11 +59,6 @@ class Case:
         types = [*inputs, *extra[self.mode]]
         return tuple(normal(seed + i, *x) for i, x in enumerate(types))
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of the call."""
-        return {"is_causal": self.causal, "local_window_size": self.window, **self.arrays}
-
     def by_kernel(self, name: str) -> Callable[..., Named]:
         """Returns the function of the operands that computes the results by a kernel."""
 
@@ -78,17 +71,15 @@ class Case:
             if self.mode == "tangent":
                 (out, lse), (dout, dlse) = jax.jvp(attend, inputs, extra)
                 return {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
-            if self.mode == "forward":
-                return dict(zip(("out", "lse"), attend(*inputs), strict=True))
             outputs, pullback = jax.vjp(attend, *inputs)
-            names = ("out", "lse", "dq", "dk", "dv")
-            return dict(zip(names, (*outputs, *pullback(tuple(extra))), strict=True))
+            gradients = pullback(tuple(extra)) if extra else ()
+            return dict(zip(("out", "lse", "dq", "dk", "dv"), (*outputs, *gradients), strict=False))
 
         return run
 
     @functools.cached_property
     def reference(self) -> Named:
-        """The exact results, by the reference of the tests or, where that is too slow, on the device in float64."""
+        """The exact results, by the judge of the tests or, where that is too slow, on the device in float64."""
         if self.query[1] * self.query[2] * self.key[1] > MOST_SCORES:
             return self.by_head()
         query, key, value, *extra = (np.asarray(x, np.float64) for x in self.operands)
@@ -115,28 +106,31 @@ class Case:
                 return run(*(x.astype(jnp.float64) for x in of_head))
 
             by_head = [jax.device_get(one(head, *self.operands)) for head in range(self.query[2])]
-        joined = {name: np.concatenate([x[name] for x in by_head], 2) for name in by_head[0]}
-        for name in {"dk", "dv"} & set(joined):  # the sum over the heads of a group
+        results = {name: np.concatenate([x[name] for x in by_head], 2) for name in by_head[0]}
+        for name in {"dk", "dv"} & set(results):  # the sum over the heads of a group
             b, s, k, h = self.key
-            joined[name] = joined[name].reshape(b, s, k, group, h).sum(3)
-        return joined
+            results[name] = results[name].reshape(b, s, k, group, h).sum(3)
+        return results
 
 
-def errors_of(results: Named, reference: Named) -> dict[str, float]:
-    """Relative in the norm; of lse the largest, absolute, and infinite where only one is finite."""
-    errors = {}
-    for name, expected in reference.items():
-        actual = np.asarray(results[name]).astype(np.float64)
-        if name == "lse":
-            finite = np.isfinite(expected)
-            same_finite = (finite == np.isfinite(actual)).all()
-            largest = float(np.abs(actual[finite] - expected[finite]).max(initial=0))
-            errors[name] = largest if same_finite else math.inf
-        else:
-            errors[name] = float(
-                np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30)
-            )
-    return errors
+def judged(results: Named, reference: Named, dtype: str) -> Result:
+    """The errors of results and the largest relative to its tolerance, by the comparison of the tests."""
+    allowed, allowed_lse = ALLOWED[dtype]
+    errors, parts, good = {}, [], True
+    for name, exact in reference.items():
+        unit, tolerance, size = largest(exact) or 1.0, allowed, allowed
+        if name == "lse":  # not relative to its largest entry
+            unit, tolerance, size = 1.0, allowed_lse / max(unit, 1.0), allowed_lse
+        try:
+            close(np.asarray(results[name], np.float64) / unit, exact / unit, name, tolerance)
+            part = RATIOS.pop()[0]
+        except AssertionError:
+            good, part = False, RATIOS.pop()[0]
+            if part <= 1:  # an infinite entry that should be finite, or the other way around
+                part = math.inf
+        parts.append(part)
+        errors[name] = part * size
+    return {"good": good, "of_tolerance": float(np.max(parts)), **errors}
 
 
 def compared(bench: Bench, step: str, cases: Sequence[Case]) -> None:
@@ -144,12 +138,8 @@ def compared(bench: Bench, step: str, cases: Sequence[Case]) -> None:
 
     def find(case: Case, run: Callable[..., Any]) -> Result:
         results, repeated = (jax.device_get(run(*case.operands)) for _ in range(2))
-        errors = errors_of(results, case.reference)
         changed = [name for name in results if results[name].tobytes() != repeated[name].tobytes()]
-        allowed, allowed_lse = ALLOWED[case.dtype]
-        parts = [x / (allowed_lse if name == "lse" else allowed) for name, x in errors.items()]
-        good = all(part <= 1 for part in parts)  # NaN is not
-        return {"good": good, "of_tolerance": float(np.max(parts)), **errors, "moved": changed}
+        return {**judged(results, case.reference, case.dtype), "moved": changed}
 
     jobs = [
         Job(
@@ -161,14 +151,14 @@ def compared(bench: Bench, step: str, cases: Sequence[Case]) -> None:
         )
         for case in cases
         for name in (*bench.kernels, *case.kernels)
-        if not bench.record.known(step, f"{case.label} {name}")  # or arrays are made for nothing
+        if not bench.known(step, f"{case.label} {name}")  # or arrays are made for nothing
     ]
     bench.measure(step, jobs)
 
 
 def check(bench: Bench) -> None:
     """Small shapes: values, energies and derivatives; and bits on a second run."""
-    cases = list(_small(bench))
+    cases = list(small_cases(bench))
     if bench.trial:
         labels = ("causal float32 64", "tangent float32 64", "decode with lengths", "positions")
         cases = [case for case in cases if case.label in labels]
@@ -176,46 +166,47 @@ def check(bench: Bench) -> None:
         compared(bench, "check", cases[i : i + _AT_ONCE])
 
 
-_DTYPES = (
-    *(("bfloat16", 64), ("bfloat16", 128), ("float16", 80), ("float32", 64)),
-    ("bfloat16", 256),  # without a tangent
-)
-
-
-def _small(bench: Bench) -> Iterator[Case]:
-    keys, long = bench.length(1000), bench.length(4099)
-    for dtype, h in _DTYPES:
+def small_cases(bench: Bench) -> Iterator[Case]:
+    """Square, ragged and decode calls in each dtype, and each option of a call."""
+    keys, long, causal = bench.length(1000), bench.length(4099), {"is_causal": True}
+    dtypes = ("bfloat16", 64), ("bfloat16", 128), ("float16", 80), ("float32", 64)
+    for dtype, h in (*dtypes, ("bfloat16", 256)):  # without a tangent of the last
         square, ragged = ((2, 130, 4, h), (2, 130, 2, h)), ((2, 33, 6, h), (2, keys, 2, h))
-        yield Case(f"causal {dtype} {h}", *square, dtype, causal=True)
+        yield Case(f"causal {dtype} {h}", *square, dtype, options=causal)
         yield Case(f"ragged {dtype} {h}", *ragged, dtype, kernels=_XLA)
-    for dtype, h in _DTYPES[:-1]:
-        square = (1, 130, 4, h), (1, 130, 2, h)
-        yield Case(f"tangent {dtype} {h}", *square, dtype, causal=True, mode="tangent")
+    for dtype, h in dtypes:
+        shapes = (1, 130, 4, h), (1, 130, 2, h)
+        yield Case(f"tangent {dtype} {h}", *shapes, dtype, "tangent", options=causal)
     yield Case("decode", (2, 1, 32, 128), (2, long, 8, 128), kernels=_XLA)
-    lengths = {"key_value_seq_lengths": np.array([long - 7, 0], np.int32)}
-    shapes = (2, 1, 8, 128), (2, long, 1, 128)
-    yield Case("decode with lengths", *shapes, kernels=_XLA, arrays=lengths)
-    blocks = _XLA[1:]
+    shapes, lengths = ((2, 1, 8, 128), (2, long, 1, 128)), np.array([long - 7, 0], np.int32)
+    options = {"key_value_seq_lengths": lengths}
+    yield Case("decode with lengths", *shapes, kernels=_XLA, options=options)
     for rows in (8, 9, 16, 32):
-        yield Case(f"{rows} queries", (1, rows, 16, 128), (1, long, 4, 128), kernels=blocks)
-    square = (1, 300, 4, 64), (1, 300, 4, 64)
-    yield Case("window", *square, causal=True, window=(50, 0), kernels=blocks)
-    grouped = (1, 300, 4, 64), (1, 300, 2, 64)
-    places = np.random.default_rng(0).permutation(300).astype(np.int32)[None]
-    places[0, ::7] = -1
-    positions = {"query_positions": np.arange(300, dtype=np.int32)[None], "key_positions": places}
-    yield Case("positions", *grouped, causal=True, arrays=positions, kernels=blocks)
-    parts = np.repeat(np.arange(3, dtype=np.int32), 100)[None]
-    segments = {"query_segment_ids": parts, "key_segment_ids": parts}
-    yield Case("segments", *grouped, causal=True, arrays=segments, kernels=blocks)
+        shapes = (1, rows, 16, 128), (1, long, 4, 128)
+        yield Case(f"{rows} queries", *shapes, kernels=_XLA[1:])
+    shuffled = np.random.default_rng(0).permutation(300).astype(np.int32)[None]
+    shuffled[0, ::7] = -1
+    in_order, parts = (
+        np.arange(300, dtype=np.int32)[None],
+        np.arange(300, dtype=np.int32)[None] // 100,
+    )
+    for label, kv_heads, options in (
+        ("window", 4, {"local_window_size": (50, 0)}),
+        ("positions", 2, {"query_positions": in_order, "key_positions": shuffled}),
+        ("segments", 2, {"query_segment_ids": parts, "key_segment_ids": parts}),
+    ):
+        shapes = (1, 300, 4, 64), (1, 300, kv_heads, 64)
+        yield Case(label, *shapes, kernels=_XLA[1:], options=causal | options)
 
 
 def check_large(bench: Bench) -> None:
     """Grids, splits and offsets of real use; above 2^31 elements at the end."""
     long = bench.length(8192)
     cases = [
-        Case(f"causal {long} 128", (1, long, 4, 128), (1, long, 1, 128), causal=True),
-        Case(f"causal {long} 64", (1, long, 4, 64), (1, long, 4, 64), causal=True),
+        Case(
+            f"causal {long} 128", (1, long, 4, 128), (1, long, 1, 128), options={"is_causal": True}
+        ),
+        Case(f"causal {long} 64", (1, long, 4, 64), (1, long, 4, 64), options={"is_causal": True}),
         Case(f"full {long} 128", (2, long, 2, 128), (2, long, 2, 128)),
     ]
     for keys in map(bench.length, bench.selected((2**20, 2**21, 2**22))):  # 2^31 elements at 2^21

@@ -6,12 +6,12 @@ one, a chunk of a prompt, or the nodes of a tree of drafts.
 """
 
 from ..runner import Case
-from . import _drafts, _steps, _training
+from . import _steps, _training
 
 _HEADS = (8, 4, 64), (32, 8, 128), (16, 16, 64), (32, 8, 64), (4, 2, 32)
 _DTYPES = "float32", "bfloat16"
 _DRAFTS, _SHARDED = "trees of drafts", "decode steps over devices"
-_SIDES = {_DRAFTS: _drafts.sides, _SHARDED: _steps.sharded_sides}
+_SIDES = {_DRAFTS: _steps.drafts_sides, _SHARDED: _steps.sharded_sides}
 
 
 def _steps_case(

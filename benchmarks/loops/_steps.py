@@ -1,9 +1,11 @@
-"""Steps over caches in a `lax.scan`: each layer appends the tokens of a step to its cache, and attends."""
+"""Steps over caches in a `lax.scan`: each layer appends the tokens of a step to its cache, and attends.
+
+A step with a tree of drafts verifies it over the caches, and keeps a path of its nodes.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from energy_attn.distributed import KVCache, SequenceParallel, make_mesh
+from energy_attn.prefix_tree import Accepted, PrefixTree, commit, tree_decode
 
-from ..runner import JAX_NN, OURS, PYTORCH, Run, Sides, torch
+from ..runner import JAX_NN, OURS, PYTORCH, Run, Sides, on_mesh, torch
 
 ONE_DEVICE = "our one device"
+PATH = np.array([0, 1, 3, 7])  # the nodes of a tree that are kept, the same in each step
 KERNELS = {
     f"our {name}": name
     for name in ("decode_cpu", "mosaic_gpu", "pallas_gpu", "decode", "blockwise")
@@ -42,7 +46,7 @@ class Inputs(NamedTuple):
     layers: int
 
 
-def draw(
+def _draw(
     dtype: str, steps: int, layers: int, B: int, T: int, S: int, L: int, N: int, K: int, H: int
 ) -> Inputs:
     """Random inputs whose first row has `L` tokens and whose last one leaves room for the steps, at equal distances."""
@@ -55,7 +59,7 @@ def draw(
     return Inputs(tokens, key, value, lengths, layers)
 
 
-def filled(inputs: Inputs, parallel: SequenceParallel | None = None) -> list[KVCache]:
+def _filled(inputs: Inputs, parallel: SequenceParallel | None = None) -> list[KVCache]:
     """A cache for each layer, with the tokens before the first step."""
     _, key, value, lengths, layers = inputs
     return [_fill(key, value, lengths, parallel) for _ in range(layers)]
@@ -67,13 +71,8 @@ def _fill(key: Array, value: Array, lengths: Array, parallel: SequenceParallel |
     return cache.append(key, value, lengths=lengths)
 
 
-def rewound(caches: list[KVCache], lengths: Array) -> list[KVCache]:
-    """Caches that hold as many tokens as before the first step."""
-    return [dataclasses.replace(cache, lengths=lengths) for cache in caches]
-
-
-def in_place(program: Callable[..., tuple[Any, Array]], state: Any, *inputs: Any) -> Run:
-    """Runs of a program that takes a state to the next one, and returns its outputs `[steps, B, T, N, H]` in a row.
+def _in_place(program: Callable[..., tuple[Any, Array]], state: Any, *inputs: Any) -> Run:
+    """Returns runs of a program from a state to the next one, with its outputs `[steps, B, T, N, H]` in a row.
 
     The state is donated, so that no run copies the caches, and each run has that of the run before.
     """
@@ -92,6 +91,31 @@ def in_place(program: Callable[..., tuple[Any, Array]], state: Any, *inputs: Any
     return run
 
 
+def _over_caches(
+    step: Callable[..., Any], inputs: Inputs, parallel: SequenceParallel | None = None
+) -> Run:
+    """Runs of a step from a `KVCache` of each layer; each run begins with as many tokens as the first."""
+
+    def program(caches: list[KVCache], lengths: Array, tokens: Array) -> tuple[Any, Array]:
+        rewound = [dataclasses.replace(cache, lengths=lengths) for cache in caches]
+        return lax.scan(step, rewound, tokens)
+
+    return _in_place(program, _filled(inputs, parallel), inputs.lengths, inputs.tokens)
+
+
+def _over_arrays(
+    step: Callable[..., Any], inputs: Inputs, place: Callable[[Array], Array] = jnp.copy
+) -> Run:
+    """Runs of a step from keys and values of each layer and the lengths of their rows."""
+
+    def program(caches: Any, lengths: Array, tokens: Array) -> tuple[Any, Array]:
+        (caches, _), out = lax.scan(step, (caches, lengths), tokens)
+        return caches, out
+
+    caches = [[place(inputs.key), place(inputs.value)] for _ in range(inputs.layers)]
+    return _in_place(program, caches, inputs.lengths, inputs.tokens)
+
+
 def _ours(
     inputs: Inputs, implementation: str | None = None, parallel: SequenceParallel | None = None
 ) -> Run:
@@ -104,13 +128,10 @@ def _ours(
             x = x + layers[-1].attend(x, implementation=implementation).out
         return layers, x
 
-    def program(caches: list[KVCache], lengths: Array, tokens: Array) -> tuple[Any, Array]:
-        return lax.scan(step, rewound(caches, lengths), tokens)
-
-    return in_place(program, filled(inputs, parallel), inputs.lengths, inputs.tokens)
+    return _over_caches(step, inputs, parallel)
 
 
-def write(stored: Array, new: Array, ends: Array) -> Array:
+def _write(stored: Array, new: Array, ends: Array) -> Array:
     """`[B, S, K, H]` with the tokens `[B, T, K, H]` in each row from `ends` `[B]` on."""
     if len(ends) == 1:  # of several rows XLA makes a scatter
         return lax.dynamic_update_slice_in_dim(stored, new, ends[0], axis=1)
@@ -129,19 +150,14 @@ def _jax_nn(inputs: Inputs, place: Callable[[Array], Array] = jnp.copy) -> Run:
             options = {"mask": jnp.arange(S, dtype=jnp.int32) <= last[:, None, :, None]}
         layers = []
         for pair in caches:
-            layers.append([write(y, x[:, :, :K], ends) for y in pair])
+            layers.append([_write(y, x[:, :, :K], ends) for y in pair])
             x = x + jax.nn.dot_product_attention(x, *layers[-1], **options)
         return (layers, ends + T), x
 
-    def program(caches: Any, lengths: Array, tokens: Array) -> tuple[Any, Array]:
-        (caches, _), out = lax.scan(step, (caches, lengths), tokens)
-        return caches, out
-
-    caches = [[place(inputs.key), place(inputs.value)] for _ in range(inputs.layers)]
-    return in_place(program, caches, inputs.lengths, inputs.tokens)
+    return _over_arrays(step, inputs, place)
 
 
-def of_torch(x: Array) -> Any:
+def _of_torch(x: Array) -> Any:
     """PyTorch's copy of an array `[..., T, N, H]`: the same layout in memory, in its order of axes."""
     return torch().from_dlpack(x).clone().transpose(-3, -2)
 
@@ -150,8 +166,8 @@ def _torch(inputs: Inputs) -> Run:
     """Over the slots up to the end of the longest row; rows of one length need no mask for single tokens."""
     B, _, K, _ = inputs.key.shape
     T, N = inputs.tokens.shape[2:4]
-    tokens = of_torch(inputs.tokens)
-    caches = [[of_torch(inputs.key), of_torch(inputs.value)] for _ in range(inputs.layers)]
+    tokens = _of_torch(inputs.tokens)
+    caches = [[_of_torch(inputs.key), _of_torch(inputs.value)] for _ in range(inputs.layers)]
     lengths, rows = torch().from_numpy(inputs.lengths).long(), torch().arange(B)[:, None]
     attend = functools.partial(
         torch().nn.functional.scaled_dot_product_attention, enable_gqa=N != K
@@ -175,41 +191,116 @@ def _torch(inputs: Inputs) -> Run:
     return torch().no_grad()(run)
 
 
+def _kept(out: Array) -> Array:
+    """`PATH`, as a function of the outputs: a program that verifies writes after it has read."""
+    return jnp.asarray(PATH, jnp.int32) + (out[0, 0, 0, 0] == jnp.inf)
+
+
+def _binary(nodes: int) -> PrefixTree:
+    """The tree in which node `n` has the children `2n + 1` and `2n + 2`."""
+    parent = (np.arange(nodes, dtype=np.int32) - 1) // 2
+    tokens = jnp.arange(nodes, dtype=jnp.int32)
+    return PrefixTree.from_parents(tokens[None], jnp.asarray(parent)[None], nodes.bit_length())
+
+
+def _our_drafts(inputs: Inputs, tree: PrefixTree, implementation: str | None = None) -> Run:
+    K = inputs.key.shape[2]
+    count, last = jnp.full(1, len(PATH), jnp.int32), jnp.zeros(1, jnp.int32)
+
+    def step(caches: list[KVCache], x: Array) -> tuple[list[KVCache], Array]:
+        layers = []
+        for cache in caches:
+            new = x[:, :, :K]
+            options: dict[str, Any] = {"tree": tree, "cache": cache}
+            x = x + tree_decode(x, new, new, **options, implementation=implementation).out
+            accepted = Accepted(_kept(x)[None], count, last)
+            layers.append(commit(cache, accepted, new, new))
+        return layers, x
+
+    return _over_caches(step, inputs)
+
+
+def _jax_nn_drafts(inputs: Inputs, tree: PrefixTree) -> Run:
+    """The nodes are written behind the tokens of the cache, and then the path over them."""
+    S, K = inputs.key.shape[1:3]
+
+    def step(carry: Any, x: Array) -> tuple[Any, Array]:
+        caches, ends = carry
+        context = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32) < ends[0], (x.shape[1], S))
+        mask = lax.dynamic_update_slice_in_dim(context, tree.mask[0], ends[0], axis=1)
+        layers = []
+        for pair in caches:
+            new = x[:, :, :K]
+            drafted = [_write(y, new, ends) for y in pair]
+            x = x + jax.nn.dot_product_attention(x, *drafted, mask=mask[None, None])
+            kept = _kept(x)
+            layers.append([_write(y, new[:, kept], ends) for y in drafted])
+        return (layers, ends + len(PATH)), x
+
+    return _over_arrays(step, inputs)
+
+
+def _torch_drafts(inputs: Inputs, tree: PrefixTree) -> Run:
+    """The loop in PyTorch, which reads the slots up to the last node."""
+    K, (nodes, N) = inputs.key.shape[2], inputs.tokens.shape[2:4]
+    tokens = _of_torch(inputs.tokens)
+    caches = [[_of_torch(inputs.key), _of_torch(inputs.value)] for _ in range(inputs.layers)]
+    visible, path = torch().from_numpy(np.array(tree.mask[0])), torch().from_numpy(PATH)
+    attend = functools.partial(
+        torch().nn.functional.scaled_dot_product_attention, enable_gqa=N != K
+    )
+
+    def run() -> Any:
+        outs, end = [], int(inputs.lengths[0])
+        for x in tokens:
+            last = end + nodes
+            mask = torch().cat([torch().ones(nodes, end, dtype=torch().bool), visible], 1)
+            for pair in caches:
+                new = x[:, :K]
+                for y in pair:
+                    y[:, :, end:last] = new
+                x = x + attend(x, *(y[:, :, :last] for y in pair), attn_mask=mask)
+                for y in pair:
+                    y[:, :, end : end + len(PATH)] = new[:, :, path]
+            outs.append(x)
+            end += len(PATH)
+        return torch().cat(outs, 2)
+
+    return torch().no_grad()(run)
+
+
 def sides(dtype: str, **sizes: int) -> Sides:
     """Ours by default and by each kernel, and the peers."""
-    inputs = draw(dtype, **sizes)
-    return {
-        OURS: lambda: _ours(inputs),
-        **{
-            side: functools.partial(_ours, inputs, implementation=name)
-            for side, name in KERNELS.items()
-        },
-        JAX_NN: lambda: _jax_nn(inputs),
-        PYTORCH: lambda: _torch(inputs),
+    return _of_each(_ours, _jax_nn, _torch, _draw(dtype, **sizes))
+
+
+def drafts_sides(dtype: str, **sizes: int) -> Sides:
+    """Ours by default and by each kernel, and the peers, with a binary tree of drafts in each step."""
+    return _of_each(
+        _our_drafts, _jax_nn_drafts, _torch_drafts, _draw(dtype, **sizes), _binary(sizes["T"])
+    )
+
+
+def _of_each(
+    ours: Callable[..., Run], jax_nn: Callable[..., Run], of_torch: Callable[..., Run], *args: Any
+) -> Sides:
+    kernels = {
+        side: functools.partial(ours, *args, implementation=name) for side, name in KERNELS.items()
     }
+    peers = {JAX_NN: lambda: jax_nn(*args), PYTORCH: lambda: of_torch(*args)}
+    return {OURS: lambda: ours(*args), **kernels, **peers}
 
 
 def sharded_sides(dtype: str, devices: int, **sizes: int) -> Sides:
     """Caches whose slots are sharded over devices, ours and those that XLA partitions; and ours on one of them."""
-    inputs = draw(dtype, **sizes)
+    inputs = _draw(dtype, **sizes)
     mesh = make_mesh((devices,), ("device",), devices=jax.devices()[:devices])
     over_slots = NamedSharding(mesh, PartitionSpec(None, "device"))
     parallel = SequenceParallel("device")
 
-    def inside(make: Callable[[], Run], context: Callable[[], Any]) -> Run:
-        with context():
-            run = make()
-
-        def within() -> Any:
-            with context():
-                return run()
-
-        return within
-
-    on_mesh = functools.partial(jax.set_mesh, mesh)
     place = functools.partial(jax.device_put, device=over_slots)
     return {
-        OURS: lambda: inside(lambda: _ours(inputs, parallel=parallel), on_mesh),
-        ONE_DEVICE: lambda: inside(lambda: _ours(inputs), nullcontext),
-        JAX_NN: lambda: inside(lambda: _jax_nn(inputs, place), on_mesh),
+        OURS: lambda: on_mesh(mesh, lambda: _ours(inputs, parallel=parallel)),
+        ONE_DEVICE: lambda: _ours(inputs),
+        JAX_NN: lambda: on_mesh(mesh, lambda: _jax_nn(inputs, place)),
     }

@@ -76,8 +76,8 @@ def _torch(parameters: Parameters, tokens: Array, heads: int) -> Run:
     def layer(x: Any, project: Any, join: Any, widen: Any, narrow: Any) -> Any:
         projected = (normalised(x) @ project).chunk(3, -1)
         q, k, v = (y.unflatten(-1, (heads, -1)).transpose(1, 2) for y in projected)
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + seen.transpose(1, 2).flatten(2) @ join
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + attended.transpose(1, 2).flatten(2) @ join
         return x + functional.gelu(normalised(x) @ widen, approximate="tanh") @ narrow
 
     def run() -> list[Any]:

@@ -33,7 +33,6 @@ def check_room(window: object, slots: Slots) -> int | None:
 
 
 def check_counts(lengths: object, rows: int, tokens: int, name: str = "lengths") -> Array:
-    """How many of `tokens` each row has; None means all."""
     if lengths is None:
         return jnp.full(rows, tokens, jnp.int32)
     counts = check_whole(name, lengths, rows)
@@ -47,9 +46,8 @@ def check_counts(lengths: object, rows: int, tokens: int, name: str = "lengths")
 def check_whole(name: str, x: object, rows: int) -> Array:
     """Numbers of at least 0, for all rows or one each, as int32."""
     if isinstance(x, (int, np.integer)):
-        return jnp.asarray(
-            checks.as_int32(np.asarray(checks.check_integer(name, x, least=0, is_wide=True)))
-        )
+        number = checks.check_integer(name, x, least=0, is_wide=True)
+        return jnp.asarray(checks.as_int32(np.asarray(number)))
     numbers = checks.check_integral(name, x)
     if numbers.ndim:
         checks.check_shape(name, numbers, (rows,))
@@ -66,19 +64,17 @@ def check_stored(name: str, x: object, dtype: jnp.dtype) -> Array:
 
 
 def check_importance(x: object, key: Array) -> Array:
-    """Numbers of each slot of `key`, as `[B, S, 1]`, or `[B, S, K]` for each head."""
-    array, shapes = (
-        jnp.asarray(checks.check_floating("importance", x)),
-        (key.shape[:2], key.shape[:3]),
-    )
-    if array.shape not in shapes:
-        wanted = " or ".join(map(str, shapes))
-        raise ValueError(f"importance: wanted shape {wanted}, got {checks.received(x)}")
+    """Importance of each slot, `[B, S, 1]`, or `[B, S, K]` for each head."""
+    array = jnp.asarray(checks.check_floating("importance", x))
+    if array.shape not in (key.shape[:2], key.shape[:3]):
+        raise ValueError(
+            f"importance: wanted shape {key.shape[:2]} or {key.shape[:3]}, got {checks.received(x)}"
+        )
     return array if array.ndim == 3 else array[..., None]
 
 
 def check_reach(size: object, window: int | None) -> tuple[int | None, int | None] | None:
-    """The window of queries in a cache of a window, which may not be exceeded."""
+    """The window of queries, at most the window of the cache."""
     reach = arguments.check_window(size)
     if window is None:
         return reach
@@ -93,7 +89,7 @@ def check_reach(size: object, window: int | None) -> tuple[int | None, int | Non
 
 
 def check_rows(name: str, rows: object, count: int) -> Array:
-    """Whether each of `count` rows is meant, from booleans or indices; indices that are traced may be out of range."""
+    """Booleans `[count]`, from booleans or indices of rows; traced indices may be out of range."""
     if jnp.issubdtype(checks.check_array(name, rows).dtype, jnp.bool_):
         checks.check_shape(name, checks.check_boolean(name, rows), (count,))
         return jnp.asarray(rows)
@@ -102,7 +98,7 @@ def check_rows(name: str, rows: object, count: int) -> Array:
 
 
 def check_indices(name: str, rows: object, count: int, *, unique: bool = False) -> Array:
-    """Indices of rows as int32. Where they are traced they may be out of range, and repeat."""
+    """Indices of rows as int32; traced ones may be out of range, and repeat."""
     indices = checks.check_integral(name, rows)
     checks.check_shape(name, indices, ("n",))
     if not isinstance(rows, jax.core.Tracer):
@@ -117,7 +113,7 @@ def check_indices(name: str, rows: object, count: int, *, unique: bool = False) 
 def check_scores(
     options: MergedScoreOptions, mask: Array | AbstractMask | None, window: int | None
 ) -> tuple[CallPolicy, MergedScoreOptions]:
-    """The policy, and the options with the causality and the window of a cache."""
+    """The policy, and the options with a cache's causality and window."""
     check_options(options, MergedScoreOptions)
     policy = call_policy(options.get("implementation"), options.get("reproducible", False))
     reach = check_reach(options.get("local_window_size"), window)
@@ -141,7 +137,7 @@ def check_queries(
         return positions_from(cache_lengths - counts, counts, query.shape[1])
     if lengths is not None:
         raise ValueError(
-            "lengths: wanted None beside query_positions, which say what queries are absent, "
+            "lengths: wanted None with query_positions, which say what queries are absent, "
             f"got {checks.received(lengths)}"
         )
     return positions

@@ -64,7 +64,7 @@ class KVCache(AbstractTokens):
         key: `[B, capacity, K, H]`, as stored: in `dtype`, or int8.
         value: `[B, capacity, K, Hv]`.
         key_scale: None, or float32 `[B, capacity, K]`: the scale of int8 keys.
-        value_scale: likewise.
+        value_scale: None, or float32 `[B, capacity, K]`: the scale of int8 values.
         starts: `[B]`, the first token that each row still holds.
         lengths: `[B]`, the number of tokens appended to each row, and the position of the next one.
         slots: the layout: capacity, block and number of devices.
@@ -107,25 +107,24 @@ class KVCache(AbstractTokens):
         parallel: SequenceParallel | None = None,
         block_size: int = 128,
     ) -> "KVCache":
-        """An empty cache, made on the devices that hold its slots.
+        """Makes an empty cache on the devices that hold its slots.
 
         Args:
             batch: the number of rows.
-            capacity: how many tokens each row has room for, at least: rounded up to whole blocks on
+            capacity: the number of tokens that each row has room for, rounded up to whole blocks on
                 every device.
-            kv_heads: heads of keys and values.
-            width: of a key.
-            value_width: of a value; None: as of a key.
-            dtype: of keys and values, given and read; float16, bfloat16, float32 or float64.
+            kv_heads: the number of heads of keys and values.
+            width: the width of a key.
+            value_width: the width of a value; None: `width`.
+            dtype: the dtype of keys and values that are appended and read; float16, bfloat16, float32 or float64.
             quantize: `"int8"` stores 8 bits per number and a float32 scale per head and token. The
                 error is at most 1/254 of the largest number of that head and token, plus the rounding
-                of `dtype`. It cannot be differentiated. While attending, a device may hold its share
-                of keys and values in `dtype`, too; TPUs and NVIDIA's GPUs do not for the few queries of
-                a step without a source, in bfloat16 or float32.
-            window: how many tokens before its own a query sees, as in
-                `local_window_size=(window, 0)`. Older tokens give way to new ones. Room for
-                the window and the largest append is needed.
-            parallel: the axes of the mesh in force to shard the slots over; None: one device.
+                of `dtype`. It cannot be differentiated. While attending, a device may also hold its shard
+                in `dtype`. TPUs and NVIDIA's GPUs do not in a decode step without a source, in bfloat16 or float32.
+            window: the number of tokens before its own that a query sees, as in
+                `local_window_size=(window, 0)`. New tokens overwrite older ones. The capacity has to hold
+                the window and the largest append.
+            parallel: the axes of the mesh in force over which slots are sharded; None: one device.
             block_size: the number of consecutive tokens on one device.
 
         Raises:
@@ -164,14 +163,14 @@ class KVCache(AbstractTokens):
         $$F(\zeta) = \log \sum_{a \in \text{cache}} \exp(\mathrm{scale}\; q\cdot k_a + \zeta\cdot v_a),
           \qquad \mathrm{out} = \nabla F(\zeta)$$
 
-        By default the queries are those of the tokens appended last, so that a decode step is
+        By default queries belong to the tokens appended last, so that a decode step is
         `append`, then `attend`. Other quantities of the free energy are methods of the result of `at`.
 
         Args:
             query: `[B, T, N, H]` in the cache's `dtype`; `K` divides `N`.
             source: the source $\zeta$, `[B, T, N, Hv]`; None means zero.
-            lengths: how many of the queries each row really has, as given to `append`.
-            query_positions: `[B, T]` integers: the tokens that the queries belong to, instead.
+            lengths: the number of queries of each row that are present, as for `append`.
+            query_positions: in place of `lengths`, `[B, T]` integers: the tokens that the queries belong to.
             mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask]; or boolean, by slot as
                 `keys()`.
             is_causal: whether to hide tokens after the query's own; if not given, True without a mask.
@@ -190,6 +189,7 @@ class KVCache(AbstractTokens):
                 `lengths` and `query_positions`, or the mesh, as for `append`.
             NotImplementedError: the implementation named declines the call.
         """
+        # positions hide the tokens after a query, so that slots need no order
         policy, options = check_scores(options, mask, self.window)
         places = check_queries(query, self.key, self.dtype, self.lengths, lengths, query_positions)
         return self._state(query, places, policy, options, source=source, mask=mask)
@@ -237,29 +237,23 @@ class KVCache(AbstractTokens):
         $(r + 1)\,\mathrm{count} - 1$, each with slots of its own for what follows.
 
         Args:
-            count: how many rows share the tokens of one.
-            capacity: how many tokens each of them has room for after the shared ones, rounded up as for
+            count: the number of rows that share the tokens of one.
+            capacity: the number of tokens that each has room for after the shared ones, rounded up as for
                 `empty`. With a window, its slots are a ring where the capacity is above the window.
-            block_size: consecutive tokens of a row on one device; None: as in this cache, or fewer where a
-                device holds fewer.
+            block_size: the number of consecutive tokens of a row on one device; None: as in this cache, or fewer
+                where a device holds fewer.
 
         Raises:
             TypeError: no integers.
             ValueError: numbers below one, or the mesh, as for `append`.
         """
-        count, capacity = (
-            checks.check_integer("count", count, 1),
-            checks.check_integer("capacity", capacity, 1),
-        )
+        count = checks.check_integer("count", count, 1)
+        capacity = checks.check_integer("capacity", capacity, 1)
         sharding = self._sharding()
         if block_size is None:
             block_size = min(self.slots.block, -(-capacity // self.slots.devices))
         own = KVCache.empty(
-            count * len(self.lengths),
-            capacity,
-            self.key.shape[2],
-            self.key.shape[3],
-            self.value.shape[3],
+            *(count * len(self.lengths), capacity, *self.key.shape[2:], self.value.shape[3]),
             dtype=self.dtype,
             quantize=None if self.key_scale is None else "int8",
             parallel=self.parallel,
@@ -268,6 +262,7 @@ class KVCache(AbstractTokens):
         # two arrays, so that the cache can be donated
         starts, lengths = (repeat_rows(sharding, self.lengths, count) for _ in range(2))
         arrays = own._arrays()._replace(starts=starts, lengths=lengths)
+        # a ring buffer that is no larger than the window would overwrite tokens that queries still see
         is_ring = self.window is not None and self.window < own.capacity
         own = own._with(sharding.put(arrays, sharding.arrays))
         return ForkedCache(self, dataclasses.replace(own, window=self.window if is_ring else None))
@@ -302,10 +297,10 @@ class KVCache(AbstractTokens):
         capacity: int | None = None,
         block_size: int | None = None,
     ) -> "KVCache":
-        """Reads a saved cache onto the mesh in force, which may be another mesh than the save's.
+        """Reads a saved cache onto the mesh in force, which may differ from the mesh of the save.
 
-        Each process reads the exact tokens of its own devices. If another process saves at the same time,
-        each reads the tokens of one save, which need not be the same for all.
+        Each process reads the tokens of its own devices exactly. If another process saves at the same time,
+        each process reads the tokens of one save; processes may read different saves.
 
         Args:
             path: the folder.
@@ -316,9 +311,9 @@ class KVCache(AbstractTokens):
         Raises:
             TypeError: an argument of another type.
             ValueError: a folder without a complete cache, or whose files are replaced again and again;
-                a file that is not as `save` wrote it, by name and before memory of the size that it
-                states is allocated; a cache of float64 where JAX's 64 bits are off; a capacity below
-                what the rows hold (with a window: not above the window); no mesh in force.
+                a file that `save` did not write, by name and before memory of its stated size is allocated;
+                a cache of float64 where JAX's 64 bits are off; a capacity below the number of tokens in a row
+                (with a window: not above the window); no mesh in force.
         """
         arrays, slots, window, dtype = reload(check_path(path), parallel, capacity, block_size)
         return KVCache(*arrays, slots, window, dtype, parallel)

@@ -1,7 +1,4 @@
-"""The files of a cache in a folder: each process writes its own, and an index names them all.
-
-A reader checks the files before it allocates memory of the sizes that they state, and puts each part on its device.
-"""
+"""The files of a cache in a folder: each process writes one, and an index names them all."""
 
 import itertools
 import json
@@ -45,14 +42,12 @@ def check_path(path: object) -> Path:
 
 
 def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
-    """Writes `arrays` into the folder `path`, one file per process, in place of an older save.
+    """Writes one file per process, in place of an older save, and waits until all processes have written.
 
-    Every block of an array is written once, by the process that holds its first copy. All processes
-    call it, and when it returns all have written.
-
-    Raises `TypeError` for traced arrays, and `OSError` where a process cannot write or the first one
+    Raises `TypeError` for traced arrays, and `OSError` where a process cannot write or process 0
     does not see its file; the folder then holds the older save.
     """
+    # every block of an array is written once, by the process that holds its first replica
     pieces: dict[str, np.ndarray] = {}
     for name, x in arrays.items():
         if isinstance(x, jax.core.Tracer):
@@ -75,6 +70,7 @@ def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) 
         with _files.together(path):
             _safetensors.write(path / files[rank], file_metadata, shapes, pieces.values())
             _files.sync(path)
+        # the index is replaced last: a save that is killed before leaves the older one
         with _files.together(path):
             if rank == 0:
                 for name in files:
@@ -88,7 +84,7 @@ def write(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) 
 
 
 def index(path: Path) -> tuple[list[str], str | None]:
-    """The files of the cache in a folder, none if there is none, and the identity of its save."""
+    """The files of the cache in a folder, or none, and the identity of its save."""
     file = path / INDEX
     if not file.exists():
         names = sorted(os.listdir(path)) if path.is_dir() else []
@@ -126,11 +122,7 @@ class Metadata(NamedTuple):
 
 
 class SavedFolder:
-    """The contents of a folder that `KVCache.save` wrote, every header checked against its file's size.
-
-    Raises `ValueError` naming a file that is not as `save` writes it, or of another save; and the
-    folder where files or parts of arrays are missing.
-    """
+    """A folder that `KVCache.save` wrote, all headers checked; raises `ValueError` naming a wrong file."""
 
     metadata: Metadata
     starts: np.ndarray
@@ -142,6 +134,7 @@ class SavedFolder:
             raise ValueError(
                 f"path: wanted a folder with all files of one KVCache.save, got {path} with 0 of 1"
             )
+        # all headers are checked before any array is allocated
         files = [path / name for name in names]
         headers = [_safetensors.header(file) for file in files]
         texts = [header.metadata.get(KEY) for header in headers]
@@ -166,7 +159,6 @@ class SavedFolder:
             )
 
     def pieces(self, name: str) -> Iterator[Piece]:
-        """The saved blocks of an array, read one at a time."""
         for begins, tensor in self._blocks[name]:
             all_of_tensor = tuple((0, size) for size in tensor.shape)
             assert tensor.dtype is not None
@@ -186,7 +178,7 @@ def _read_metadata(file: Path, text: str | None) -> Metadata:
         if slots.capacity % slots.stripe:
             raise ValueError(f"slots: wanted whole blocks on every device, got {slots}")
         dtype = checks.check_floating_dtype("dtype", fields["dtype"])
-        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:  # JAX would round it to 32 bits
             raise ValueError(f"dtype: wanted JAX's 64 bits on (jax_enable_x64), got {dtype}")
         stored = np.dtype(np.int8) if fields["stored"] == "int8" else dtype
         shapes = {
@@ -209,13 +201,11 @@ def _read_metadata(file: Path, text: str | None) -> Metadata:
             fields.get("save"), slots, check_room(fields["window"], slots), dtype, arrays
         )
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{file}: wanted what KVCache.save says of a cache, got {error}"
-        ) from error
+        raise ValueError(f"{file}: wanted the metadata of KVCache.save, got {error}") from error
 
 
 def _checked_block(label: str, tensor: Tensor, metadata: Metadata) -> tuple[str, tuple[int, ...]]:
-    """The array that a tensor is a block of, and its start."""
+    """The name of the array that a tensor is a block of, and the start of the block."""
     name, _, begins = label.partition("@")
     shape, dtype = metadata.arrays.get(name, ((), None))
     places = tuple(int(begin) for begin in begins.split(",") if re.fullmatch(r"\d{1,18}", begin))
@@ -255,10 +245,7 @@ def _block(begins: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
 def reload(
     path: Path, parallel: SequenceParallel | None, capacity: int | None, block_size: int | None
 ) -> tuple[CacheArrays, Slots, int | None, np.dtype]:
-    """The cache saved in a folder, on the mesh in force: its arrays, slots, window and dtype.
-
-    It has room for `capacity` tokens in blocks of `block_size`, as saved if None; slots without a token are zero.
-    """
+    """Reads a saved cache onto the mesh in force: its arrays, slots, window and dtype."""
     saved = _files.steady(path, [INDEX], lambda: SavedFolder(path))
     starts, lengths, old = saved.starts, saved.lengths, saved.metadata.slots
     capacity = checks.check_integer("capacity", old.capacity if capacity is None else capacity, 1)
@@ -266,7 +253,7 @@ def reload(
     rows, _, heads, *_ = saved.metadata.arrays["key"][0]
     new = slots_for(capacity, block, parallel, rows, heads)
     window = check_room(saved.metadata.window, new)
-    if window is not None:
+    if window is not None:  # a smaller ring buffer keeps the newest tokens
         starts = np.maximum(starts, lengths - new.capacity)
     needed = int((lengths - starts).max())
     if needed > new.capacity:
@@ -274,6 +261,7 @@ def reload(
             f"capacity: wanted at least the {needed} tokens that a row holds, got {new.capacity}"
         )
 
+    # the new slot of the token in each saved slot; -1 for a slot without a token
     def new_slots(rows: slice, slots: slice) -> np.ndarray:
         tokens = old.held(np.arange(slots.start, slots.stop)[None], lengths[rows, None])
         return np.where(tokens < starts[rows, None], -1, new.slot(tokens))
@@ -297,6 +285,7 @@ def _in_new_slots(
     sharding: NamedSharding | None,
     new_slots: Callable[[slice, slice], np.ndarray],
 ) -> Array:
+    # one buffer for each range of slots on this process's devices, filled from one saved block after the other
     parts = [tuple(slice(0, size) for size in shape)]
     if sharding is not None:
         parts = list(sharding.addressable_devices_indices_map(shape).values())

@@ -20,13 +20,13 @@ from ._write import repeat_rows
 class ForkedCache(eqx.Module):
     r"""A cache whose rows continue prompts that several of them share.
 
-    Made by [`KVCache.fork`][energy_attn.distributed.KVCache.fork]. The free energies of the prompt and of a
-    row's own tokens add up,
+    Made by [`KVCache.fork`][energy_attn.distributed.KVCache.fork]. Attention merges the states of the prompt and
+    of a row's own tokens,
 
     $$F = \log\big(e^{F_{prompt}} + e^{F_{own}}\big), \qquad
       \mathrm{out} = e^{F_{prompt} - F}\, \mathrm{out}_{prompt} + e^{F_{own} - F}\, \mathrm{out}_{own}$$
 
-    so that attention is that of a cache in which every row holds the prompt. The prompt is stored once, and
+    The result equals attention over a cache in which every row holds the prompt. The prompt is stored once, and
     read once for all rows that share it: their queries are more queries of one row.
 
     Every method returns a new cache; `append` is in place where the cache is donated, as for a `KVCache`.
@@ -37,7 +37,7 @@ class ForkedCache(eqx.Module):
             prompt ends. Rows that share a prompt are consecutive. It may be saved, and loaded, by itself.
 
     Raises:
-        ValueError: a number of rows that is no multiple of that of the prompts.
+        ValueError: a number of rows that is not a multiple of the number of prompts.
 
     Source: the merge of the states of a shared prefix and a suffix, as in Hydragen (arXiv 2402.05099) and
     Tree Attention (arXiv 2408.04093), section 5.
@@ -67,7 +67,7 @@ class ForkedCache(eqx.Module):
 
     @property
     def count(self) -> int:
-        """How many rows share a prompt."""
+        """Rows per prompt."""
         return len(self.own.lengths) // len(self.prompt.lengths)
 
     @property
@@ -135,26 +135,26 @@ class ForkedCache(eqx.Module):
         policy, options = check_scores(options, None, self.prompt.window)
         own = self.own
         places = check_queries(query, own.key, own.dtype, own.lengths, lengths, query_positions)
-        given: Any = {"policy": policy, "unrounded": True, "options": options}
-        mine = own._state(query, places, source=source, **given)
-        given["options"] = {**options, "sink": None}
-        _check_score(options.get("score"), mine.lse.dtype)
+        settings: Any = {"policy": policy, "unrounded": True, "options": options}
+        own_state = own._state(query, places, source=source, **settings)
+        settings["options"] = {**options, "sink": None}  # the state of the row's own tokens has it
+        _check_score(options.get("score"), own_state.lse.dtype)
         places = jnp.broadcast_to(jnp.asarray(places), query.shape[:2])
         if source is not None:
-            given["source"] = self._beside(jnp.asarray(source))
+            settings["source"] = self._grouped(jnp.asarray(source))
         prompt = self.prompt
         if prompt.parallel is not None and prompt.parallel.queries_sharded is None:
-            # queries are on all devices, also where there are as many as keys by chance
+            # queries are replicated, also where there are as many as keys by chance
             whole = dataclasses.replace(prompt.parallel, queries_sharded=False)
             prompt = dataclasses.replace(prompt, parallel=whole)
-        query, places = self._beside(jnp.asarray(query)), self._beside(places)
-        shared = prompt._state(query, places, **given)
-        state = merge(AttentionState(*(self._beside(x, back=True) for x in shared)), mine)
+        query, places = self._grouped(jnp.asarray(query)), self._grouped(places)
+        shared = prompt._state(query, places, **settings)
+        # F = log(e^{F_prompt} + e^{F_own}), out = e^{F_prompt - F} out_prompt + e^{F_own - F} out_own
+        state = merge(AttentionState(*(self._grouped(x, back=True) for x in shared)), own_state)
         return AttentionState(state.out.astype(own.dtype), state.lse)
 
-    def _beside(self, x: Array, *, back: bool = False) -> Array:
-        """`[R * count, T, ...]` to `[R, count * T, ...]`, the tokens of rows that share a prompt side by side."""
-
+    # [R * count, T, ...] to [R, count * T, ...]: the tokens of rows that share a prompt become tokens of one row
+    def _grouped(self, x: Array, *, back: bool = False) -> Array:
         def local(x: Array) -> Array:
             rows, tokens, *others = x.shape
             if back:
@@ -167,7 +167,7 @@ class ForkedCache(eqx.Module):
 
 
 def _check_score(score: AbstractScore | None, dtype: jnp.dtype) -> None:
-    """Raises `NotImplementedError` for a checked score that reads which row of the batch it is of."""
+    """Raises `NotImplementedError` for a score that reads the row of the batch."""
     if score is None:
         return
     structure, arrays = split_score(score)

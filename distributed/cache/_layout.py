@@ -26,21 +26,13 @@ Index = TypeVar("Index", Array, np.ndarray)
 
 
 class Slots(NamedTuple):
-    r"""A layout of tokens over the slots of several devices; static.
+    """A layout of tokens over the slots of several devices; static."""
 
-    Token $n$ is in block $g = \lfloor n / b \rfloor$, on device $g \bmod p$. The $u$-th token of a
-    device is in its slot $u \bmod c$, with $c$ slots on each device, so that a token takes the slot
-    of the one `capacity` before it.
-
-    Attributes:
-        capacity: the slots of all devices together.
-        block: tokens in a block, $b$; it divides the slots of a device.
-        devices: $p$.
-    """
-
-    capacity: int
-    block: int
-    devices: int
+    # With blocks of b tokens and p devices, token n is in block g = ⌊n / b⌋, on device g mod p. The u-th token of a
+    # device is in its slot u mod c, with c slots on each device: a token takes the slot of token n - capacity.
+    capacity: int  # slots of all devices
+    block: int  # b, which divides the slots of a device
+    devices: int  # p
 
     @property
     def per_device(self) -> int:
@@ -52,16 +44,17 @@ class Slots(NamedTuple):
         return self.block * self.devices
 
     def most(self, tokens: int) -> int:
-        """The most tokens of one device among `tokens` consecutive ones."""
+        """The largest number of tokens on one device among `tokens` consecutive ones."""
         return tokens // self.stripe * self.block + min(tokens % self.stripe, self.block)
 
     def below(self, device: Index, token: Index) -> Index:
-        """How many tokens before `token` a device holds."""
+        """The number of tokens before `token` on a device."""
+        # whole blocks of the stripes before, and the part of its block in the last stripe
         in_stripe = token % self.stripe - device * self.block
         return token // self.stripe * self.block + in_stripe.clip(0, self.block)
 
     def token(self, device: Index, count: Index) -> Index:
-        """The token that a device holds as its `count`-th, from 0."""
+        """The `count`-th token of a device, from 0."""
         return count // self.block * self.stripe + device * self.block + count % self.block
 
     def slot(self, token: Index) -> Index:
@@ -71,10 +64,8 @@ class Slots(NamedTuple):
         return device * self.per_device + within // self.stripe * self.block + within % self.block
 
     def held(self, slot: Index, length: Index) -> Index:
-        """The newest of the tokens below `length` that a slot may hold; negative if there is none.
-
-        `slot` counts the slots of all devices, and broadcasts against `length`.
-        """
+        """The newest token below `length` for a slot of all devices; negative if there is none."""
+        # a slot holds the tokens first, first + capacity, ...; whether this lap has reached it
         first = self.token(slot // self.per_device, slot % self.per_device)
         not_yet = first >= length % self.capacity
         laps = length // self.capacity - not_yet.astype(length.dtype)
@@ -107,7 +98,7 @@ class CacheArrays(NamedTuple):
 
 
 class CacheSharding(NamedTuple):
-    """The mesh axes over which the rows, slots and heads of a cache are sharded; static. One device has none."""
+    """The mesh axes over which the rows, slots and heads of a cache are sharded; static."""
 
     mesh: Any = None  # jax.sharding.AbstractMesh
     batch: Axes = ()
@@ -151,12 +142,10 @@ class CacheSharding(NamedTuple):
         *args: Any,
         over_all: bool = False,
     ) -> Any:
-        """`function(*args)` on each device, for its parts of trees of arrays, by specs of these or of their leaves.
-
-        A function that raises when it runs is mapped `over_all` axes of the mesh.
-        """
+        """`function(*args)` on the shards of each device."""
         if not self.axes:
             return function(*args)
+        # a function that raises at run time is mapped over all axes of the mesh, one error check on each device
         axes = self.axes
         if over_all:
             kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
@@ -172,7 +161,6 @@ class CacheSharding(NamedTuple):
         return mapped(*self.put(args, in_specs))
 
     def put(self, tree: Any, specs: Any) -> Any:
-        """Trees of arrays as `map` takes them."""
         if not self.axes:
             return tree
 
@@ -183,14 +171,12 @@ class CacheSharding(NamedTuple):
 
 
 def spec_of(parallel: SequenceParallel | None, rank: int) -> PartitionSpec | None:
-    """The spec of an array of a new cache on the mesh in force, over its rows, slots and heads.
-
-    It is written as JAX writes that of the arrays that `append` returns, so that a step compiles
-    once: with every axis named where the mesh's are explicit. None without `parallel`.
-    """
+    """The spec of an array of a new cache on the mesh in force; None without `parallel`."""
     if parallel is None:
         return None
     mesh = jax.sharding.get_abstract_mesh()
+    # Equal to the specs of the arrays that `append` returns, so that a step compiles once. JAX pads specs over
+    # explicit mesh axes with None, and drops trailing None otherwise.
     spec = [parallel.batch or None, parallel.axes, parallel.heads or None][:rank]
     if is_explicit(mesh, parallel.axes):
         spec += [None] * (rank - len(spec))
@@ -207,10 +193,8 @@ def sharding_of(parallel: SequenceParallel | None, rank: int) -> NamedSharding |
 
 
 def cache_sharding(parallel: SequenceParallel | None, key: Array, devices: int) -> CacheSharding:
-    """The sharding of a cache that was made for `devices` devices, over the axes that `parallel` or the types name.
-
-    Raises `ValueError` if no mesh is in force, or one that has another number of devices along the cache's axes.
-    """
+    """The sharding of a cache; raises `ValueError` unless the mesh in force has `devices` along the sequence."""
+    # inside jit without a mesh in force, explicit axes are still in the types of the arrays
     mesh_devices = 1 if parallel is None else check_mesh(parallel)
     key_mesh = jax.typeof(key).sharding.mesh
     batch, sequence, heads = (mesh_axes_of(key, axis) for axis in range(3))

@@ -55,14 +55,14 @@ class AbstractTokens(eqx.Module):
 
     @property
     def capacity(self) -> int:
-        """How many tokens each row has room for."""
+        """The number of tokens that each row has room for."""
         return self.slots.capacity
 
     @property
     def positions(self) -> Int[Array, "B S"]:
-        """The token that each slot holds, `[B, capacity]` int32; -1 where it holds none.
+        """The token in each slot, `[B, capacity]` int32; -1 in empty slots.
 
-        For `key_positions=` of [`attention`][energy_attn.attention] and its like. Raises
+        For `key_positions=` of [`attention`][energy_attn.attention] and other functions. Raises
         `ValueError` as `append` does for the mesh.
         """
         return positions(self._sharding(), self.slots, self.starts, self.lengths)
@@ -90,24 +90,24 @@ class AbstractTokens(eqx.Module):
         Args:
             key: `[B, T, K, H]` in the cache's `dtype`, equal on all devices that share a row.
             value: `[B, T, K, Hv]`.
-            lengths: `[B]`, how many of the `T` tokens each row really has, 0 to `T`, in front; None
+            lengths: `[B]`, the number of tokens of each row that are present, 0 to `T`, in front; None
                 means `T`.
 
         Raises:
             TypeError: no array, or of another dtype.
             ValueError: shapes that do not fit the cache; more tokens at once than it has room for
-                beside its window; another number of devices than it was made for, or no mesh.
+                in addition to its window; another number of devices than it was made for, or no mesh.
             RuntimeError: (Equinox's, when it runs, on CPUs and outside of `jax.jit`) a row has no room
-                for its tokens; none of them is then written, nor anything overwritten. In programs for
-                GPUs and TPUs, where each step would wait for the host, in those of `jax.export`, and with
-                `EQX_ON_ERROR=off`, the newest token of such a row becomes NaN instead, and so does
-                whatever is asked of it from then on.
+                for its tokens; nothing is written. In programs for GPUs and TPUs, where each step would wait
+                for the host, in programs of `jax.export`, and with `EQX_ON_ERROR=off`, the newest token of
+                such a row becomes NaN instead, and so do all later results for the row.
         """
         self._check_new(key, value)
+        # a ring buffer must not overwrite tokens in the window of the new ones
         tokens, room = key.shape[1], self.capacity - (self.window or 0)
         if not 1 <= tokens <= room:
             raise ValueError(
-                f"key: wanted 1 to {room} new tokens, for which the cache has room beside its "
+                f"key: wanted 1 to {room} new tokens, for which the cache has room besides its "
                 f"window, got {checks.received(key)}"
             )
         counts = check_counts(lengths, len(self.lengths), tokens)
@@ -120,18 +120,17 @@ class AbstractTokens(eqx.Module):
         checks.check_shape("value", value, (*key.shape[:2], *self.value.shape[2:]))
 
     def _fitting(self, counts: Array, tokens: int) -> Array:
-        """`counts`, or if a row has no room for as many tokens an error at run time, or -1 in its place."""
         starts = None if self.window is not None else self.starts
         return fitting(self._sharding(), self.capacity, starts, self.lengths, counts, tokens)
 
     def _written(self: Tokens, key: Array, value: Array, counts: Array) -> Tokens:
         """`append` without its checks."""
         new = jnp.asarray(key), jnp.asarray(value), None, None
-        if self.key_scale is not None:
+        if self.key_scale is not None:  # int8
             (key, key_scale), (value, value_scale) = map(quantize, new[:2])
             new = key, value, key_scale, value_scale
-        given = self._sharding(), self.slots, self.window is not None
-        return self._with(write_tokens(*given, self._arrays(), new, counts))
+        layout = self._sharding(), self.slots, self.window is not None
+        return self._with(write_tokens(*layout, self._arrays(), new, counts))
 
     def evict(
         self: Tokens,
@@ -142,21 +141,21 @@ class AbstractTokens(eqx.Module):
     ) -> Tokens:
         """The cache without some of its tokens, whose slots become free: the oldest, or the least important.
 
-        Without `importance` no data moves. With it the tokens that stay move, in order, to the slots of the
-        newest ones, whose `positions` they then have: later queries see them all, and keys keep the turns that they
-        have. Each device gathers the slots of all for a moment. Of equal tokens the newer one stays.
+        Without `importance` no data moves. With it the remaining tokens move, in order, to the slots of the
+        newest ones, and take their `positions`: later queries see them all, and rotary embeddings of keys stay.
+        Each device gathers the slots of all devices for a moment. Of equally important tokens the newer one stays.
 
         Args:
-            count: how many tokens of each row to evict, for all rows or `[B]`; all if there are fewer.
-            before: instead, the position before which tokens are evicted, for all rows or `[B]`.
-            importance: a number for each slot, `[B, capacity]`, or `[B, capacity, K]`, by which each head keeps
-                tokens of its own: [`importance`][energy_attn.Gibbs.importance] of the queries so far, say; infinity
-                for what has to stay.
+            count: the number of tokens of each row to evict, for all rows or `[B]`; all if there are fewer.
+            before: in place of `count`, the position before which tokens are evicted, for all rows or `[B]`.
+            importance: a number for each slot, `[B, capacity]`, or for each head, `[B, capacity, K]`, such as the
+                [`importance`][energy_attn.Gibbs.importance] for the queries so far; infinity for tokens that have
+                to stay.
 
         Raises:
             TypeError: no integers; `importance` is no floating array.
             ValueError: both of `count` and `before` or none, negative numbers, or another number of rows; an
-                `importance` of another shape, beside `before`, or for a cache with a window, whose positions count.
+                `importance` of another shape, with `before`, or for a cache with a window, whose positions count.
 
         Source: of the importance, H2O (arXiv 2306.14048).
 
@@ -180,21 +179,22 @@ class AbstractTokens(eqx.Module):
             stored = self.lengths - self.starts
             first = self.starts + jnp.minimum(check_whole("count", count, rows), stored)
         starts = jnp.clip(first, self.starts, self.lengths)
+        # without importance the oldest tokens go: their slots are empty once they are before `starts`
         if importance is None:
             return dataclasses.replace(self, starts=starts)
         if before is not None or self.window is not None:
             raise ValueError(
-                "importance: wanted None beside before and in a cache with a window, "
+                "importance: wanted None with before and in a cache with a window, "
                 f"got {checks.received(importance)}"
             )
         numbers = check_importance(importance, self.key)
-        given = self._sharding(), self.slots, self._arrays()
-        return self._with(keep_important(*given, starts, numbers))
+        kept = keep_important(self._sharding(), self.slots, self._arrays(), starts, numbers)
+        return self._with(kept)
 
     def reset(self: Tokens, rows: Bool[Array, " B"] | Int[Array, " n"]) -> Tokens:
         """The cache with some of its rows empty, which begin at position 0 again.
 
-        No data moves, and nothing is sent between devices: a step continues with the program that it has.
+        No data moves, nothing is sent between devices, and nothing is compiled again.
 
         Args:
             rows: True for each row to empty, `[B]`; or indices of rows, `[n]`. An index out of range is
@@ -215,23 +215,22 @@ class AbstractTokens(eqx.Module):
         return self._reset(rows, jnp.zeros_like(self.lengths))
 
     def _reset(self: Tokens, rows: Array, begins: Array) -> Tokens:
-        """`reset` to positions other than 0, one for each row."""
         emptied = check_rows("rows", rows, len(self.lengths))
         starts, lengths = empty_rows(self._sharding(), emptied, begins, self.starts, self.lengths)
         return dataclasses.replace(self, starts=starts, lengths=lengths)
 
     def replace(self: Tokens, rows: Int[Array, " n"], other: Tokens) -> Tokens:
-        """The cache with the rows of another one in the place of some of its own.
+        """The cache with some of its rows replaced by the rows of another cache.
 
-        So a prompt that was read into a cache of one row enters a batch that is being decoded. In place
-        inside `jax.jit` with the cache donated; each device copies its own slots, so that nothing is sent
+        For a prompt in a cache of one row that joins a batch which is being decoded. It is in place
+        inside `jax.jit` with the cache donated. Each device copies its own slots, so that nothing is sent
         along the sequence. Differentiable in both caches.
 
         Args:
-            rows: `[n]`, which rows give way. A traced index that is out of range is dropped with its row of
+            rows: `[n]`, the rows to replace. A traced index that is out of range is dropped with its row of
                 `other`; of traced indices that repeat, the last counts.
             other: a cache of `n` rows, with the same slots over the same mesh axes, window, dtype, heads,
-                widths and quantization. Its rows may be sharded otherwise, or not at all.
+                widths and quantization. Its rows may be sharded in another way, or replicated.
 
         Raises:
             TypeError: `rows` are no integers; `other` is no cache, or one of another dtype or quantization.
@@ -248,18 +247,17 @@ class AbstractTokens(eqx.Module):
         """
         if not isinstance(other, AbstractTokens):
             raise TypeError(f"other: wanted a KVCache, got {checks.received(other)}")
-        theirs = other._traits()
-        for name, wanted in self._traits().items():
-            if wanted != theirs[name]:
+        traits = other._traits()
+        for name, x in self._traits().items():
+            if x != traits[name]:
                 error = TypeError if "dtype" in name else ValueError
-                raise error(f"other: wanted the {name} of the cache, {wanted}, got {theirs[name]}")
+                raise error(f"other: wanted the {name} of the cache, {x}, got {traits[name]}")
         indices = check_indices("rows", rows, len(self.lengths), unique=True)
         if len(indices) != len(other.lengths):
             raise ValueError(
                 f"other: wanted a cache of {len(indices)} rows, one for each of rows, got {len(other.lengths)}"
             )
-        given = self._sharding(), self._arrays(), other._arrays()
-        return self._with(replace_rows(*given, indices))
+        return self._with(replace_rows(self._sharding(), self._arrays(), other._arrays(), indices))
 
     def _state(
         self,
@@ -272,7 +270,6 @@ class AbstractTokens(eqx.Module):
         mask: Array | AbstractMask | None = None,
         unrounded: bool = False,
     ) -> AttentionState:
-        """The state of checked queries over the tokens; `unrounded`, to be merged with others."""
         scored: Any = {"query_positions": positions, "key_positions": self.positions, **options}
         stored, scales = (self.key, self.value), Scales(self.key_scale, self.value_scale)
         call = arguments.check_call(query, *stored, source, None, mask, scales, **scored)
@@ -282,8 +279,8 @@ class AbstractTokens(eqx.Module):
 
     @property
     def _run_length(self) -> int | None:
-        """The number of consecutive tokens in consecutive slots; None if a slot may hold a token of the next lap."""
-        if self.window is not None:
+        """The number of consecutive tokens in consecutive slots; None if there is no such number."""
+        if self.window is not None:  # slots of a ring buffer hold tokens of two laps
             return None
         capacity, block, devices = self.slots
         # on one device, token n is in slot n
@@ -299,7 +296,7 @@ class AbstractTokens(eqx.Module):
         return dataclasses.replace(self, **arrays._asdict())
 
     def _traits(self) -> dict[str, object]:
-        """The facts that are equal in caches which exchange rows."""
+        """The properties that caches have in common if one replaces rows of the other."""
         return {
             "slots": self.slots,
             "mesh axes along the sequence": self._sharding().sequence,
@@ -318,16 +315,16 @@ def quantize(
 
     $$s = \max_h |x_h| / 127, \qquad |x_h - s\, q_h| \le s / 2 = \max_h |x_h| / 254$$
 
-    up to the rounding of float32, in which all of it is computed. A vector with a NaN or an
-    infinity is read back as NaN. Differentiated it raises `TypeError`: rounding has no derivative.
+    up to the rounding of float32. A vector with a NaN or an infinity is read back as NaN. A derivative raises
+    `TypeError`.
     """
-    quantized: tuple[Array, Array] = autodiff.function_call(_Quantize(), x)
-    return quantized
+    return autodiff.function_call(_Quantize(), x)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Quantize(autodiff.AbstractFunction):
     def apply(self, args: Array) -> tuple[Array, Array]:
+        # s = max |x| / 127 and q = round(x / s); a vector of zeros has the scale 0
         x = args.astype(jnp.float32)
         scale = jnp.abs(x).max(-1) / _LEVELS
         steps = jnp.round(x / jnp.where(scale > 0, scale, 1.0)[..., None])

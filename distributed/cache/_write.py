@@ -32,7 +32,7 @@ def blank(
     dtype: DTypeLike,
     parallel: SequenceParallel | None,
 ) -> CacheArrays:
-    """Empty slots of these shapes, each made on its device, with scales if they are of int8."""
+    """Empty slots of these shapes, each made on its device, with scales for int8."""
 
     def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         spec = spec_of(parallel, len(shape))
@@ -49,11 +49,11 @@ def blank(
     return CacheArrays(*slots, zeros(key[:1], jnp.int32), zeros(key[:1], jnp.int32))
 
 
+# Cached, so that caches of one kind compile once.
 @functools.lru_cache
 def _zeros(
     shape: tuple[int, ...], dtype: jnp.dtype, spec: PartitionSpec | None
 ) -> Callable[[], Array]:
-    # Cached, so that caches of one kind compile once.
     return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=spec)
 
 
@@ -67,11 +67,9 @@ def append(
     new: tuple[Array | None, ...],
     counts: Array,
 ) -> CacheArrays:
-    """Writes the first `counts` of the new tokens of each row: keys, values and their scales.
-
-    A ring buffer drops the tokens that it overwrites; otherwise `counts` come from `fitting`. A row whose count is
-    -1 gets one token of NaN, in place of its newest one if it is full: whatever is asked of it from then on is NaN.
-    """
+    """Writes the first `counts` of the new tokens of each row: keys, values and their scales."""
+    # A ring buffer drops the tokens that it overwrites; otherwise `counts` come from `fitting`. A row with the count -1
+    # gets one token of NaN, in place of its newest one if it is full, so that all later results for it are NaN.
     assert new[0] is not None
     tokens = new[0].shape[1]
 
@@ -81,7 +79,7 @@ def append(
         broken = counts < 0
         begin = jnp.where(broken, jnp.minimum(lengths, starts + slots.capacity - 1), lengths)
         counts = jnp.where(broken, 1, counts)
-        # A device's tokens among consecutive ones are consecutive in its own slots.
+        # the tokens of a device among consecutive ones are in consecutive slots of the device
         first = slots.below(device, begin)[:, None]
         local_index = first + jnp.arange(slots.most(tokens), dtype=jnp.int32)[None]
         token = slots.token(device, local_index) - begin[:, None]
@@ -115,19 +113,17 @@ def fitting(
     counts: Array,
     tokens: int,
 ) -> Array:
-    """The counts, or an error at run time; where none is raised, -1 for the rows at fault, which `append` breaks.
+    """Checks that each row has room for `counts` more tokens, from 0 to `tokens`; a ring buffer (no `starts`) has.
 
-    A row is at fault if it has no room for `counts` more tokens, or if they are not from 0 to
-    `tokens`. `starts` is None for a ring buffer, which always has room. Raises, when it runs, Equinox's RuntimeError:
-    on CPUs, and on all platforms outside of `jax.jit`. In programs for accelerators an error is a callback, for which
-    every step would wait, and which neither runs ahead of time nor is captured in a graph. JAX does not serialise a
-    program with one, so that exported programs have none.
+    Raises Equinox's RuntimeError at run time, on CPUs and outside of `jax.jit`; otherwise returns -1 for wrong rows.
     """
+    # In programs for accelerators an error is a callback, for which every step would wait, and which cannot be captured
+    # in a graph. JAX does not serialise a program with a callback, so that exported programs have none.
     traced = any(isinstance(x, jax.core.Tracer) for x in (starts, lengths, counts))
     return _fitting(sharding, capacity, not traced, starts, lengths, counts, tokens)
 
 
-# Equinox's jit: outside of any other, JAX's raises an error that does not begin with the message.
+# Equinox's jit, since outside of any other jit JAX's raises an error that does not begin with the message.
 @eqx.filter_jit
 def _fitting(
     sharding: CacheSharding,
@@ -150,9 +146,9 @@ def _fitting(
             counts = lax.platform_dependent(*checked, cpu=raising, default=lambda x, *_: x)
         return jnp.where(fits, counts, -1)
 
-    # Each device checks for itself, without communication.
-    given = starts, lengths, counts
-    return sharding.map(local, (sharding.rows,) * 3, sharding.rows, *given, over_all=True)
+    # each device checks its own rows, without communication
+    rows = starts, lengths, counts
+    return sharding.map(local, (sharding.rows,) * 3, sharding.rows, *rows, over_all=True)
 
 
 def _raising(counts: Array, valid: Array, fits: Array) -> Array:
@@ -161,13 +157,13 @@ def _raising(counts: Array, valid: Array, fits: Array) -> Array:
 
 
 def positions_from(first: Array, counts: Array, tokens: int) -> Array:
-    """Positions `[B, tokens]` from `first` `[B]` on; -1 after the row's `counts`."""
+    """Positions `[B, tokens]` from `first` `[B]` on; -1 after the first `counts`."""
     offset = jnp.arange(tokens, dtype=jnp.int32)[None]
     return jnp.where(offset < counts[:, None], first[:, None] + offset, -1)
 
 
 def write_at(buffer: Array, new: Array, slot: Array) -> Array:
-    """`buffer` `[B, S, ...]` with `new` `[B, L, ...]` at `slot` `[B, L]`; dropped where that is ≥ S."""
+    """`buffer` `[B, S, ...]` with `new` `[B, L, ...]` at `slot` `[B, L]`; slots from `S` on are dropped."""
     return lax.platform_dependent(buffer, new, slot, cpu=_write_in_branch, default=_scatter)
 
 
@@ -178,9 +174,9 @@ def _scatter(buffer: Array, new: Array, slot: Array) -> Array:
     return jax.vmap(row)(buffer, new, slot)
 
 
-# Older versions of XLA:CPU scatter bfloat16 through float32, the whole buffer for each token, and copy the buffer
-# if its bits are scattered (`test_append_in_place`). This is one fused loop over the buffer, in place, which stores
-# only new entries.
+# Older versions of XLA:CPU have no scatter of their own (https://github.com/tensorflow/tensorflow/issues/56511): they
+# scatter bfloat16 through float32, the whole buffer for each token, and copy the buffer if its bits are scattered
+# (`test_append_in_place`). This is one fused loop over the buffer, in place, which stores only new entries.
 def _choose(buffer: Array, new: Array, slot: Array) -> Array:
     slots, tokens = buffer.shape[1], new.shape[1]
 
@@ -198,15 +194,14 @@ def _write_in_branch(buffer: Array, new: Array, slot: Array) -> Array:
     return autodiff.linear_call(_BranchedWrite(buffer.shape[1]), slot, (buffer, new))
 
 
-# A write is linear in the buffer and in the new entries; its derivatives bypass the branch and the bits.
+# A write y = (1 - M) buffer + S new is linear in both, with S the scatter to the slots and M the mask of written slots.
+# Its derivatives bypass the branch and the bits.
 @dataclasses.dataclass(frozen=True)
 class _BranchedWrite(autodiff.AbstractLinearMap):
-    """The buffer with new entries, from slots and the two arrays."""
-
     slots: int
 
     def apply(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> Array:
-        """Writes in a branch, so that XLA:CPU does not fuse the write with a read, which would copy the buffer."""
+        # in a branch, so that XLA:CPU does not fuse the write with a read, which would copy the buffer
         buffer, new, fixed = mesh_axes.vary_together((*self._both(fixed, moving), fixed))
         write = _choose if buffer.dtype == jnp.bfloat16 else _scatter
         return lax.cond(
@@ -219,8 +214,8 @@ class _BranchedWrite(autodiff.AbstractLinearMap):
     def plain(self, fixed: Array, moving: tuple[Array | None, Array | None]) -> Array:
         return _scatter(*self._both(fixed, moving), fixed)
 
+    # buffer' = (1 - M) y' and new' = Sᵀ y': a write of zeros, and a read at the slots
     def transpose(self, fixed: Array, moving: Any, cotangent: Array) -> tuple[Any, Any]:
-        """The cotangent of the new entries is read at their slots; the cotangent of the buffer is zero there."""
         buffer, new = moving
 
         def row(cotangent: Array, slot: Array) -> Array:
@@ -243,8 +238,6 @@ class _BranchedWrite(autodiff.AbstractLinearMap):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def positions(sharding: CacheSharding, slots: Slots, starts: Array, lengths: Array) -> Array:
-    """The token in each slot, `[B, S]`; -1 in empty ones."""
-
     def local(starts: Array, lengths: Array) -> Array:
         token = slots.held(sharding.own(slots)[1], lengths[:, None])
         return jnp.where(token >= starts[:, None], token, -1)
@@ -257,8 +250,6 @@ def positions(sharding: CacheSharding, slots: Slots, starts: Array, lengths: Arr
 def empty_rows(
     sharding: CacheSharding, emptied: Array, begins: Array, starts: Array, lengths: Array
 ) -> tuple[Array, Array]:
-    """Starts and lengths; rows that are `emptied` `[B]` begin at the positions `begins`."""
-
     def local(emptied: Array, begins: Array, *starts_and_lengths: Array) -> tuple[Array, ...]:
         return tuple(jnp.where(emptied, begins, x) for x in starts_and_lengths)
 
@@ -268,18 +259,16 @@ def empty_rows(
 
 @functools.partial(jax.jit, static_argnums=0)
 def replace_rows(
-    sharding: CacheSharding, mine: CacheArrays, new: CacheArrays, rows: Array
+    sharding: CacheSharding, old: CacheArrays, new: CacheArrays, rows: Array
 ) -> CacheArrays:
-    """The rows of a cache with `new` ones at the indices `rows` `[n]`; dropped where these are out of range.
+    """Writes `new` rows at the indices `rows` `[n]`: none out of range, and the last of equal indices."""
 
-    Of indices that repeat the last counts. Rows of `new` are on all devices that have rows of the cache.
-    """
-
-    def local(mine: CacheArrays, new: CacheArrays, rows: Array) -> CacheArrays:
-        size, order = len(mine.lengths), jnp.arange(len(rows), dtype=jnp.int32)
+    def local(old: CacheArrays, new: CacheArrays, rows: Array) -> CacheArrays:
+        size, order = len(old.lengths), jnp.arange(len(rows), dtype=jnp.int32)
         index = rows
         if sharding.batch:
             index -= lax.axis_index(sharding.batch) * size
+        # of rows that repeat, only the last is written
         later = order[:, None] < order[None]
         repeats = ((rows[:, None] == rows[None]) & later).any(1)
         # dropped rows go after the last one, each to its own index
@@ -288,17 +277,16 @@ def replace_rows(
         def put(old: Array, new: Array) -> Any:
             return write_at(old[None], new[None], row)[0]
 
-        return jax.tree.map(put, mine, new)
+        return jax.tree.map(put, old, new)
 
-    whole, every = PartitionSpec(), PartitionSpec(None, *sharding.slots[1:])
-    in_specs = sharding.arrays, CacheArrays(*[every] * 4, starts=whole, lengths=whole), whole
-    return sharding.map(local, in_specs, sharding.arrays, mine, new, rows)
+    # new rows are replicated over the devices that hold rows of the cache
+    whole, slots = PartitionSpec(), PartitionSpec(None, *sharding.slots[1:])
+    in_specs = sharding.arrays, CacheArrays(*[slots] * 4, starts=whole, lengths=whole), whole
+    return sharding.map(local, in_specs, sharding.arrays, old, new, rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def repeat_rows(sharding: CacheSharding, x: Array, count: int) -> Array:
-    """`[R]` to `[R * count]`: each entry `count` times."""
-
     def local(x: Array) -> Array:
         return jnp.repeat(x, count, total_repeat_length=len(x) * count)
 
@@ -310,11 +298,7 @@ def repeat_rows(sharding: CacheSharding, x: Array, count: int) -> Array:
 def keep_important(
     sharding: CacheSharding, slots: Slots, arrays: CacheArrays, first: Array, importance: Array
 ) -> CacheArrays:
-    """The tokens of largest `importance`, in order, in the slots of the tokens from `first` on.
-
-    `importance` is `[B, S, K]`, or `[B, S, 1]` for all heads at once. Of equals the newer one stays. Each device
-    gathers the slots of all, one array after the other.
-    """
+    """Moves the tokens of largest `importance` `[B, S, K or 1]` to the slots of the tokens from `first` on."""
     axes = sharding.sequence
 
     def gathered(x: Array) -> Array:
@@ -322,8 +306,8 @@ def keep_important(
 
     def local(arrays: CacheArrays, first: Array, importance: Array) -> CacheArrays:
         *stored, starts, lengths = arrays
-        every = jnp.arange(slots.capacity, dtype=jnp.int32)[None]
-        token = slots.held(every, lengths[:, None])
+        slot_index = jnp.arange(slots.capacity, dtype=jnp.int32)[None]
+        token = slots.held(slot_index, lengths[:, None])
         present = token >= starts[:, None]
         # sources[b, k, j]: the slot of the j-th token that stays
         pick = jax.vmap(jax.vmap(_sources, (None, None, None, 1)))
@@ -349,7 +333,8 @@ def keep_important(
 
 
 def _sources(token: Array, present: Array, count: Array, importance: Array) -> Array:
-    """The slots of the `count` most important tokens of one row, in the order of the tokens; behind them the others."""
+    """The slots of the `count` most important tokens of one row, in order of tokens, then the other slots."""
+    # by presence, then importance, then age; the inverse permutation is the rank of each slot
     ranked = jnp.lexsort((-token, -importance, ~present))
     rank = jnp.zeros_like(token).at[ranked].set(jnp.arange(len(token), dtype=token.dtype))
     return jnp.lexsort((token, rank >= count)).astype(jnp.int32)

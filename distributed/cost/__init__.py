@@ -1,15 +1,15 @@
 r"""The cost of an attention over a mesh, predicted: bytes sent, memory, seconds.
 
 [`transfers`][energy_attn.distributed.cost.transfers] predicts the collectives of the program;
-[`collectives`][energy_attn.distributed.collectives] reads those of a compiled one, and tests
-compare the two. `volume` and `latency` follow from the predicted ones, and `merge="auto"` and
-`method="auto"` choose by them.
+[`collectives`][energy_attn.distributed.collectives] reads the collectives of a compiled program, and tests
+compare the two. `volume` and `latency` follow from the prediction, and `merge="auto"` and
+`method="auto"` choose by it.
 
 [`plan.step_time`][energy_attn.distributed.plan.step_time] adds the products of the busiest device, and counts
 which transfers overlap them. The model ignores congestion, other users of a network, and the real speed of a
 machine. Exchanges by gloo, measured over an emulated
 network of known latency and bandwidth, agree with the model within a factor of 1.5 where cores were idle (of 3.1
-where they were busy). Transfers of GPUs and TPUs have not been measured: there its times only rank strategies.
+where cores were busy). Transfers of GPUs and TPUs have not been measured: there its times only rank strategies.
 
 Examples:
     >>> from energy_attn.distributed import cost

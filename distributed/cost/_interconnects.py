@@ -1,6 +1,6 @@
 """The networks of machines by name, and of the devices of a mesh.
 
-Figures are published by the makers, for one direction and device; others are marked as assumed. They serve to rank
+The makers publish the figures, for one direction and device; other figures are marked as assumed. They serve to rank
 strategies, and are not measurements.
 """
 
@@ -21,25 +21,23 @@ from ._network import Link, Topology
 
 
 class Interconnect(NamedTuple):
-    """Links of one kind of device: inside a host (a TPU slice), and between hosts.
-
-    `source` names the origin of latencies and bandwidths; `kinds` are words of `Device.device_kind`. An axis of a
-    torus wraps around if its length is a multiple of `joined`.
-    """
+    """Links of one kind of device: inside a host (a TPU slice), and between hosts."""
 
     platform: str
     inside: Link
     between: Link
     all_reduce: str
     launch: float
-    source: str
-    kinds: tuple[str, ...] = ()
+    source: str  # of latencies and bandwidths
+    kinds: tuple[str, ...] = ()  # words of `Device.device_kind`
     overhead: float = 0.0
-    joined: int = 4
+    wraps: int = 4  # an axis of a torus wraps around if its length is a multiple
 
     def link(self, devices: int, within: int, slow: bool) -> Link:
         link = self.between if slow else self.inside
-        if slow and self.platform == "cpu":  # devices of a process share its host's network card
+        if (
+            slow and self.platform == "cpu"
+        ):  # the devices of a process share the network card of a host
             link = dataclasses.replace(link, bandwidth=link.bandwidth / within, sharing=within)
         return dataclasses.replace(link, devices=devices)
 
@@ -61,12 +59,12 @@ _THREADS = Link(1, 1e-6, 5e9, "memory")
 
 
 def _tpu(
-    link: float, network: float, kinds: tuple[str, ...], joined: int = 4, source: str = _CLOUD
+    link: float, network: float, kinds: tuple[str, ...], wraps: int = 4, source: str = _CLOUD
 ) -> Interconnect:
-    """A TPU: one-way bytes per second of an ICI link and between slices. A ring uses two links of a chip."""
-    ici = Link(1, 1e-6, 2 * link, "ICI", torus=True)
+    """A TPU, from bytes per second in one direction over an ICI link and between slices."""
+    ici = Link(1, 1e-6, 2 * link, "ICI", torus=True)  # a ring uses two links of a chip
     between = Link(1, 1e-5, network, "data-centre network")
-    return Interconnect("tpu", ici, between, "levels", 1e-6, source, kinds, joined=joined)
+    return Interconnect("tpu", ici, between, "levels", 1e-6, source, kinds, wraps=wraps)
 
 
 INTERCONNECTS = {
@@ -91,9 +89,9 @@ INTERCONNECTS = {
         *(50e9, 6.25e9, ("TPU v4",)),
         source="N. Jouppi et al., TPU v4 (arXiv 2304.01433), table 4; between slices and latencies: assumed",
     ),
-    "tpu_v5e": _tpu(50e9, 3.125e9, ("TPU v5 lite", "TPU v5e"), joined=16),
+    "tpu_v5e": _tpu(50e9, 3.125e9, ("TPU v5 lite", "TPU v5e"), wraps=16),
     "tpu_v5p": _tpu(100e9, 6.25e9, ("TPU v5", "TPU v5p")),
-    "tpu_v6e": _tpu(100e9, 12.5e9, ("TPU v6", "TPU v6e"), joined=16),
+    "tpu_v6e": _tpu(100e9, 12.5e9, ("TPU v6", "TPU v6e"), wraps=16),
     "tpu_7x": _tpu(100e9, 12.5e9, ("TPU7x", "TPU v7", "TPU v7x")),
     # gloo waits for the receiver's buffer, so that a message takes the 0.1 ms of a wire twice
     "ethernet": Interconnect(
@@ -121,10 +119,10 @@ def topology(
 ) -> Topology:
     r"""The network of a named kind of machine, or of the devices of a mesh, along the axes of a mesh.
 
-    `Device.device_kind` determines the machine of a mesh. Along an axis that changes `Device.slice_index` (without
-    one, `process_index`), devices communicate over the network between slices or hosts. On TPUs
-    `Device.coords` determine how many chips neighbours of the mesh are apart, and whether the ends of an
-    axis along one dimension of the torus are joined; devices of one chip share its links.
+    `Device.device_kind` determines the machine of a mesh. Along an axis that changes `Device.slice_index` (or
+    `process_index`, without slices), devices communicate over the network between slices or hosts. On TPUs
+    `Device.coords` determine the distance of neighbours of the mesh in chips, and whether an
+    axis along one dimension of the torus wraps around. Devices of one chip share its links.
     A message of $n$ bytes along an axis takes $\alpha + n / \beta$ seconds:
 
     | name | inside a node: $\alpha$ in µs, $\beta$ in GB/s | between nodes |
@@ -139,16 +137,16 @@ def topology(
     Args:
         machine: the name of a kind of machine, as above; or a mesh with its devices, also one from
             `jax.experimental.topologies`.
-        sizes: of the mesh axes inside a node (a host, or a TPU slice) of a named machine.
-        nodes: how many nodes a named machine has along a first, slow axis; None: no such axis.
-        axes: of the mesh, slow ones first; None: all.
-        latency: seconds of each axis, instead of those above; a single number is the first axis'. For gloo, which
+        sizes: the sizes of the mesh axes inside a node (a host, or a TPU slice) of a named machine.
+        nodes: the number of nodes of a named machine along a first, slow axis; None: no such axis.
+        axes: axes of the mesh, slow ones first; None: all.
+        latency: seconds for each axis, instead of the table; a single number is for the first axis. For gloo, which
             waits for the receiver's buffer, the time of a round trip.
-        bandwidth: bytes per second, likewise, that each device sends in one direction while all of them send.
-        launch: seconds that any collective takes before its first message; None: the machine's.
-        overhead: seconds of a processor that each message takes; None: the machine's, 0.25 ms over Ethernet. Where
-            all processes share the cores of one machine, it is as many times longer as there are devices for
-            each core.
+        bandwidth: bytes per second for each axis, or for the first, that each device sends in one direction while
+            all of them send.
+        launch: seconds of any collective before its first message; None: the machine's.
+        overhead: seconds of a processor for each message; None: the machine's, 0.25 ms over Ethernet. Where
+            all processes share the cores of one machine, multiply it by the number of devices for each core.
 
     Returns:
         A [`Topology`][energy_attn.distributed.cost.Topology] over `(nodes, *sizes)`, or `sizes`, or with a link for
@@ -185,6 +183,7 @@ def topology(
         raise ValueError("sizes: wanted no sizes and no nodes for a mesh, which has its own")
     else:
         interconnect = _of_mesh(machine, axes)
+    # measured numbers replace the table's
     links = list(interconnect.links)
     for field, option in (("latency", latency), ("bandwidth", bandwidth)):
         if option is None:
@@ -244,7 +243,7 @@ def usual_topology(mesh: AbstractMesh, axes: tuple[str, ...]) -> Topology:
 def of_sizes(sizes: tuple[int, ...], platform: str, kind: str, processes: int) -> Topology:
     """Network along axes of unknown devices: the first axis is between processes; TPUs share one slice."""
     name = _name(platform, kind, processes > 1)
-    if processes > 1 and platform != "tpu":
+    if processes > 1 and platform != "tpu":  # the processes of a TPU slice share its fast network
         return topology(name, sizes[1:], nodes=sizes[0])
     return topology(name, sizes)
 
@@ -282,6 +281,7 @@ def _of_devices(devices: np.ndarray, axes: Sequence[int]) -> Topology:
     name = _name(first.platform, first.device_kind, len(counts) > 1)
     machine, links = INTERCONNECTS[name], []
     for axis in axes:
+        # an axis between slices or hosts, somewhere along the mesh
         slow = bool((parts != parts.take([0], axis)).any())
         link = machine.link(devices.shape[axis], max(counts), slow)
         on_chips = machine.platform == "tpu"
@@ -295,24 +295,25 @@ def _on_chips(machine: Interconnect, link: Link, devices: np.ndarray, axis: int)
     for i, device in enumerate(devices.flat):
         places[i] = (network_part(device), *device.coords)
     places = places.reshape(devices.shape)
+    # two cores of one chip have its links in common
     shared = link.bandwidth * len(set(places.flat)) / devices.size
     link = dataclasses.replace(link, bandwidth=shared)
     if not link.torus:
         return link
-    every = np.array([place[1:] for place in places.flat])
-    lengths = every.max(0) - every.min(0) + 1
+    coordinates = np.array([place[1:] for place in places.flat])
+    lengths = coordinates.max(0) - coordinates.min(0) + 1
 
-    def apart(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    def distance(a: tuple[int, ...], b: tuple[int, ...]) -> int:
         steps = np.abs(np.subtract(a[1:], b[1:]))
-        around = np.where(lengths % machine.joined == 0, lengths - steps, steps)
+        around = np.where(lengths % machine.wraps == 0, lengths - steps, steps)
         return int(np.minimum(steps, around).sum())
 
     row = np.moveaxis(places, axis, -1).reshape(-1, devices.shape[axis])[0]
-    # XLA orders its own ring over the chips of several dimensions
-    neighbours = max(1, min((apart(*pair) for pair in itertools.pairwise(row)), default=1))
+    # the least distance, since XLA orders its own ring over the chips of several dimensions
+    neighbours = max(1, min((distance(*pair) for pair in itertools.pairwise(row)), default=1))
     one_dimension = sum(len(set(steps)) > 1 for steps in zip(*row, strict=True)) == 1
     # over a line, messages around the end travel all the way back
-    line = one_dimension and apart(row[0], row[-1]) > neighbours
+    line = one_dimension and distance(row[0], row[-1]) > neighbours
     stretch = neighbours * (2 if line else 1)
     return dataclasses.replace(
         link, latency=link.latency * stretch, bandwidth=link.bandwidth / stretch

@@ -1,4 +1,4 @@
-"""The network of a mesh: latencies and bandwidths of its axes, and what a collective costs on it."""
+"""The network of a mesh: latencies and bandwidths of its axes, and the cost of a collective."""
 
 import dataclasses
 import math
@@ -15,13 +15,13 @@ class Link:
     r"""The network between the devices along one mesh axis.
 
     Attributes:
-        devices: their number.
-        latency: seconds from one to the next, software included, for a message of no length.
+        devices: the number of devices along the axis.
+        latency: seconds of an empty message to the next device, software included.
         bandwidth: bytes per second that each device sends in one direction while all of them send.
         name: for display.
         torus: whether it joins neighbours only, in both directions and around the end, so that a
-            message to the device $d$ places on travels $d$ hops.
-        sharing: how many devices share a host's network card; a device that sends alone has `sharing` times
+            message over a distance of $d$ devices travels $d$ hops.
+        sharing: the number of devices that share a host's network card; a device that sends alone has `sharing` times
             its `bandwidth`.
 
     Raises:
@@ -60,21 +60,21 @@ class Topology:
     r"""Devices on a mesh, and the network along each axis.
 
     Attributes:
-        name: that of [`topology`][energy_attn.distributed.cost.topology], or any, for display.
-        links: one for each mesh axis, slow ones first, as the axes themselves.
+        name: for display, such as a name of [`topology`][energy_attn.distributed.cost.topology].
+        links: a link for each mesh axis, slow axes first.
         all_reduce: how the platform sums over $p$ devices.
-            `"ring"`, one ring over all of them, as gloo: $2(p-1)$ latencies, $2\frac{p-1}{p}$ of
-            the payload sent by each device. gloo sends after the receiver has said where to, so that
-            each step waits for the slowest link of the ring; and two processes that send to each
-            other take turns on their connection;
+            `"ring"`, one ring over all of them, as gloo: $2(p-1)$ latencies, and each device sends $2\frac{p-1}{p}$ of
+            the payload. gloo waits for the receiver's address, so that
+            each step waits for the slowest link of the ring, and two processes that send to each
+            other take turns on their connection.
             `"tree"`, two binary trees that each carry half, as NCCL for small messages:
-            $2 \lceil\log_2\rceil$ of each axis' devices latencies, and up to twice the payload;
+            $2 \lceil\log_2 d\rceil$ latencies for each axis of $d$ devices, and up to twice the payload.
             `"levels"`, axis by axis, as XLA:TPU: a reduce-scatter from the fast axis to the slow
-            one and a gather back, the volume of the ring.
-        launch: seconds that any collective takes before its first message.
+            one and a gather back, with the bytes of the ring.
+        launch: seconds of any collective before its first message.
         platform: `"cpu"`, `"gpu"` or `"tpu"`: on CPUs, states are sent as one array of `lse`'s
             dtype.
-        overhead: seconds of a processor that each message takes, beside the link's latency: those of an
+        overhead: seconds of a processor for each message, in addition to the link's latency; the messages of an
             all-to-all wait for each other.
 
     Raises:
@@ -131,14 +131,13 @@ class Transfer:
 
     Attributes:
         kind: as HLO names it.
-        bytes: payload, with the meaning of `bytes` in
-            [`collectives`][energy_attn.distributed.collectives]: its operands on one device, each
-            time that it runs. `out` and `lse` of a state are one transfer; where they are
-            sent as two arrays, a program may show an instruction for each.
+        bytes: payload, as of [`collectives`][energy_attn.distributed.collectives]: its operands on one device in
+            each run. `out` and `lse` of a state are one transfer; a program that
+            sends two arrays may show an instruction for each.
         axes: the mesh axes that it joins, as indices of `Topology.links`.
-        count: how often it runs.
-        distance: of a permute, how many devices along its axis a message moves.
-        pairs: of a permute, whether devices exchange with each other, two by two.
+        count: the number of runs.
+        distance: for a permute, the number of devices along its axis that a message moves.
+        pairs: for a permute, whether devices exchange two by two.
 
     Examples:
         >>> from energy_attn.distributed import cost
@@ -159,7 +158,7 @@ Transfers = Iterator[Transfer]
 
 
 class Derivatives(NamedTuple):
-    """Whether to count the transfers of the tangent, or of the gradients, in query, key and value."""
+    """Whether to count the transfers of the tangent, or of the gradients, with respect to query, key and value."""
 
     tangent: bool = False
     gradient: bool = False
@@ -170,7 +169,7 @@ def total_seconds(transfers: Iterable[Transfer], topology: Topology) -> float:
 
 
 def sent(transfer: Transfer, topology: Topology) -> float:
-    """Bytes that the busiest device puts on links in all runs of a transfer."""
+    """Bytes that the busiest device sends in all runs of a transfer."""
     devices = math.prod(topology.links[axis].devices for axis in transfer.axes)
     part = part_sent(transfer.kind, devices, topology.all_reduce)
     return part * transfer.bytes * transfer.count
@@ -180,10 +179,11 @@ def part_sent(kind: Kind, devices: int, all_reduce: str = "ring") -> float:
     """Bytes sent per device, as a multiple of the payload."""
     peers = devices - 1
     part = {
+        # a reduce-scatter and a gather; with two trees at most twice the payload
         "all-reduce": 2.0 if all_reduce == "tree" else 2 * peers / devices,
         "all-gather": peers,
         "reduce-scatter": peers / devices,
-        "all-to-all": peers / devices,
+        "all-to-all": peers / devices,  # its own part stays
         "collective-permute": 1,
     }
     return part[kind]
@@ -192,7 +192,7 @@ def part_sent(kind: Kind, devices: int, all_reduce: str = "ring") -> float:
 def seconds(transfer: Transfer, topology: Topology) -> float:
     """Seconds of one run; linear in `launch`, `overhead`, and each link's latency and seconds per byte."""
     links = [topology.links[axis] for axis in transfer.axes]
-    joined = [
+    active = [
         dataclasses.replace(link, latency=link.latency + topology.overhead)
         for link in links
         if link.devices > 1
@@ -200,17 +200,18 @@ def seconds(transfer: Transfer, topology: Topology) -> float:
     steps = {"collective-permute": _permute, "all-to-all": _exchange}.get(transfer.kind)
     if steps is None:
         steps = _levels if topology.all_reduce == "levels" else _around
-    return topology.launch + steps(transfer, joined, topology)
+    return topology.launch + steps(transfer, active, topology)
 
 
 def _around(transfer: Transfer, links: list[Link], topology: Topology) -> float:
-    """One ring over all devices; or, for sums, two trees."""
+    # one ring over all devices, (p - 1) (α + n / (p β)); for sums twice, or two trees, 2 ⌈log₂ p⌉ α
     devices = math.prod(link.devices for link in links)
     hops, inner, slowest = 0.0, 0, math.inf
     for i, link in enumerate(links):
         blocks = math.prod(x.devices for x in links[: i + 1])
         hops += (blocks - inner) / devices * link.latency  # the ring's hops at this level
         inner = blocks
+        # of the devices within a block, one sends over the slow link
         slowest = min(slowest, link.bandwidth * (devices // blocks))
     if topology.all_reduce == "ring":
         # receivers announce themselves in the other direction, so each step waits for the slowest hop
@@ -225,7 +226,7 @@ def _around(transfer: Transfer, links: list[Link], topology: Topology) -> float:
 
 
 def _levels(transfer: Transfer, links: list[Link], topology: Topology) -> float:
-    """Axis by axis; the payload grows with the axes gathered before."""
+    # axis by axis; the payload grows with the axes gathered before
     seconds, gathered = 0.0, 1
     devices = math.prod(link.devices for link in links)
     for link in links:
@@ -238,7 +239,7 @@ def _levels(transfer: Transfer, links: list[Link], topology: Topology) -> float:
 
 
 def _permute(transfer: Transfer, links: list[Link], topology: Topology) -> float:
-    """One message per device; in a ring over several axes, one device of each block sends over slow links."""
+    # one message per device; in a ring over several axes, one device of each block sends over slow links
     *slow, fast = links
     distance = transfer.distance % fast.devices
     hops = min(distance, fast.devices - distance) if fast.torus and not slow else 1
@@ -253,7 +254,7 @@ def _permute(transfer: Transfer, links: list[Link], topology: Topology) -> float
 
 
 def _exchange(transfer: Transfer, links: list[Link], topology: Topology) -> float:
-    """All-to-all: each device sends a different part to every other device."""
+    # an all-to-all: each device sends a different part to every other device
     seconds, remaining = 0.0, float(transfer.bytes)
     for link in links:
         crossing = remaining * (link.devices - 1) / link.devices
@@ -274,5 +275,5 @@ def _rounds(link: Link) -> int:
 
 
 def _turns(topology: Topology) -> float:
-    """Factor for two devices that send to each other: with gloo they alternate on one connection."""
+    # two devices that send to each other: with gloo they alternate on one connection
     return 2.0 if topology.all_reduce == "ring" else 1.0

@@ -22,15 +22,14 @@ class Shape:
         kv_heads: $K$, of keys and values; it divides `heads`.
         width: $H$, of queries and keys.
         value_width: $H_v$; None: `width`.
-        dtype: of all arrays except `lse`, which is float32 (float64 for float64 arrays).
+        dtype: the dtype of all arrays except `lse`, which is float32 (float64 for float64 arrays).
         causal: whether positions are compared: a ring then gathers the positions of all shards once.
             (With `parallel=` every device knows them, and none are sent.)
-        window: how far a query sees before and after its own position, where positions are those of the layout; None:
-            as far as there are keys. A ring of keys, and a gather, then send what some query may see.
-        layout: the order of the sequence over the devices, as of
+        window: the largest distances of a key before and after its query, at the positions of the layout; None: any
+            distance. With a window, a ring of keys and a gather send only keys that some query may see.
+        layout: the order of the sequence over the devices, as for
             [`SequenceParallel`][energy_attn.distributed.SequenceParallel].
-        queries_sharded: whether queries are sharded as keys are (prefill, training); else they are
-            on every device (decode).
+        queries_sharded: whether queries are sharded as keys are (prefill, training), or replicated (decode).
 
     Raises:
         TypeError: sizes that are no integers, a dtype that is not floating, or a window of another type.
@@ -108,7 +107,6 @@ class Shape:
 
 
 def check_sizes(shape: object, topology: object) -> None:
-    """Raises `TypeError` unless `shape` is a `Shape` and `topology` a `Topology`."""
     if not isinstance(shape, Shape):
         raise TypeError(f"shape: wanted a Shape, got {checks.received(shape)}")
     if not isinstance(topology, Topology):
@@ -140,11 +138,8 @@ def tangent_bytes(size: int, shape: Shape) -> int:
 
 
 def key_copies(heads: int, kv_heads: int, devices: int) -> int | None:
-    """Copies of each key head that give every device the keys of its query heads.
-
-    1 if the devices divide the key heads; None if the query heads cannot be divided.
-    """
-    # lcm(K, p) key heads in all, K copies of p / gcd(K, p); they have to divide N
+    """Copies of each key head that give every device the keys of its query heads; None if these cannot be divided."""
+    # p / gcd(K, p) copies of each of K heads are lcm(K, p), which has to divide N
     copies = devices // math.gcd(kv_heads, devices)
     return None if heads % (kv_heads * copies) else copies
 
@@ -158,5 +153,6 @@ def pieces(keys: int) -> int:
 
 def halves(keys: int) -> int:
     """Runs of a device's keys in one piece: 2 if both halves of its keys can be divided, else 1."""
+    # two runs in each piece balance causal work in the order "zigzag"
     count = pieces(keys)
     return 2 if count > 1 and keys % (2 * count) == 0 else 1

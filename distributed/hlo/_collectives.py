@@ -33,16 +33,15 @@ class Collective:
     Attributes:
         kind: the operation, as HLO names it; an asynchronous pair (`-start`, `-done`) is one.
         bytes: payload: the bytes of its operands on one device, each time that it runs, without
-            the padding of layouts. For an all-gather that is the shard a device gives
-            (`group_size` times as much comes out), for a reduce-scatter the whole array
-            (1/`group_size` of it comes out), for an all-to-all everything a device holds, its own
-            part included. The bytes on the links follow from it: a ring all-reduce over
-            $p$ devices sends $2 \frac{p-1}{p}$ `bytes` from each.
-        group_size: devices that take part together: the largest of `groups`; 0 where there is none.
-        count: how often each run of the program runs it: the product of the trip counts of the
+            the padding of layouts. For an all-gather the shard of one device (the result is `group_size` times as
+            large), for a reduce-scatter the whole array (the result is 1/`group_size` of it), for an all-to-all
+            the whole array of one device. A ring all-reduce over $p$ devices sends $2 \frac{p-1}{p}$ `bytes`
+            from each device.
+        group_size: the size of the largest of `groups`; 0 without groups.
+        count: the runs in each run of the program: the product of the trip counts of the
             loops around it. `None` where that depends on data: inside a `while` whose trip count
-            cannot be known, or in one of several branches of a conditional.
-        dtypes: HLO names of its operands' dtypes (`f32`, `bf16`), which may differ from those in
+            is unknown, or in one of several branches of a conditional.
+        dtypes: HLO names of its operands' dtypes (`f32`, `bf16`), which may differ from the dtypes in
             the source of the program.
         shapes: its operands' shapes on one device.
         groups: the devices of each group. Numbers are places in the program's device assignment
@@ -50,12 +49,6 @@ class Collective:
             that its pairs form.
         across_slices: whether it leaves a TPU slice, over the data-centre network. Device d of
             slice s (counted from 1) is then s · 100000 + d in `groups`.
-
-    Examples:
-        >>> from energy_attn.distributed.hlo._collectives import Collective
-        >>> gather = Collective("all-gather", 4096, 4, 1, ("bf16",), ((8, 256),), ((0, 1, 2, 3),))
-        >>> gather.bytes * gather.group_size  # bytes that come out, on every device
-        16384
     """
 
     kind: Kind
@@ -75,11 +68,11 @@ def collectives(compiled: jax.stages.Compiled) -> tuple[Collective, ...]:
 
     $$\sum_{c} c.\mathrm{bytes} \cdot c.\mathrm{count}$$
 
-    They are read from the optimised HLO, after the compiler has fused, split, widened and reordered,
-    on CPU, GPU and TPU, and from ahead-of-time compilation too. A collective in a computation that
+    They are read from the optimised HLO, after the compiler has fused, split, widened and reordered
+    operations, on CPU, GPU and TPU, and after ahead-of-time compilation, too. A collective in a computation that
     is called several times is listed for each call. Transfers without an HLO instruction are not
-    listed: those inside custom calls (remote copies of Pallas kernels) and between a device and its
-    own host. A collective whose groups are single devices sends nothing, and is left out.
+    listed: remote copies of Pallas kernels, and transfers between a device and its
+    host. A collective whose groups are single devices sends nothing, and is left out.
 
     Args:
         compiled: what `jax.jit(f).lower(...).compile()` returns.
@@ -131,12 +124,10 @@ def collectives_in(text: str) -> tuple[Collective, ...]:
 
 
 class _CollectiveCall(NamedTuple):
-    """A collective of a computation, and how often one call of the outermost one runs it."""
-
     computation: str
     instruction: Instruction
     kind: Kind
-    times: int | None
+    times: int | None  # runs in one call of the outermost computation
 
 
 def _collective_calls(module: Module, name: str) -> Iterator[_CollectiveCall]:
@@ -151,6 +142,7 @@ def _collective_calls(module: Module, name: str) -> Iterator[_CollectiveCall]:
                 yield _CollectiveCall(name, x, kind, 1)
         elif x.opcode == "while":
             for part, extra in (("condition", 1), ("body", 0)):
+                # the condition runs once more than the body
                 inside = [
                     call for called in x.called(part) for call in _collective_calls(module, called)
                 ]
@@ -164,7 +156,7 @@ def _collective_calls(module: Module, name: str) -> Iterator[_CollectiveCall]:
             branches = x.called(*_BRANCHES)
             for branch in branches:
                 for call in _collective_calls(module, branch):
-                    # a single branch always runs; it is left of a choice between platforms
+                    # a single branch always runs: the rest of a choice between platforms
                     yield call if len(branches) == 1 else call._replace(times=None)
         # the update and the end of an asynchronous pair name the computation of its start
         elif not x.opcode.endswith(("-update", "-done")):
@@ -189,8 +181,8 @@ def _kind(x: Instruction) -> Kind | None:
 
 def _collective(module: Module, call: _CollectiveCall) -> Collective:
     name, x, kind, times = call
-    # Operands, as the results of a start repeat them. The other operands of these two are a token, or offsets
-    # of outputs.
+    # The operands of a start, as its results repeat them. Of these two only the first is data; the others are a token,
+    # or offsets of outputs.
     first = kind == "ragged-all-to-all" or x.opcode == "send"
     operands = x.operands[:1] if first else x.operands
     computation = module.computations[name]
@@ -217,17 +209,15 @@ def _collective(module: Module, call: _CollectiveCall) -> Collective:
 
 
 def waits(text: str, kind: str = "collective-permute") -> list[str]:
-    """The collectives of a kind of a scheduled program during whose transfer no attention is computed.
-
-    Attention is a kernel, a matrix product, or whatever has one inside.
-    """
-    found = []
+    """The collectives of a kind, in a scheduled program, that overlap no attention."""
+    # attention is a kernel, a matrix product, or a computation with one of these
+    waiting = []
     for module in parse(text):
         for computation in module.computations.values():
             instructions = list(computation.values())
             busy = [i for i, x in enumerate(instructions) if _has_products(module, x)]
             for start, x in enumerate(instructions):
-                end = start  # nothing can be computed during one that is synchronous
+                end = start  # a synchronous collective overlaps nothing
                 if x.opcode == f"{kind}-start":
                     end = next(
                         i
@@ -237,8 +227,8 @@ def waits(text: str, kind: str = "collective-permute") -> list[str]:
                 elif x.opcode != kind:
                     continue
                 if not any(start < i < end for i in busy):
-                    found.append(x.name)
-    return found
+                    waiting.append(x.name)
+    return waiting
 
 
 def _has_products(module: Module, x: Instruction) -> bool:

@@ -19,11 +19,8 @@ _PRODUCT = re.compile(r"\{([\d,:]+)\}x\{([\d,:]+)\}")
 
 
 def groups_of(module: Module, instruction: Instruction, kind: str) -> Groups:
-    """The devices of each group of a collective, as places in the device assignment.
-
-    With $P$ partitions, partition i of replica r is device $r P + i$. For a collective-permute the
-    groups are the cycles and chains that its pairs form.
-    """
+    """The devices of each group, as places in the device assignment; for a permute, its cycles and chains."""
+    # with P partitions, partition i of replica r is device r P + i
     attributes, frontend = instruction.attributes, instruction.frontend_attributes
     try:
         if "_xla_megascale_target" in frontend:
@@ -77,7 +74,7 @@ def _lists(text: str) -> list[list[int]]:
 
 
 def _chains(pairs: list[list[int]]) -> list[list[int]]:
-    """Connected components of source → target, each in the order in which data moves where it has one."""
+    """Connected components of the pairs (source, target), each in the order in which data moves."""
     chains: dict[int, list[int]] = {}
     for source, target in pairs:
         start, end = chains.setdefault(source, [source]), chains.setdefault(target, [target])
@@ -95,17 +92,15 @@ def _listed(text: str) -> list[list[int]]:
 
 
 def _iota(sizes: str, order: str | None) -> np.ndarray:
-    """All numbers below the product of `sizes`, laid out in that shape and transposed."""
+    # all numbers below the product of the sizes, in that shape, transposed
     shape = _integers(sizes)
     grid = np.arange(np.prod(shape)).reshape(shape)
     return grid if order is None else grid.transpose(_integers(order))
 
 
 def _mesh(mesh: str, devices: str | None, axes: str) -> list[list[int]]:
-    """Groups along mesh axes, `mesh['a'=2,'b'=8] {'a','b':(2)4}`.
-
-    `'b':(2)4` is the part of size 4 of axis b whose left neighbours have a product of 2.
-    """
+    """Groups along mesh axes, `mesh['a'=2,'b'=8] {'a','b':(2)4}`."""
+    # 'b':(2)4 is the factor of size 4 of axis b, after factors with the product 2
     sizes = {name: int(size) for name, size in (item.split("=") for item in mesh.split(","))}
     parts = [
         (name, int(left or 1), int(size or sizes[name])) for name, left, size in _AXIS.findall(axes)
@@ -144,6 +139,6 @@ def _slices(target: str) -> list[list[int]]:
 
 
 def _spans(text: str) -> list[int]:
-    """`0:3,7` is 0, 1, 2, 3, 7."""
+    # 0:3,7 is 0, 1, 2, 3, 7
     bounds = ([int(n) for n in item.split(":")] for item in text.split(","))
     return [n for first, *stop in bounds for n in range(first, (stop or [first])[0] + 1)]

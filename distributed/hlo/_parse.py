@@ -1,15 +1,11 @@
-"""A reader of XLA's HLO text, as `jax.stages.Compiled.as_text()` prints it, and of the trip counts of its loops.
+"""Reads HLO text, as `jax.stages.Compiled.as_text()` prints it, and the trip counts of its loops.
 
     HloModule name, num_partitions=8, ...
     %computation (parameters) -> shape {            # the first to run is marked ENTRY
       [ROOT ]%name = shape opcode(operands), attribute=value, ...
     }
 
-`split` handles brackets, strings and comments. Shapes and attributes are parsed on demand, as only a few of
-thousands of instructions matter.
-
-XLA:CPU and XLA:GPU print the trip count of a loop beside it. XLA:TPU does not, so there the integers of the loop's
-state are computed step by step until its condition fails. Values that depend on an argument are unknown.
+Shapes and attributes are parsed on demand, as only a few of thousands of instructions matter.
 """
 
 import dataclasses
@@ -38,10 +34,9 @@ _PACKED = re.compile(r"E\((\d+)\)")
 
 
 def split(text: str, start: int = 0) -> tuple[list[str], int]:
-    """Cuts a list at its own commas, not at those inside brackets, strings and comments.
+    """Splits a list at its commas outside of brackets, strings and comments.
 
-    The list ends with the text or at the bracket that closes it. Returns the items, without blanks
-    and leading comments, and the index at which the list ended.
+    Returns the items, without blanks and leading comments, and the index of the bracket that closes the list.
     """
     cuts, depth, end = [start], 0, len(text)
     for token in _TOKEN.finditer(text, start):
@@ -75,12 +70,9 @@ class ArrayShape:
 
 
 def arrays(shape: str) -> list[ArrayShape]:
-    """The arrays of a shape, tuples flattened; tokens and opaque values hold none.
-
-    Layouts and tilings are ignored, except that `E(n)` packs elements to n bits; without it an
-    element takes whole bytes (XLA's own rule, by which an int4 may take a byte). A bounded dynamic
-    size `<=n` counts as n.
-    """
+    """The arrays of a shape, tuples flattened, without tokens and opaque values."""
+    # Of a layout only E(n) matters, which packs elements to n bits. Without it an element takes whole bytes: an int4 a
+    # byte, as XLA counts them. A bounded dynamic size <=n counts as n.
     if shape.startswith(("(", "b(")):
         items, _ = split(shape, shape.index("(") + 1)
         return [array for item in items for array in arrays(item)]
@@ -202,21 +194,19 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """How often the body of `loop`, a `while` instruction of `computation`, runs.
-
-    `None` where that depends on data, or the counter does not end within `_STEPS`. The condition
-    runs once more than the body.
-    """
+    """The number of runs of the body of a `while` instruction; None if it depends on data, or is above `_STEPS`."""
+    # XLA:CPU and XLA:GPU print it. XLA:TPU does not: there the integers of the loop's state are computed step by step
+    # until the condition fails.
     known_trip_count = _config(loop).get("known_trip_count")
     if known_trip_count is not None:
         return int(known_trip_count["n"])
     state = _ComputationCall(module, computation, None).value(loop.operands[0])
     (condition,), (body,) = loop.called("condition"), loop.called("body")
     for step in range(_STEPS):
-        again = _ComputationCall(module, condition, (state,)).result()
-        if again is None:
+        goes_on = _ComputationCall(module, condition, (state,)).result()
+        if goes_on is None:
             return None
-        if not again:
+        if not goes_on:
             return step
         state = _ComputationCall(module, body, (state,)).result()
     return None
@@ -234,11 +224,9 @@ def _config(instruction: Instruction) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _ComputationCall:
-    """A computation with its arguments (`None`: unknown ones), and the values computed so far.
+    """A computation with its arguments, interpreted on demand."""
 
-    A value is an integer, a tuple of values, or `None` where it is unknown.
-    """
-
+    # a value is an integer, a tuple of values, or None if it is unknown
     module: Module
     computation: str
     arguments: tuple | None
@@ -281,7 +269,7 @@ class _ComputationCall:
 
 
 def _wrapped(shape: str, value: int | None) -> int | None:
-    """An integer wrapped around to the dtype of a shape; `None` if it would round."""
+    # a value of another dtype, which might be rounded, is unknown
     dtype = _INTEGER.match(shape)
     if dtype is None or value is None:
         return value if shape.startswith("pred") else None

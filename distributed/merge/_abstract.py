@@ -65,17 +65,15 @@ class AbstractMessageMerge(AbstractMerge):
 
 
 def transfer(collective: Callable[[Any], Any], state: AttentionState) -> AttentionState:
-    """Applies one collective, which maps over trees and keeps last axes, to both arrays of a state.
+    """Applies one collective, which maps over trees and keeps last axes, to both arrays of a state."""
 
-    On CPUs they are sent as one array, in `lse`'s dtype, as gloo would send each separately. Elsewhere they
-    are sent as a pair, which XLA combines without copying; `lse` as another lane of `out` would be padded to
-    128 lanes on TPUs.
-    """
-
+    # One array on CPUs, in lse's dtype, since gloo would send two separately.
     def as_one(out: Array, lse: Array) -> AttentionState:
-        found = collective(jnp.concatenate([out.astype(lse.dtype), lse[..., None]], -1))
-        return AttentionState(found[..., :-1].astype(out.dtype), found[..., -1])
+        sent = collective(jnp.concatenate([out.astype(lse.dtype), lse[..., None]], -1))
+        return AttentionState(sent[..., :-1].astype(out.dtype), sent[..., -1])
 
+    # A pair elsewhere, which XLA combines without copying. With lse as one more lane of `out`, XLA:TPU would
+    # pad the array to a multiple of 128 lanes.
     def pair(out: Array, lse: Array) -> AttentionState:
         return AttentionState(*collective((out, lse)))
 
@@ -83,10 +81,8 @@ def transfer(collective: Callable[[Any], Any], state: AttentionState) -> Attenti
 
 
 def moved(collective: Callable[[Array], Array], x: Array) -> Array:
-    """Applies a collective that moves numbers without computing with them to an array.
-
-    On CPUs 16-bit floats are sent as integers, as XLA would widen them and send twice the bytes.
-    """
+    """Applies a collective that moves numbers without computing with them to an array."""
+    # XLA:CPU would widen 16-bit floats, and send twice the bytes: they are sent as integers.
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize != 2:
         return collective(x)
     return autodiff.function_call(_AsBits(collective), x)
@@ -101,20 +97,19 @@ class _AsBits(autodiff.AbstractFunction):
         return lax.platform_dependent(args, cpu=as_integers, default=self.collective)
 
     def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
-        # Integers have no tangents; in float32, as the transpose of a gather is a sum.
+        # Integers have no tangents. The transpose of a gather is a sum, which is taken in float32.
         return autodiff.function_call(self, primals), mesh_axes.apply_in_float32(
             self.collective, tangents
         )
 
 
 def as_bits(collective: Callable[[Array], Array], x: Array) -> Array:
-    """Applies a collective to the bits of floating numbers, as integers."""
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return lax.bitcast_convert_type(collective(bits), x.dtype)
 
 
 def joined(tree: Arrays, axes: Axes, axis: int) -> Arrays:
-    """The parts of arrays on all devices, end to end along `axis`."""
+    """Gathers the shards of arrays, end to end along `axis`."""
 
     def whole(x: Array) -> Array:
         if x.size == 0:  # HLO gathers no empty arrays
@@ -127,25 +122,22 @@ def joined(tree: Arrays, axes: Axes, axis: int) -> Arrays:
 
 
 def gathered(state: AttentionState, axes: Axes) -> AttentionState:
-    """The states of all devices, on a leading axis. It has no derivative.
-
-    XLA:TPU does not combine the gathers of two arrays (`tests/tpu`), so they are sent there as the bits of
-    one, with `lse` in rows below those of `out`; except where the mesh has an automatic axis, over which XLA
-    may have sharded the rows.
-    """
+    """The states of all devices, on a leading axis. It has no derivative."""
 
     def gather(x: Arrays) -> Arrays:
         return lax.all_gather(x, axes)
 
+    # XLA:TPU does not combine the gathers of two arrays (`tests/tpu`). There one array of bits is gathered,
+    # with lse in rows below those of `out`.
     def stacked(out: Array, lse: Array) -> AttentionState:
         unit = jnp.dtype(f"uint{8 * min(out.dtype.itemsize, lse.dtype.itemsize)}")
         bits = [lax.bitcast_convert_type(x, unit) for x in (out, lse)]
         out_rows, lse_rows = bits[0].reshape(-1, out.shape[-1]), bits[1].reshape(-1)
         lse_rows = jnp.pad(lse_rows, (0, -lse_rows.size % out.shape[-1])).reshape(-1, out.shape[-1])
-        joined = gather(jnp.concatenate([out_rows, lse_rows]))
-        devices, rows = joined.shape[0], out_rows.shape[0]
-        outs = joined[:, :rows].reshape(devices, *bits[0].shape)
-        lses = joined[:, rows:].reshape(devices, -1)[:, : bits[1].size]
+        gathered_rows = gather(jnp.concatenate([out_rows, lse_rows]))
+        devices, rows = gathered_rows.shape[0], out_rows.shape[0]
+        outs = gathered_rows[:, :rows].reshape(devices, *bits[0].shape)
+        lses = gathered_rows[:, rows:].reshape(devices, -1)[:, : bits[1].size]
         lses = lses.reshape(devices, *bits[1].shape)
         return AttentionState(
             lax.bitcast_convert_type(outs, out.dtype), lax.bitcast_convert_type(lses, lse.dtype)
@@ -154,6 +146,7 @@ def gathered(state: AttentionState, axes: Axes) -> AttentionState:
     def plain(out: Array, lse: Array) -> AttentionState:
         return transfer(gather, AttentionState(out, lse))
 
+    # XLA may have sharded the rows over an automatic mesh axis, and would gather them to stack them
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     automatic = any(kind == AxisType.Auto and mesh.shape[axis] > 1 for axis, kind in kinds)
@@ -163,14 +156,11 @@ def gathered(state: AttentionState, axes: Axes) -> AttentionState:
 
 
 def as_invariant(tree: Arrays, axes: Axes) -> Arrays:
-    """Arrays that are equal on all devices of `axes`, with a type that does not vary over them.
-
-    JAX has no cast from varying to invariant, but a maximum over groups of one device each has that type
-    and sends nothing. It is of bits, as XLA:CPU returns minus infinity for the maximum of a NaN. It has no
-    derivative.
-    """
+    """Casts arrays that are equal on all devices of `axes` to a type that does not vary over them. No derivative."""
     if not axes:
         return tree
+    # JAX has no cast from varying to invariant. A maximum over groups of one device has the type, and sends
+    # nothing. It is a maximum of bits, since XLA:CPU drops NaN (https://github.com/openxla/xla/issues/21461).
     groups = [[i] for i in range(lax.axis_size(axes))]
     largest = functools.partial(lax.pmax, axis_name=axes, axis_index_groups=groups)
 
@@ -183,12 +173,12 @@ def as_invariant(tree: Arrays, axes: Axes) -> Arrays:
 def permuted(
     state: AttentionState, axis: str | Axes, pairs: list[tuple[int, int]]
 ) -> AttentionState:
-    """The state of the device that `pairs` of (source, target) name for this one."""
+    """Sends states along `pairs` of (source, target) devices."""
     return transfer(lambda x: lax.ppermute(x, axis, pairs), state)
 
 
 def packed(state: State) -> AttentionState:
-    """A state as a message: of covariances in `lse`'s dtype, behind `out`."""
+    """A state as a message; covariances follow `out`, in `lse`'s dtype."""
     if isinstance(state, AttentionState):
         return state
     covariance, out, lse = promoted(state)
@@ -197,7 +187,7 @@ def packed(state: State) -> AttentionState:
 
 
 def unpacked(message: AttentionState, like: State) -> State:
-    """The state of the kind of `like`, or a stack of them, that was packed."""
+    """Unpacks a message, or a stack of messages, to the kind of state of `like`."""
     if isinstance(like, AttentionState):
         return message
     width = like.out.shape[-1]
@@ -205,8 +195,8 @@ def unpacked(message: AttentionState, like: State) -> State:
     return CovarianceState(flat.reshape(*out.shape, width), out, message.lse)
 
 
+# A state that is folded repeatedly has `out` in lse's dtype, and is rounded once, at the end.
 def promoted(state: State) -> State:
-    """`out` in `lse`'s dtype, so that a state that is folded repeatedly is rounded only at the end."""
     return jax.tree.map(lambda x: x.astype(state.lse.dtype), state)
 
 
@@ -215,7 +205,7 @@ def narrowed(state: State, like: State) -> State:
 
 
 def flat_rows(state: AttentionState, multiple: int) -> AttentionState:
-    """A state `[rows, width]`, with empty rows at the end so that their number is a multiple."""
+    """A state `[rows, width]`, padded with empty rows to a multiple."""
     rows, width = state.lse.size, state.out.shape[-1]
     missing = -rows % multiple
     out = jnp.pad(state.out.reshape(rows, width), ((0, missing), (0, 0)))

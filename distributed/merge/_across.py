@@ -43,14 +43,14 @@ def merge_across(
       F = m + \log \sum_i e^{F_i - m}$$
 
     No strategy sends anything that depends on the number of keys;
-    [`cost.transfers`][energy_attn.distributed.cost.transfers] lists what each one sends, and the
-    page about choosing describes them. All but `"allreduce"` only move states, and fold them in the
-    same order everywhere: the results on all devices are bitwise equal. `"gather"`,
-    `"hierarchical"` and `"ring"` move them in the dtypes that they have; pass `out` in `lse`'s dtype,
-    as a [`Tree`][energy_attn.distributed.methods.Tree] does, and it is rounded once.
+    [`cost.transfers`][energy_attn.distributed.cost.transfers] predicts the collectives of each strategy, and
+    [choosing](../choosing.md#what-each-strategy-sends) describes them. All but `"allreduce"` only move
+    states, and fold them in the same order everywhere: the results on all devices are bitwise equal.
+    `"gather"`, `"hierarchical"` and `"ring"` move states in their own dtypes. With `out` in `lse`'s dtype,
+    as a [`Tree`][energy_attn.distributed.methods.Tree] passes it, the result is rounded once.
 
-    Derivatives, of any order and in both modes, are the same for all strategies; that of the keys'
-    own state needs no communication: with $w_i = e^{F_i - F}$,
+    Derivatives, of any order and in both modes, are the same for all strategies. The gradient with respect
+    to a device's own state needs no communication: with $w_i = e^{F_i - F}$,
 
     $$\mathrm{d}F = \sum_i w_i\, \mathrm{d}F_i, \qquad \mathrm{d\,out} = \sum_i w_i
       \left(\mathrm{d\,out}_i + (\mathrm{out}_i - \mathrm{out})\, \mathrm{d}F_i\right)$$
@@ -115,17 +115,11 @@ def logsumexp_across(
     replicated source is Algorithm 2: one more all-reduce sums the devices' gradients.
 
     Args:
-        lse: this device's energies, of any shape; minus infinity for no keys.
-        axis_name: the mesh axis, or several, slow ones first: they are folded together.
-        merge: as for [`merge_across`][energy_attn.distributed.merge_across], as is `topology`.
-        topology: see there.
+        lse: this device's energies, of any shape, float32 or float64; minus infinity for no keys. Other arguments and
+            errors are those of [`merge_across`][energy_attn.distributed.merge_across].
 
     Returns:
         The energies, equal on all devices of the axes.
-
-    Raises:
-        TypeError: `lse` is no float32 or float64 array, or as `merge_across`.
-        ValueError: as `merge_across`.
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 1 with $m$ added back.
 
@@ -153,10 +147,7 @@ def logsumexp_across(
 
 
 def check_axes(axis_name: object) -> Axes:
-    """Returns the axis names as a tuple, each bound in the surrounding `shard_map`.
-
-    Raises `TypeError` for anything but names and `ValueError` for one that repeats or is not bound.
-    """
+    """Returns the axis names as a tuple; raises unless they differ and the surrounding `shard_map` binds them."""
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(axes, tuple) or not axes or not all(isinstance(x, str) for x in axes):
         raise TypeError(
@@ -177,7 +168,6 @@ def check_axes(axis_name: object) -> Axes:
 
 
 def check_topology(topology: object, axes: int) -> None:
-    """Raises `TypeError` unless `topology` is one, `ValueError` for another number of axes."""
     if topology is None:
         return
     if not isinstance(topology, Topology):
@@ -199,6 +189,7 @@ class _FoldOfStates(autodiff.AbstractFunction):
     merge: str
     axes: Axes
 
+    # (out, F) of all keys from the (out_i, F_i) of each device's keys, as the formula of `merge_across`
     def apply(self, args: State) -> State:
         strategy = STRATEGIES[self.merge]
         if isinstance(args, AttentionState):
@@ -217,35 +208,35 @@ class _FoldOfStates(autodiff.AbstractFunction):
 
 # With w = e^{F_i - F} and d = out_i - out, all sums over the devices,
 #     dF = Σ w dF_i,   dout = Σ w (dout_i + d dF_i),
-#     dΣ = Σ w (dΣ_i + (Σ_i + d dᵀ - Σ) dF_i + d dout_iᵀ + dout_i dᵀ),
-# as the terms of the change of the common mean cancel: Σ w d = 0.
+#     dΣ = Σ w (dΣ_i + (Σ_i + d dᵀ - Σ) dF_i + d dout_iᵀ + dout_i dᵀ).
+# The terms of the change of the common mean cancel: Σ w d = 0. One all-reduce sums the devices' terms; its
+# transpose sends nothing.
 def _fold_tangent(axes: Axes, state: State, merged: State, change: State) -> State:
     dtype = state.lse.dtype
-    # a part without keys has no weight, whatever it holds, and must not make a NaN
+    # a shard without keys has the weight 0; what it holds must not make a NaN
     present = holds_keys(state.lse)
     portion = share(state.lse, merged.lse)
     energy = jnp.where(present, change.lse, 0.0)
-    apart = state.out.astype(dtype) - merged.out.astype(dtype)
+    deviation = state.out.astype(dtype) - merged.out.astype(dtype)
     d_out = change.out.astype(dtype)
-    out = (d_out + apart * energy[..., None]) * portion[..., None]
+    out = (d_out + deviation * energy[..., None]) * portion[..., None]
     out = jnp.where(present[..., None], out, 0.0)
     message = AttentionState(out, portion * energy)
     if isinstance(state, CovarianceState):
         assert isinstance(merged, CovarianceState) and isinstance(change, CovarianceState)
         of_matrix = (..., None, None)
-        outer = apart[..., :, None] * d_out[..., None, :]
+        outer = deviation[..., :, None] * d_out[..., None, :]
         covariance = change.covariance.astype(dtype) + outer + outer.swapaxes(-1, -2)
         weighted = covariance_term(state, AttentionState(*merged[1:]))
         weighted -= portion[of_matrix] * merged.covariance.astype(dtype)
         covariance = portion[of_matrix] * covariance + weighted * energy[of_matrix]
         covariance = jnp.where(present[of_matrix], covariance, 0.0)
         message = packed(CovarianceState(covariance, *message))
-    moved = transfer(lambda x: lax.psum(x, axes), message)
-    return narrowed(unpacked(moved, state), state)
+    total = transfer(lambda x: lax.psum(x, axes), message)
+    return narrowed(unpacked(total, state), state)
 
 
 def resolve_merge(merge: str, state: State, axes: Axes, topology: Topology | None) -> str:
-    """The strategy that a checked `merge=` means for this state over these axes."""
     if isinstance(state, CovarianceState):
         return merge if merge in COVARIANCE_MERGES else "butterfly"
     if state.lse.size == 0:

@@ -43,7 +43,8 @@ class AllreduceMerge(AbstractMerge):
     name = "allreduce"
 
     def fold(self, state: AttentionState, axes: Axes) -> AttentionState:
-        # The division is in lse's dtype; otherwise XLA could send the sum in a narrower one.
+        # m = max F_i, then Σ out_i e^{F_i - m} and Σ e^{F_i - m} in one sum; out is their quotient.
+        # The division is in lse's dtype. Otherwise XLA could send the sum in a narrower one.
         def total(pair: Any) -> AttentionState:
             return transfer(lambda x: lax.psum(x, axes), AttentionState(*pair))
 
@@ -108,7 +109,7 @@ class RingMerge(AbstractMerge):
 
         # a loop, so that the size of the program does not depend on the number of devices
         _, arrived = lax.scan(step, state, None, length=devices - 1)
-        # device i receives those of i - 1, i - 2, ..., i + 1
+        # device i receives the states of i - 1, i - 2, ..., i + 1; rolled to the order 0, 1, 2, ...
         states = (jnp.concatenate([x[::-1], y[None]]) for x, y in zip(arrived, state, strict=True))
         first = lax.axis_index(axes) + 1
         ranked = AttentionState(*(jnp.roll(x, first, axis=0) for x in states))
@@ -166,6 +167,7 @@ class HierarchicalMerge(AbstractMerge):
 def exchanged(state: State, axes: Axes) -> State:
     """The butterfly: each device folds its state with others at growing distances, until all hold the fold."""
     for axis in reversed(axes):
+        # p = 2^k · odd: first the states of `odd` consecutive devices, then k exchanges of pairs
         devices = lax.axis_size(axis)
         odd = devices // (devices & -devices)
         state = merge_all(unpacked(_neighbours(packed(state), axis, odd), state), axis=0)
@@ -178,7 +180,7 @@ def exchanged(state: State, axes: Axes) -> State:
 
 
 def exchange_transfers(size: int, topology: Topology, axes: tuple[int, ...]) -> Transfers:
-    """The permutes of `exchanged` over these axes, for states of `size` bytes."""
+    """The permutes of `exchanged`, for states of `size` bytes."""
     for axis in reversed(axes):
         devices = topology.links[axis].devices
         odd, held = devices // (devices & -devices), 1
@@ -192,11 +194,9 @@ def exchange_transfers(size: int, topology: Topology, axes: tuple[int, ...]) -> 
 
 
 def _neighbours(state: AttentionState, axis: str, count: int) -> AttentionState:
-    """The states of `count` consecutive devices, in order: Bruck's all-gather.
-
-    J. Bruck et al., Efficient algorithms for all-to-all communications in multiport
-    message-passing systems, IEEE TPDS 8 (1997): each round doubles what a device has.
-    """
+    """The states of `count` consecutive devices, in order: Bruck's all-gather."""
+    # J. Bruck et al., Efficient algorithms for all-to-all communications in multiport message-passing systems,
+    # IEEE TPDS 8 (1997): each round doubles what a device has.
     states, held = jax.tree.map(lambda x: x[None], state), 1
     while held < count:
         sent = _rows(states, 0, count - held)
@@ -228,7 +228,7 @@ class HalvingMerge(AbstractMerge):
             part = _reduce_scatter(part, axis)
         fast = fast_axis([lax.axis_size(axis) for axis in axes])
         # A compiler may compute a share twice, where it is kept and where it is sent, with different rounding.
-        # So each device sends its share away, and receives it back in the gather.
+        # So each device sends its share away, and receives it back in the gather, with the bits that all have.
         devices = lax.axis_size(axes[fast])
         pairs = [(i, (i - 1) % devices) for i in range(devices)]
         part = permuted(narrowed(part, state), axes[fast], pairs)
@@ -251,7 +251,7 @@ class HalvingMerge(AbstractMerge):
 
 
 def rounds(devices: int) -> list[tuple[int, int]]:
-    """The distance and the number of the shares that are sent in each round: half of the remaining ones."""
+    """Distance and number of shares sent in each round: half of the remaining ones."""
     rounds, remaining = [], devices
     while remaining > 1:
         step = -(-remaining // 2)
@@ -273,7 +273,6 @@ def _concatenated(*states: AttentionState) -> AttentionState:
 
 
 def _reduce_scatter(state: AttentionState, axis: str) -> AttentionState:
-    """This device's share of the rows, over all devices of an axis."""
     devices, rank = lax.axis_size(axis), lax.axis_index(axis)
 
     def shares(x: Array) -> Array:
@@ -289,10 +288,8 @@ def _reduce_scatter(state: AttentionState, axis: str) -> AttentionState:
 
 
 def _all_gather(state: AttentionState, axis: str, offset: int) -> AttentionState:
-    """The shares of all devices of an axis, in order, by the rounds of `_reduce_scatter` in reverse.
-
-    Each device starts with the share of the device `offset` ranks further.
-    """
+    """The shares of all devices in order, where each starts with the share of the device `offset` ranks further."""
+    # the rounds of `_reduce_scatter` in reverse
     devices, rank = lax.axis_size(axis), lax.axis_index(axis)
     state = jax.tree.map(lambda x: x[None], state)
     for step, sent in reversed(rounds(devices)):
@@ -319,12 +316,11 @@ _LISTED = (
 )
 STRATEGIES: dict[str, AbstractMerge] = {strategy.name: strategy for strategy in _LISTED}
 MERGES = tuple(STRATEGIES)
-# Others sum, which would need the mean of all keys first.
+# The other strategies sum terms about a common mean, which no device has before the sum.
 COVARIANCE_MERGES = tuple(x.name for x in _LISTED if isinstance(x, AbstractMessageMerge))
 
 
 def check_merge(merge: str, axes: int) -> None:
-    """Raises `ValueError` unless `merge` is `"auto"`, or names a strategy for this number of axes."""
     checks.check_choice("merge", merge, (*MERGES, "auto"))
     least = 1 if merge == "auto" else STRATEGIES[merge].least_axes
     if axes < least:
@@ -336,12 +332,11 @@ def check_merge(merge: str, axes: int) -> None:
 
 
 def automatic_merges(axes: int) -> tuple[str, ...]:
-    """The strategies that `"auto"` chooses from over this number of axes."""
     return tuple(x.name for x in _LISTED if x.automatic and x.least_axes <= axes)
 
 
 def fastest_merge(shape: Shape, topology: Topology) -> str:
-    """The strategy that folds states of these sizes in the least time by the model, for `merge="auto"`."""
+    """The strategy that folds states in the least time by the model, for `merge="auto"`."""
     merges = automatic_merges(len(topology.links))
     if topology.devices == 1:
         return merges[0]

@@ -19,18 +19,13 @@ from ..cost._network import Derivatives, Topology, Transfers
 from ..cost._shape import Shape, key_copies, local_rows
 from ..merge._abstract import Axes, joined, moved
 
+Arrays = TypeVar("Arrays")
 Axis = TypeVar("Axis")
 
-
-# Of some keys of each device, from a first to a last one, exclusive: the pairs of queries on device (or group of
-# devices that exchange heads) i and keys on j, `[devices, devices]`.
-SeenPairs = Callable[[int, int], np.ndarray]
-
-
 ALL = slice(None)
-
-
-Arrays = TypeVar("Arrays")
+# For the keys of each device from a first to a last one, exclusive: the number of visible pairs of queries on device
+# (or group of devices that exchange heads) i and keys on j, `[devices, devices]`.
+SeenPairs = Callable[[int, int], np.ndarray]
 
 
 class LocalCall(NamedTuple):
@@ -39,10 +34,10 @@ class LocalCall(NamedTuple):
     Attributes:
         policy: which kernels compute it.
         settings: the static options.
-        operands: the arrays of this device, split as `AbstractMethod.split` says.
-        axes: the mesh axes that share the sequence.
-        queries_sharded: whether queries are a part, or equal on all devices.
-        others: the mesh axes that share batch and heads, of which the operands' indices say which are this device's.
+        operands: the arrays of this device, split as by `AbstractMethod.split`.
+        axes: the mesh axes over which the sequence is sharded.
+        queries_sharded: whether queries are sharded, or replicated.
+        others: the mesh axes over which batch and heads are sharded; the operands' indices name this device's own.
     """
 
     policy: CallPolicy
@@ -54,19 +49,12 @@ class LocalCall(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The mesh axes along which one device has a part, of those that share the sequence.
+    """The mesh axes of the sequence over which bias, mask, positions and segments are sharded."""
 
-    Attributes:
-        heads: of the heads of bias and mask, beside the axes that shard all heads.
-        queries: of the queries of bias and mask.
-        keys: of the keys of bias and mask, and of the positions and segments of keys.
-        rows: of the positions and segments of queries.
-    """
-
-    heads: Axes
-    queries: Axes
-    keys: Axes
-    rows: Axes
+    heads: Axes  # of bias and mask, in addition to the axes that shard all heads
+    queries: Axes  # of bias and mask
+    keys: Axes  # of bias and mask, and of the positions and segments of keys
+    rows: Axes  # of the positions and segments of queries
 
 
 class AbstractMethod(abc.ABC):
@@ -77,11 +65,11 @@ class AbstractMethod(abc.ABC):
     Attributes:
         name: its name in `method=`.
         is_option: whether `method=` takes the name.
-        replicated_queries: whether queries may be equal on all devices; if not, each device has a part of them.
+        replicated_queries: whether queries may be replicated; if not, they are sharded.
         whole_sequences: whether each device attends to whole sequences, so that causal work is balanced.
         reads_positions: whether it reads the positions of all tokens, even where mask and score do not.
-        receive_buffers: how many equal transfers, one after the other, arrive in buffers of their own.
-        takes_halo: whether an exchange of a halo may take its place, where queries see few keys of other devices.
+        receive_buffers: the number of successive equal transfers that arrive in separate buffers.
+        takes_halo: whether `HaloExchange` may replace it where queries see few keys of other devices.
 
     Examples:
         >>> from energy_attn.distributed import SequenceParallel, methods
@@ -100,7 +88,7 @@ class AbstractMethod(abc.ABC):
 
     @abc.abstractmethod
     def attend(self, call: LocalCall) -> AttentionState:
-        """The state of this device's queries. Raises as kernels do."""
+        """Computes the state of this device's queries. Raises as kernels do."""
 
     @abc.abstractmethod
     def transfers(self, shape: Shape, topology: Topology, derivatives: Derivatives) -> Transfers:
@@ -108,7 +96,7 @@ class AbstractMethod(abc.ABC):
 
     @classmethod
     def variants(cls) -> Mapping[str | None, "AbstractMethod"]:
-        """The methods of this class, by the names that `merge` has for them in the cost model."""
+        """The methods of this class by their `merge` in the cost model."""
         return {None: cls()}
 
     @property
@@ -118,32 +106,29 @@ class AbstractMethod(abc.ABC):
 
     @property
     def sends_gradient(self) -> bool:
-        """Whether `transfers` knows the transfers of gradients in query, key and value."""
+        """Whether `transfers` predicts the gradients with respect to query, key and value."""
         return True
 
     @property
     def overlap(self) -> Literal["none", "hops", "pieces"]:
-        """Whether no transfers, hops around a ring or gathered pieces overlap products."""
+        """The transfers that overlap products: none, hops around a ring, or gathered pieces."""
         return "none"
 
     def pairs(self, seen: SeenPairs, size: int) -> list[np.ndarray]:
-        """The pairs that each device computes in each step, where devices have `size` keys; by default, in one."""
+        """The number of pairs of each device in each step, for `size` keys on each; by default in one step."""
         return [seen(0, size).sum(1)]
 
     def state_rows(self, shape: Shape, topology: Topology) -> int:
-        """The rows whose states a device holds."""
+        """The number of states that a device holds, one for each row."""
         return local_rows(shape, topology)
 
     def split(self, axes: Axes, operands: Operands, queries_sharded: bool) -> Split:
-        """How operands, of a device or of all together, are split.
-
-        By default queries, and what belongs to them; bias, mask, positions and segments are of all keys.
-        """
+        """The axes over which operands are split; by default the axes of queries, and no axes of keys."""
         del operands, queries_sharded
         return Split(heads=(), queries=axes, keys=(), rows=axes)
 
     def replaces_kernels(self, operands: Operands) -> bool:
-        """Whether it computes these operands where no sequence is shared, too, in place of the kernels."""
+        """Whether it replaces the kernels for these operands even where no sequence is sharded."""
         del operands
         return False
 
@@ -158,18 +143,16 @@ class AbstractMethod(abc.ABC):
 
 
 def exchanging(method: AbstractMethod, topology: Topology) -> int:
-    """How many devices exchange heads for sequence; 1 if none do."""
+    """The number of devices that exchange heads for sequence; 1 if none do."""
     return math.prod(topology.links[axis].devices for axis in method.exchanged(topology.axes))
 
 
 def check_heads(method: AbstractMethod, heads: int, kv_heads: int, devices: int) -> None:
-    """Raises `ValueError` unless the devices that exchange heads can share them out."""
     if key_copies(heads, kv_heads, devices) is None:
-        wanted = math.lcm(kv_heads, devices)
         raise ValueError(
-            f"query: wanted a number of heads that is a multiple of {wanted}, so that {devices} devices "
-            f"share them and the {kv_heads} heads of keys for {method.name!r}, got {heads}; 'ring', "
-            "'gather' and 'tree' take any"
+            f"query: wanted a number of heads that is a multiple of {math.lcm(kv_heads, devices)}, so that "
+            f"{devices} devices share them and the {kv_heads} heads of keys for {method.name!r}, got {heads}; "
+            "'ring', 'gather' and 'tree' take any"
         )
 
 
@@ -178,7 +161,6 @@ def rounded(state: AttentionState, operands: Operands, settings: Settings) -> At
 
 
 def with_all_queries(operands: Operands, axes: Axes) -> Operands:
-    """Operands with the queries of all devices, end to end, and their positions and segments."""
     tokens = operands.tokens.map_queries(lambda x: joined(x, axes, 1))
     return operands._replace(query=joined(operands.query, axes, 1), tokens=tokens)
 
@@ -189,7 +171,7 @@ def attend_with_sink(
     settings: Settings,
     operands: Operands,
 ) -> AttentionState:
-    """`run(settings, operands)`, merged with the sink of the call, unless kernels fold it, and then rounded."""
+    """Merges the state of `run` with the sink of the call; kernels of reproducible calls fold the sink instead."""
     if operands.sink is None or policy.folds_sinks:
         return run(settings, operands)
     state = run(settings.needing(unrounded=True), operands._replace(sink=None))
@@ -198,14 +180,14 @@ def attend_with_sink(
 
 
 class Keys(NamedTuple):
-    """Keys and values, their directions or their gradients; None for what does not move."""
+    """Keys and values, their directions or their gradients; None for an array that does not move."""
 
     key: Array | None
     value: Array | None
 
 
 class Gradients(NamedTuple):
-    """Gradients of the keys of a step, and of what stays."""
+    """Gradients with respect to the keys of a step, and sums so far with respect to the arrays that stay."""
 
     keys: Keys
     query: Array | None
@@ -213,51 +195,47 @@ class Gradients(NamedTuple):
     score_arrays: tuple[Array | None, ...]
 
 
-# Of the keys of a step, the gradients so far, the step's number, what arrives meanwhile, and some of a shard's keys or
-# ALL: what arrived, and the gradients of these keys, zero for others than these some, and of what stays so far.
+# The backward of one step: `step_fn(keys, so_far, step, in_flight, some)`, with the gradients so far, the transfers
+# that overlap the step, and a slice of a shard's keys (ALL by default). Returns the transfers' results, and the
+# gradients with respect to these keys, zero for the shard's other keys.
 StepFn = Callable[..., tuple[blockwise.InFlight, Gradients]]
 
 
 class AbstractKeySchedule(abc.ABC):
-    """The keys of each step, and how the next ones come; a frozen dataclass, static.
+    """The keys of each step of a loop, and the transfer that brings the next ones; a frozen dataclass, static."""
 
-    Attributes:
-        axes: the mesh axes over which keys are sharded.
-        size: how many keys each device has.
-    """
-
-    axes: Axes
-    size: int
+    axes: Axes  # over which keys are sharded
+    size: int  # the number of keys on each device
 
     @property
     @abc.abstractmethod
     def count(self) -> int:
-        """The number of schedule, the first ones, whose arrays are of one shape."""
+        """The number of leading steps, whose arrays have one shape."""
 
     @property
     def trailing(self) -> int:
-        """The number of trailing schedule, unrolled: their index is static."""
+        """The number of trailing steps, unrolled: their index is static."""
         return 0
 
     @abc.abstractmethod
-    def first(self, own: Arrays) -> Arrays:
-        """The arrays `[B, S, ...]` of step 0, from each device's `own`."""
+    def first(self, shard: Arrays) -> Arrays:
+        """The arrays `[B, S, ...]` of step 0, from each device's shard."""
 
     @abc.abstractmethod
-    def advance(self, here: Arrays, own: Arrays, step: int | Array) -> Arrays:
+    def advance(self, held: Arrays, shard: Arrays, step: int | Array) -> Arrays:
         """The arrays of the step after this one."""
 
     @abc.abstractmethod
     def slice_step(self, x: Array, axis: int, step: int | Array) -> Array:
-        """The part of an array of all keys for the keys of a step."""
+        """The slice of an array of all keys for the keys of a step."""
 
     @abc.abstractmethod
-    def backward(self, run_step: StepFn, own: Keys) -> Gradients:
-        """The sum of all schedule' gradients; of keys, on the devices that have them."""
+    def backward(self, run_step: StepFn, shard: Keys) -> Gradients:
+        """Sums the gradients of all steps; gradients of keys return to the devices that hold the keys."""
 
 
 def hop(tree: Arrays, axes: Axes, places: int = 1) -> Arrays:
-    """The arrays of a tree from the device this number of places before."""
+    """Receives arrays from the device `places` before."""
     devices = lax.axis_size(axes)
     pairs = [(i, (i + places) % devices) for i in range(devices)]
     pass_on = functools.partial(moved, lambda x: lax.ppermute(x, axes, pairs))
@@ -265,12 +243,12 @@ def hop(tree: Arrays, axes: Axes, places: int = 1) -> Arrays:
 
 
 def source_device(step: int | Array, axes: Axes) -> Array:
-    """The device whose part is here after `step` hops."""
+    """The device whose shard this device holds after `step` hops."""
     return (lax.axis_index(axes) - step) % lax.axis_size(axes)
 
 
 def gather_tokens(x: Array | None, size: int, axes: Axes) -> Array | None:
-    """Positions or segments of all devices, `[B, p size]`, gathered where a device has only its own."""
+    """Positions or segments of all devices, `[B, p size]`, gathered where they are sharded."""
     return x if x is None or x.shape[1] != size else joined(x, axes, 1)
 
 
@@ -281,7 +259,7 @@ def device_slice(x: Array | None, axis: int, place: Array, size: int) -> Array |
 
 
 def pad_zeros(x: Array, axis: int, first: int, size: int) -> Array:
-    """An array as a part along an axis of `size`, from `first` on, of one that is zero elsewhere."""
+    """Pads an axis with zeros to `size`, with the array at `first`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = first, size - first - x.shape[axis]
     return jnp.pad(x, widths)

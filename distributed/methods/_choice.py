@@ -4,9 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from energy_attn.kernels.internal import (
-    CallPolicy,
-)
+from energy_attn.kernels.internal import CallPolicy
 
 from ..cost._network import Derivatives, Topology, Transfers, total_seconds
 from ..cost._shape import Shape, check_sizes, key_copies, kv_shard, local_rows
@@ -19,20 +17,13 @@ from ._ulysses import GroupHaloExchange, Hybrid, Ulysses
 
 # Type checkers need a literal; a test compares it with the list below.
 MethodName = Literal["tree", "ring", "ulysses", "hybrid", "gather"]
-
-
 MethodOption = MethodName | Literal["auto"]
-
 
 METHODS: dict[str, type[AbstractMethod]] = {
     kind.name: kind for kind in (Tree, Ring, Ulysses, Hybrid, Gather, Reproducible)
 }
-
-
 METHOD_OPTIONS = tuple(name for name, kind in METHODS.items() if kind.is_option)
-
-
-# By the names that `method` and `merge` have for them in the cost model.
+# The methods of the cost model, by its `method` and its `merge`.
 VARIANTS: Mapping[str, Mapping[str | None, AbstractMethod]] = {
     name: kind.variants() for name, kind in METHODS.items()
 }
@@ -41,7 +32,6 @@ VARIANTS: Mapping[str, Mapping[str | None, AbstractMethod]] = {
 def method_by_name(
     name: str, merge: Any = "auto", topology: Topology | None = None
 ) -> AbstractMethod:
-    """The method of this name, with its defaults; a tree that folds by `merge` on `topology`."""
     kind = METHODS[name]
     return kind(merge, topology) if kind is Tree else kind()
 
@@ -63,8 +53,6 @@ def choose_merge(shape: Shape, topology: Topology) -> str:
     Raises:
         TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.
 
-    Source: none: see [`latency`][energy_attn.distributed.cost.latency].
-
     Examples:
         >>> from energy_attn.distributed import cost
         >>> shape = cost.Shape(1, 1, 32_768, 16, 16, 64, dtype="float32")
@@ -78,10 +66,10 @@ def choose_merge(shape: Shape, topology: Topology) -> str:
 def choose_method(shape: Shape, topology: Topology) -> str:
     """The method for an attention: the one of `method="auto"`.
 
-    For queries on all devices (decode) it is the tree, which sends nothing that grows with the keys.
+    For replicated queries (decode) it is the tree, which sends nothing that grows with the keys.
     For sharded queries it is the method with the least time by the model, each with its best merge,
-    among those that need at most twice the memory of the smallest (a tree holds the states of all
-    queries on every device, a gather two pieces of all keys). Ulysses and the hybrid are considered if the
+    among the methods that need at most twice the memory of the smallest. (A tree holds the states of all
+    queries on every device, a gather two pieces of all keys.) Ulysses and the hybrid are considered if the
     devices can divide the heads.
 
     Args:
@@ -94,8 +82,6 @@ def choose_method(shape: Shape, topology: Topology) -> str:
     Raises:
         TypeError: `shape` is not a `Shape`, or `topology` not a `Topology`.
 
-    Source: none: see [`latency`][energy_attn.distributed.cost.latency].
-
     Examples:
         >>> from energy_attn.distributed import cost
         >>> shape = cost.Shape(1, 1, 640_000, 32, 8, 128)
@@ -106,7 +92,8 @@ def choose_method(shape: Shape, topology: Topology) -> str:
     if not shape.queries_sharded:
         return "tree"
     ranked = {name: _by_time(name, shape, topology) for name in VARIANTS}
-    fastest = {name: ways[0][1] for name, ways in ranked.items() if ways}
+    fastest = {name: methods[0][1] for name, methods in ranked.items() if methods}
+    # time alone would choose a gather of all keys where memory is short
     held = {name: memory_of(x, shape, topology) for name, x in fastest.items()}
     lean = [name for name in fastest if held[name] <= 2 * min(held.values())]
     return min(lean, key=lambda name: _seconds(fastest[name], shape, topology))
@@ -115,24 +102,24 @@ def choose_method(shape: Shape, topology: Topology) -> str:
 def halo_method(
     method: AbstractMethod, shape: Shape, devices: int, shared: int, meets: Meets | None = None
 ) -> AbstractMethod:
-    """The method that sends the keys that queries may see, if a window leaves few of other devices'; else `method`.
+    """The exchange of a halo if the window leaves few keys of other devices; else `method`.
 
-    `devices` share the sequence, groups of `shared` of them exchange heads. `meets` may say that queries see fewer.
+    The sequence is sharded over `devices`, and groups of `shared` devices exchange heads.
     """
     sizes = shape.queries, shape.keys
     if shape.window is None or not shape.queries_sharded:
         return method
+    # a group acts as one device only if its devices hold consecutive tokens
     if shared > 1 and not has_groups(shape.layout, *sizes, devices):
         return method
     find = halo if meets is not None else halo_of_window
-    found = find(shape.layout, devices // shared, *sizes, shape.window, meets)
-    if found is None or not method.takes_halo:
+    keys = find(shape.layout, devices // shared, *sizes, shape.window, meets)
+    if keys is None or not method.takes_halo:
         return method
-    return GroupHaloExchange(found) if isinstance(method, Hybrid) else HaloExchange(found)
+    return GroupHaloExchange(keys) if isinstance(method, Hybrid) else HaloExchange(keys)
 
 
 def check_sharded(method: AbstractMethod, shape: Shape, topology: Topology) -> None:
-    """Raises `ValueError` unless queries are sharded, and devices that exchange heads can share them out."""
     if not shape.queries_sharded:
         raise ValueError(
             f"method: wanted sharded queries for {method.name!r}, got queries_sharded=False"
@@ -149,12 +136,11 @@ def _by_time(
     name: str, shape: Shape, topology: Topology
 ) -> list[tuple[str | None, AbstractMethod]]:
     """The variants of a method that `"auto"` considers, the fastest first."""
-    ways = [x for x in VARIANTS[name].items() if _is_choice(x[1], shape, topology)]
-    return sorted(ways, key=lambda x: _seconds(x[1], shape, topology))
+    variants = [x for x in VARIANTS[name].items() if _is_choice(x[1], shape, topology)]
+    return sorted(variants, key=lambda x: _seconds(x[1], shape, topology))
 
 
 def _is_choice(method: AbstractMethod, shape: Shape, topology: Topology) -> bool:
-    """Whether `"auto"` considers a method for these sizes."""
     try:
         method.check_axes(topology.axes)
         if not method.replicated_queries:
@@ -170,11 +156,11 @@ def sent_transfers(
     topology: Topology,
     derivatives: Derivatives = Derivatives(),  # noqa: B008
 ) -> Transfers:
-    """The transfers of a method that these sizes and axes allow; none over one device."""
+    """The transfers of a method, or of its exchange of a halo; none over one device."""
     if topology.devices == 1:
         return iter(())
-    near = halo_method(method, shape, topology.devices, exchanging(method, topology))
-    return near.transfers(shape, topology, derivatives)
+    method = halo_method(method, shape, topology.devices, exchanging(method, topology))
+    return method.transfers(shape, topology, derivatives)
 
 
 def _seconds(method: AbstractMethod, shape: Shape, topology: Topology) -> float:
@@ -187,7 +173,7 @@ def memory_of(method: AbstractMethod, shape: Shape, topology: Topology) -> int:
     arriving = 0
     for transfer in sent_transfers(method, shape, topology):
         devices = math.prod(topology.links[axis].devices for axis in transfer.axes)
-        turns = min(transfer.count, method.receive_buffers)
-        part = {"all-gather": devices * turns, "all-to-all": 1, "collective-permute": turns}
+        buffers = min(transfer.count, method.receive_buffers)
+        part = {"all-gather": devices * buffers, "all-to-all": 1, "collective-permute": buffers}
         arriving += part.get(transfer.kind, 0) * transfer.bytes  # reductions work in place
     return sum(kv_shard(shape, topology)) + query + states + arriving

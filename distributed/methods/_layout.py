@@ -20,16 +20,16 @@ def shard_sequence(
 ) -> Shaped[Array, "..."]:
     """Brings an array into the order of a layout, sharded along its sequence.
 
-    Under a causal mask the last part of a sequence has the most work. With `"zigzag"` device $i$ of
-    $p$ holds the $i$-th of $2p$ pieces from the front and the $i$-th from the back, with
-    `"striped"` every $p$-th token from the $i$-th on, and all have equal work. Queries, keys,
-    values and other arrays along the sequence are brought into the same order; attention with
+    Under a causal mask the last part of a sequence has the most work. In the order `"zigzag"` device $i$ of
+    $p$ holds the $i$-th of $2p$ pieces from the front and the $i$-th from the back. In the order
+    `"striped"` it holds every $p$-th token from the $i$-th on. Both give all devices equal work. Bring queries, keys,
+    values and other arrays along the sequence into the same order. Attention with
     the same `parallel` knows the positions, and its results are in that order too.
 
     Args:
         x: any array with a sequence along `axis`.
-        parallel: whose axes and layout are meant; a layout's name alone means the default axes.
-        axis: the sequence's.
+        parallel: the axes and the layout; the name of a layout means the default axes.
+        axis: the axis of the sequence.
 
     Returns:
         The array in the layout's order, sharded along `axis` over the mesh in force.
@@ -56,6 +56,7 @@ def shard_sequence(
     """
     x, axis, parallel, order = _in_order(x, axis, parallel)
     x = x if parallel.layout == "contiguous" else jnp.take(x, order, axis, mode="clip")
+    # types of explicit axes change by a reshard, automatic axes inside jit by a constraint
     spec = PartitionSpec(*[None] * axis, parallel.axes)
     if is_explicit(jax.sharding.get_abstract_mesh(), parallel.axes):
         return jax.reshard(jnp.asarray(x), spec)
@@ -67,21 +68,10 @@ def shard_sequence(
 def unshard_sequence(
     x: Shaped[Array, "..."], parallel: SequenceParallel | str, *, axis: int = 1
 ) -> Shaped[Array, "..."]:
-    """The inverse of [`shard_sequence`][energy_attn.distributed.shard_sequence]'s order.
+    """Brings an array in the order of a layout back into the order of the sequence.
 
-    Args:
-        x: an array in the order of a layout.
-        parallel: as it was sharded.
-        axis: the sequence's.
-
-    Returns:
-        The array in the order of the sequence; its sharding is left to JAX.
-
-    Raises:
-        TypeError: as `shard_sequence`.
-        ValueError: as `shard_sequence`.
-
-    Source: see `shard_sequence`.
+    Arguments and errors are those of [`shard_sequence`][energy_attn.distributed.shard_sequence]. Returns the array in
+    the order of the sequence, with a sharding that JAX chooses.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -109,39 +99,33 @@ def _in_order(
 
 
 def local_positions(layout: str, size: int, axes: tuple[str, ...]) -> Array:
-    """The tokens of a sequence that this device of a `jax.shard_map` holds, int32 `[1, size]`.
-
-    Raises `ValueError` for parts of odd length in the order `"zigzag"`, which have two pieces.
-    """
-    devices, here = lax.axis_size(axes), lax.axis_index(axes)
+    """The tokens of a sequence that this device of a `jax.shard_map` holds, int32 `[1, size]`."""
+    devices, device = lax.axis_size(axes), lax.axis_index(axes)
     place = jnp.arange(size, dtype=jnp.int32)[None]
     if layout == "contiguous":
-        return here * size + place
+        return device * size + place
     if layout == "striped":
-        return here + place * devices
-    if size % 2:
+        return device + place * devices
+    if size % 2:  # a shard in the order "zigzag" has two pieces
         raise ValueError(f"layout: wanted parts of even length for 'zigzag', got {size}")
     piece = size // 2
-    back = (2 * devices - 1 - here) * piece
-    return jnp.where(place < piece, here * piece + place, back + place - piece)
+    back = (2 * devices - 1 - device) * piece
+    return jnp.where(place < piece, device * piece + place, back + place - piece)
 
 
 def place_by(
     parallel: SequenceParallel, plan: ShardingPlan | None, arrays: arguments.CheckedArrays
 ) -> arguments.PlaceFn:
-    """A function that adds to tokens the positions that the layout implies, if they are read or tokens are absent.
-
-    Queries are in its order if there are as many as keys, else in their own. Given positions stay. It raises as
-    `sequence_order`; inside `jax.shard_map`, where arrays are one device's part, as `local_positions`.
-    """
+    """A function that adds the positions of a layout to tokens, if positions are read or tokens are absent."""
+    # as many queries as keys are in the order of the layout, otherwise in the order of the text
     query_len, key_len = arrays.query.shape[1], arrays.key.shape[1]
     layout, alike = parallel.layout, query_len == key_len
     local = plan if plan is not None and plan.local else None
 
     def place(tokens: Tokens, reads: bool) -> Tokens:
-        given = tokens.query_positions is not None, tokens.key_positions is not None
-        reads = reads or any(given) or tokens.query_lengths is not None
-        if not reads or all(given) or (layout == "contiguous" and local is None):
+        have_positions = tokens.query_positions is not None, tokens.key_positions is not None
+        reads = reads or any(have_positions) or tokens.query_lengths is not None
+        if not reads or all(have_positions) or (layout == "contiguous" and local is None):
             return tokens
         if local is not None:
             keys = local_positions(layout, key_len, parallel.axes)
@@ -153,7 +137,7 @@ def place_by(
             order = sequence_order(key_len, parallel, "key.shape[1]")
             queries = order if alike else np.arange(query_len, dtype=np.int32)
             keys, queries = jnp.asarray(order[None]), jnp.asarray(queries[None])
-        # tokens below the length, wherever they are
+        # tokens from the length on are absent, at any place of the layout
         if tokens.query_positions is None:
             queries = shortened(queries, tokens.query_lengths)
             tokens = tokens._replace(query_positions=queries, query_lengths=None)

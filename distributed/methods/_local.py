@@ -1,4 +1,4 @@
-"""Attention inside `jax.shard_map`, whose arrays are one device's part."""
+"""Attention inside `jax.shard_map`, on one device's shards."""
 
 import functools
 from typing import Unpack
@@ -43,7 +43,7 @@ def sharded_attention(
     $$F(\zeta) = \log \sum_i e^{F_i(\zeta)}, \qquad
       F_i(\zeta) = \log \sum_{a \in \text{shard } i} \exp(\mathrm{scale}\; q\cdot k_a + \zeta\cdot v_a)$$
 
-    | `method` | what is sent |
+    | `method` | transfers |
     |---|---|
     | [`Tree`][energy_attn.distributed.methods.Tree] | states, in one reduction, whatever the number of keys |
     | [`Ring`][energy_attn.distributed.methods.Ring] | keys, or queries with their states, around a ring |
@@ -52,26 +52,26 @@ def sharded_attention(
     | `Gather` | keys, gathered piece by piece |
 
     Outside of `jax.shard_map`, [`attention`][energy_attn.attention] with `parallel=` does all of this.
-    Positions are global: with `is_causal`, a window or ragged rows give this device's `key_positions` and
-    `query_positions`, as the defaults count from its first.
+    Positions are global: with `is_causal`, a window or ragged rows, pass this device's `key_positions` and
+    `query_positions`.
 
     Args:
-        query: `[B, T, N, H]` or `[T, N, H]`, this device's part, or equal on all devices of the axes.
-        key: `[B, S, K, H]`, this device's part.
-        value: `[B, S, K, Hv]`, likewise.
-        source: `[B, T, N, Hv]`, as `query`.
-        bias: broadcastable to the part of `[B, N, T, S]` that the method says.
-        mask: boolean, likewise; or a mask of
+        query: `[B, T, N, H]` or `[T, N, H]`, this device's shard, or replicated over the axes.
+        key: `[B, S, K, H]`, this device's shard.
+        value: `[B, S, K, Hv]`, this device's shard.
+        source: `[B, T, N, Hv]`, sharded as `query`.
+        bias: broadcastable to the part of `[B, N, T, S]` in the description of the method.
+        mask: boolean, broadcastable as `bias`; or a mask of
             [`masks`][energy_attn.kernels.masks.AbstractMask], of global positions.
         axis_name: the mesh axis, or several, slow ones first, along which keys are sharded.
-        method: a name of this table in lower case, or a method with options of its own.
-        queries_sharded: whether `query` and what belongs to it are this device's part; None: whether its type varies
-            over the axes, and where types do not tell (`check_vma=False`), whether there are as many as keys. Only
-            trees and rings take queries that are equal on all devices.
+        method: a name of this table in lower case, or a method with options.
+        queries_sharded: whether `query` and the arrays along it are sharded; None: whether its type varies
+            over the axes, and with `check_vma=False` whether there are as many queries as keys. Only
+            trees and rings take replicated queries.
         **options: as for [`local_attention`][energy_attn.kernels.local_attention], and `sink`.
 
     Returns:
-        The state over all keys: of this device's queries, or of those that all have, equal on all devices.
+        The state over all keys of this device's queries, or of the replicated ones.
 
     Raises:
         TypeError: as `local_attention`; `method` is neither a name nor a method.
@@ -96,36 +96,35 @@ def sharded_attention(
         True
     """
     axes = check_axes(axis_name)
-    way = check_method(method)
-    way.check_axes(axes)
+    method = check_method(method)
+    method.check_axes(axes)
     for name, x in (("query", query), ("key", key)):
         checks.check_floating(name, x)
     sharded = queries_sharded
     if sharded is None:
-        sharded = not way.replicated_queries or queries_are_parts(axes, query, key)
-    elif not checks.check_flag("queries_sharded", sharded) and not way.replicated_queries:
-        raise ValueError(f"queries_sharded: wanted True or None for {way.name!r}, got False")
+        sharded = not method.replicated_queries or queries_are_parts(axes, query, key)
+    elif not checks.check_flag("queries_sharded", sharded) and not method.replicated_queries:
+        raise ValueError(f"queries_sharded: wanted True or None for {method.name!r}, got False")
     policy = call_policy(options.get("implementation"), options.get("reproducible", False))
     predicate, mask = split_mask(mask)
     place = functools.partial(_check_placed, sharded)
     call = arguments.check_call(query, key, value, source, None, predicate, place=place, **options)
     operands = call.operands.positioned(read=False)
-    bias, mask = arguments.check_scores(bias, mask, _scores(way, axes, sharded, operands))
+    bias, mask = arguments.check_scores(bias, mask, _scores(method, axes, sharded, operands))
     operands = operands._replace(bias=bias, mask=mask)
+    method = method_of_call(policy, method)
 
     def run(settings: Settings, operands: Operands) -> AttentionState:
-        return method_of_call(policy, way).attend(
-            LocalCall(policy, settings, operands, axes, sharded)
-        )
+        return method.attend(LocalCall(policy, settings, operands, axes, sharded))
 
     state = attend_with_sink(run, policy, call.settings, operands)
     return state if call.batched else unbatched(state)
 
 
 def _check_placed(queries: bool, tokens: Tokens, reads: bool) -> Tokens:
-    """Raises `ValueError` where positions are read and a device has only a part of them, but they are not given."""
-    wanted = {"key_positions": "keys"} | ({"query_positions": "queries"} if queries else {})
-    for name, what in wanted.items():
+    # positions of a shard do not count from 0
+    sharded = {"key_positions": "keys"} | ({"query_positions": "queries"} if queries else {})
+    for name, what in sharded.items():
         if reads and getattr(tokens, name) is None:
             raise ValueError(
                 f"{name}: wanted the global positions of this device's {what}, as is_causal, "
@@ -135,14 +134,13 @@ def _check_placed(queries: bool, tokens: Tokens, reads: bool) -> Tokens:
 
 
 def unbatched(state: AttentionState) -> AttentionState:
-    """The state without the batch axis that was added to a call without one."""
     return jax.tree.map(lambda x: x[0], state)
 
 
 def _scores(
     method: AbstractMethod, axes: Axes, sharded: bool, operands: Operands
 ) -> tuple[int, int, int, int]:
-    """The shape of a device's bias and mask. Raises as `check_heads`."""
+    """The shape of a device's bias and mask; raises as `check_heads`."""
     batch, query_len, heads, _ = operands.query.shape
     key_len, kv_heads = operands.key.shape[1:3]
     if method.exchanged(axes):

@@ -26,8 +26,7 @@ from ._tree import Tree
 
 Arrays = TypeVar("Arrays")
 
-
-# To a call under a `jax.vmap`, which has one row.
+# The hint of an error in a call under a `jax.vmap`, which has one row.
 _MAPPED = (
     "; rows that jax.vmap maps over are split by a jax.shard_map over all axes around it, as in "
     "jax.shard_map(jax.vmap(model), in_specs=jax.P('data', 'device'), ...), without batch="
@@ -38,40 +37,38 @@ _MAPPED = (
 class SequenceParallel:
     r"""How an attention is sharded along its sequence over a mesh.
 
-    Device $i$ of the axes holds a part of keys and values. Queries are sharded in the same way
-    where there are as many as keys (training), and are on all devices otherwise (decoding), unless
-    `queries_sharded` says otherwise. On explicit mesh axes the type of the query decides, as it does
-    inside a `jax.shard_map` over the axes, where arrays are this device's part.
+    Each device holds a shard of keys and values. Queries are sharded in the same way where there are as many as keys
+    (training), and replicated otherwise (decoding), unless `queries_sharded` says otherwise. On explicit mesh axes the
+    type of the query decides, and so it does inside a `jax.shard_map` over the axes, where arrays are shards.
 
     Attributes:
         axes: the mesh axes that the sequence is sharded over, slow ones first.
-        method: a name, or a method with options of its own, as `methods.Ring(rotate="keys")`:
+        method: a name, or a method with options, as `methods.Ring(rotate="keys")`.
             [`"tree"`][energy_attn.distributed.methods.Tree]: local states, then one reduction.
-            [`"ring"`][energy_attn.distributed.methods.Ring]: keys or queries pass all devices.
+            [`"ring"`][energy_attn.distributed.methods.Ring]: keys or queries go around all devices.
             `"ulysses"`: heads are exchanged for sequence.
-            `"hybrid"`: heads for sequence along the last axis, and keys
-            around a ring over the others. `"gather"`: keys are gathered,
-            piece by piece. `"auto"`: the tree for queries that are on all devices, else the fastest by
+            `"hybrid"`: heads for sequence along the last axis, and keys around a ring over the others.
+            `"gather"`: keys are gathered piece by piece.
+            `"auto"`: the tree for replicated queries, else the fastest by
             [`cost`][energy_attn.distributed.cost.choose_method].
         merge: the strategy by which a tree folds, a name of
             the table in [choosing](../choosing.md#what-each-strategy-sends); see
             [`merge_across`][energy_attn.distributed.merge_across]. `"auto"`: the fastest by `cost`.
         layout: the order of the sequence over the devices: `"contiguous"`, `"striped"`
-            or `"zigzag"`; see [`shard_sequence`][energy_attn.distributed.shard_sequence]. Queries of
-            another order than this one need `query_positions`.
+            or `"zigzag"`; see [`shard_sequence`][energy_attn.distributed.shard_sequence]. Queries in
+            another order need `query_positions`.
         topology: latency and bandwidth of the axes, for `"auto"`; None: the usual ones of
             the platform in use.
         queries_sharded: whether queries are sharded; None: where there are as many as keys. Set it
-            for a chunk of a prompt that continues from a cache. Where there are as many queries as keys,
-            attention takes them to be in the order of `layout` even if this is False; for queries in the
-            order of the text, pass `query_positions`. Inside a `jax.shard_map`, queries that are not
-            sharded are in the order of the text.
+            for a chunk of a prompt that continues from a cache. Equally many queries and keys are in the order of
+            `layout` even if this is False; for queries in the order of the text, pass `query_positions`. Inside a
+            `jax.shard_map`, replicated queries are in the order of the text.
         heads: other mesh axes, over which the heads are sharded, in a cache too: for tensor
             parallelism. Heads are independent, so this adds no communication.
         batch: other mesh axes, over which the rows of the batch are sharded, in a cache too: for data
-            parallelism. Name them where they are automatic, as XLA may gather rows that are sharded
-            over axes that nobody named; of explicit axes the types of the arrays tell. Rows that a `jax.vmap`
-            maps over are no rows of the call: a `jax.shard_map` over all axes, around the `vmap`, splits these.
+            parallelism. Name automatic axes, as XLA may gather rows that are sharded over axes without a name here;
+            explicit axes are in the types of the arrays. A `jax.shard_map` over all axes, around a `jax.vmap`, shards
+            the rows that the `vmap` maps over.
 
     Raises:
         TypeError: `axes`, `heads` or `batch` are not names, `method` neither a name nor a method, `topology` not a
@@ -122,32 +119,28 @@ class SequenceParallel:
             for name, x, usual in (("merge", merge, "auto"), ("topology", topology, None)):
                 if x not in (usual, getattr(method, name)):
                     raise ValueError(
-                        f"{name}: wanted {usual!r} beside a methods.Tree, which has its own, got {x!r}"
+                        f"{name}: wanted {usual!r} with a methods.Tree, which has its own, got {x!r}"
                     )
             merge, topology = method.merge, method.topology
-        if method != "auto":
+        if method != "auto":  # the choice considers only methods that can use the axes
             check_method(method).check_axes(names)
         if queries_sharded is not None:
             checks.check_flag("queries_sharded", queries_sharded)
-        others: dict[str, tuple[str, ...]] = {}
+        fields: dict[str, Any] = {"axes": names, "method": method, "merge": merge}
+        fields |= {"layout": layout, "topology": topology, "queries_sharded": queries_sharded}
         taken = set(names)
-        for name, axes_of in {"batch": batch, "heads": heads}.items():
-            none = isinstance(axes_of, (tuple, list)) and not axes_of
-            found = () if none else checks.check_names(name, axes_of, "mesh axes")
-            if taken.intersection(found):
+        for name, option in {"batch": batch, "heads": heads}.items():
+            none = isinstance(option, (tuple, list)) and not option
+            fields[name] = () if none else checks.check_names(name, option, "mesh axes")
+            if taken.intersection(fields[name]):
                 raise ValueError(
-                    f"{name}: wanted other mesh axes than {sorted(taken)}, got {found}"
+                    f"{name}: wanted other mesh axes than {sorted(taken)}, got {fields[name]}"
                 )
-            taken.update(found)
-            others[name] = found
-        vars(self).update(
-            others, axes=names, method=method, merge=merge, layout=layout, topology=topology
-        )
-        vars(self)["queries_sharded"] = queries_sharded
+            taken.update(fields[name])
+        vars(self).update(fields)
 
 
 def check_method(method: object) -> AbstractMethod:
-    """Returns a method, or the one of a name. Raises `TypeError` or `ValueError` for anything else."""
     if isinstance(method, AbstractMethod):
         return method
     if not isinstance(method, str):
@@ -159,20 +152,18 @@ def check_method(method: object) -> AbstractMethod:
 
 
 class ShardingPlan(NamedTuple):
-    """The mesh axes over which the axes of an attention are sharded, and the method; static.
+    """The mesh axes over which an attention is sharded, and the method; static."""
 
-    Devices exchange data along the sequence only: each attends for its own batch rows and heads.
-    """
-
+    # Devices exchange data along `sequence` only: each attends for its own batch rows and heads.
     mesh: AbstractMesh
     batch: Axes
     sequence: Axes
     heads: Axes
-    queries: bool  # sharded along the sequence, as keys are
+    queries: bool  # whether they are sharded along the sequence, as keys are
     method: AbstractMethod
     merge: str
     topology: Topology | None
-    local: bool = False  # of a `jax.shard_map` over the sequence's axes: arrays are a device's part
+    local: bool = False  # whether the call is inside a `jax.shard_map`, where arrays are shards
 
     @property
     def axes(self) -> Axes:
@@ -186,13 +177,9 @@ class ShardingPlan(NamedTuple):
 def sharding_plan(
     parallel: SequenceParallel | None, query: Array, key: Array, value: Array
 ) -> ShardingPlan | None:
-    """The plan of a checked call, from `parallel` and from the types of the arrays.
+    """The plan of a checked call, from `parallel` and from the types of the arrays; None if nothing is sharded.
 
-    None if nothing is sharded and the mesh has no explicit axes, over which a surrounding `jax.vmap` may have sharded
-    the axis it maps over. Only these are part of a type (`jax.typeof`).
-
-    Raises `TypeError` if `parallel` is no `SequenceParallel`, and `ValueError` if no mesh is in force, an axis is not
-    in it, an axis is taken by a surrounding `shard_map`, or its devices cannot share the rows or heads out.
+    Raises as `check_mesh`, and `ValueError` if the rows or heads cannot be divided over their devices.
     """
     if parallel is not None:
         check_mesh(parallel)
@@ -208,6 +195,7 @@ def sharding_plan(
     mesh = (
         jax.typeof(key).sharding.mesh if mesh.empty and isinstance(key, jax.core.Tracer) else mesh
     )
+    # a surrounding `jax.vmap` may have sharded the axis that it maps over, over explicit mesh axes
     if not batch + sequence + heads and not other_explicit_axes(mesh, ()):
         return None
     if mesh.empty:
@@ -215,6 +203,7 @@ def sharding_plan(
             f"key: wanted the mesh in force that its type is split over, {jax.typeof(key)}, "
             "got none; use jax.set_mesh(mesh)"
         )
+    # the type of the query decides, then `queries_sharded`, then the number of queries
     if is_explicit(mesh, sequence):
         queries = not set(mesh_axes_of(query, first + 1)).isdisjoint(sequence)
     elif parallel is not None and parallel.queries_sharded is not None:
@@ -233,19 +222,16 @@ def sharding_plan(
 
 
 def queries_are_parts(axes: Axes, query: Array, key: Array) -> bool:
-    """Whether queries inside `jax.shard_map` are a device's part, by the types of the arrays.
-
-    Where types do not tell (`check_vma=False`), they are if there are as many as keys.
-    """
+    """Whether queries inside `jax.shard_map` are sharded, by the types of the arrays."""
     if set(axes) <= mesh_axes.varying_axes(key) | mesh_axes.varying_axes(query):
         return not set(axes).isdisjoint(mesh_axes.varying_axes(query))
-    return query.shape[-3] == key.shape[-3]
+    return query.shape[-3] == key.shape[-3]  # with `check_vma=False` types do not vary
 
 
 def by_method(
     method: str | AbstractMethod, plan: ShardingPlan, query: Array, key: Array, value: Array
 ) -> ShardingPlan:
-    """The plan with a method. Raises `ValueError` as `check_heads`."""
+    # replicated queries decode: a tree sends least
     if method == "auto" and plan.queries:
         shape = shape_of(plan, query, key, value)
         method = choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
@@ -257,7 +243,7 @@ def by_method(
         shared = device_count(plan.mesh, plan.heads)
         heads, kv_heads = (x.shape[-2] // shared for x in (query, key))
         check_heads(method, heads, kv_heads, device_count(plan.mesh, exchanged))
-    # others move heads or keys to a device's own queries
+    # the other methods bring heads or keys to a device's own queries
     queries = plan.queries or not method.replicated_queries
     return plan._replace(method=method, queries=queries)
 
@@ -271,7 +257,7 @@ def shape_of(
     layout: str = "contiguous",
 ) -> Shape:
     batch, heads = device_count(plan.mesh, plan.batch), device_count(plan.mesh, plan.heads)
-    parts = plan.devices if plan.local else 1
+    parts = plan.devices if plan.local else 1  # inside a `jax.shard_map` arrays are shards
     return Shape(
         math.prod(query.shape[:-3]) // batch,
         query.shape[-3] * parts,
@@ -306,7 +292,7 @@ def mesh_axes_of(x: Array, axis: int) -> Axes:
 
 
 def check_mesh(parallel: object) -> int:
-    """The number of devices that `parallel` shards over on the mesh in force. Raises as `sharding_plan` does."""
+    """The number of devices of `parallel` along the sequence; raises unless the mesh in force has its axes."""
     if not isinstance(parallel, SequenceParallel):
         raise TypeError(
             f"parallel: wanted a SequenceParallel or None, got {checks.received(parallel)}"
@@ -340,12 +326,11 @@ def is_explicit(mesh: AbstractMesh, axes: Iterable[str]) -> bool:
 
 
 def other_explicit_axes(mesh: AbstractMesh, axes: Axes) -> Axes:
-    """The explicit axes of a mesh, but `axes`, where JAX can make them automatic, and so no part of types.
-
-    JAX allows few reshapes and sums on arrays whose types are sharded, or are by a `jax.vmap` around them.
-    """
+    """The explicit axes of a mesh, other than `axes`, that can be made automatic and so no part of types."""
+    # JAX allows few reshapes and sums of arrays whose types are sharded, also by a surrounding `jax.vmap`.
     if AxisType.Manual in mesh.axis_types:
-        # the gradient of such a change fails inside a shard_map (JAX 0.8 to 0.12)
+        # The gradient of `auto_axes` fails inside a shard_map in JAX 0.8 to 0.12, as it does around a scan:
+        # https://github.com/jax-ml/jax/issues/33029.
         return ()
     return tuple(x for x in mesh.axis_names if is_explicit(mesh, (x,)) and x not in axes)
 
@@ -353,14 +338,14 @@ def other_explicit_axes(mesh: AbstractMesh, axes: Axes) -> Axes:
 def reshard_explicit(
     mesh: AbstractMesh, axes: Iterable[str], tree: Arrays, spec: PartitionSpec
 ) -> Arrays:
-    """Arrays as a `shard_map` over `axes` takes them: resharded where their types have the axes."""
+    # a `shard_map` takes arrays whose types name its explicit axes as its specs do
     if not is_explicit(mesh, axes):
         return tree
     return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, spec)), tree)
 
 
 def whole_along(x: Array, axis: int) -> Array:
-    """`x` with one of its axes on every device, if its type says that it is sharded."""
+    """Gathers an axis of an array whose type is sharded along it."""
     if not mesh_axes_of(x, axis):
         return x
     sharding = jax.typeof(x).sharding
@@ -369,7 +354,7 @@ def whole_along(x: Array, axis: int) -> Array:
 
 
 def split_along(x: Array, axis: int, parallel: SequenceParallel) -> Array:
-    """`x`, inside `jax.jit`, with one of its axes sharded over the devices of `parallel`, which divide it."""
+    """Shards an axis over the devices of `parallel`, which divide it; inside `jax.jit`."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     if is_explicit(mesh, parallel.axes):
         spec: list[Any] = [mesh_axes_of(x, other) or None for other in range(x.ndim)]
@@ -380,10 +365,7 @@ def split_along(x: Array, axis: int, parallel: SequenceParallel) -> Array:
 
 
 def sequence_order(length: int, parallel: SequenceParallel, name: str) -> np.ndarray:
-    """The token of a sequence at each place of a layout, int32 `[length]`.
-
-    Raises as `check_mesh`, and `ValueError` naming `name` for a length that does not fit.
-    """
+    """The token at each place of a layout, int32 `[length]`; raises as `check_mesh`, or if the length does not fit."""
     devices = check_mesh(parallel)
     pieces = 2 * devices if parallel.layout == "zigzag" else devices
     if length % pieces:

@@ -1,4 +1,4 @@
-"""How a call is sharded: its plan, and what its mask, its layout and its bits add to the plan."""
+"""The sharding plan of a call, and its refinement by mask, layout and reproducibility."""
 
 import warnings
 from collections.abc import Mapping
@@ -37,15 +37,9 @@ from ._parallel import (
 )
 from ._tree import Tree
 
-# Pairs of tokens and devices whose segments are compared before a program is made; of more only the window counts.
-_MOST_COMPARED = 1 << 24
-
-
-_MOST_ASKED = 64  # devices, for each pair of which a mask is asked once
-
-
-# Below this many tokens a device's work is short beside everything else.
-_LONG = 8192
+_MOST_COMPARED = 1 << 24  # pairs of tokens and devices whose segments are compared at trace time
+_MOST_DEVICES = 64  # for each pair of which a mask is evaluated at trace time
+_LONG = 8192  # tokens; fewer are no reason to warn of idle devices
 
 
 def plan_call(
@@ -55,29 +49,26 @@ def plan_call(
     mask: object,
     options: Mapping[str, Any],
 ) -> ShardingPlan | None:
-    """The plan of a call with checked arrays, or None if it is on one device. Raises as `sharding_plan`.
-
-    Inside a `jax.shard_map` over all axes of `parallel`, also `ValueError` for arguments that one device cannot give
-    for all keys.
-    """
+    """The plan of a call with checked arrays, or None on one device. Raises as `sharding_plan`."""
     query, key, value, _ = arrays
     if parallel is None and jax.sharding.get_abstract_mesh().empty:
         if jax.typeof(query).sharding.mesh.empty and jax.typeof(key).sharding.mesh.empty:
             return None
+    # a mesh axis is manual inside a `jax.shard_map` over it
     mesh: Any = jax.sharding.get_abstract_mesh()
     if not isinstance(parallel, SequenceParallel) or any(
         x not in mesh.axis_names or kind_of(mesh, x) != AxisType.Manual for x in parallel.axes
     ):
         return sharding_plan(parallel, query, key, value)
-    given = {"bias": bias, "mask": split_mask(mask)[1], **options}
+    # inside a `jax.shard_map` over all axes of `parallel`, where a device has no arrays over all keys
+    passed = {"bias": bias, "mask": split_mask(mask)[1], **options}
     for name in ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths"):
-        if given.get(name) is not None:
+        if passed.get(name) is not None:
             other = "sharded_attention" if name in ("bias", "mask") else "positions"
             raise ValueError(
                 f"{name}: wanted None where parallel's axes are those of a surrounding "
-                f"jax.shard_map, got {checks.received(given[name])}; {other} will do"
+                f"jax.shard_map, got {checks.received(passed[name])}; {other} will do"
             )
-    # queries that types do not tell of are a device's part if there are as many as keys
     queries = parallel.queries_sharded
     if queries is None:
         queries = queries_are_parts(parallel.axes, query, key)
@@ -94,12 +85,10 @@ def fit_plan(
     mask: object,
     options: Mapping[str, Any],
 ) -> tuple[ShardingPlan, CallPolicy]:
-    """The plan and the policy that fit a checked call: its mask's window, its layout, and its bits.
-
-    Raises as `check_order`; warns as `warn_of_idle_devices`.
-    """
+    """Fits plan and policy to the window, the layout and the positions of a call; raises as `check_order`."""
     operands, settings = call.operands, call.settings
     sizes = operands.query.shape[1], operands.key.shape[1]
+    # with the user's positions, the layout does not tell which keys a query sees
     if options.get("query_positions") is None and options.get("key_positions") is None:
         plan = halo_plan(plan, parallel, settings, operands, split_mask(mask)[0])
     if plan.sequence and options.get("key_positions") is None:
@@ -119,10 +108,7 @@ def halo_plan(
     operands: Operands,
     rule: AbstractMask | None,
 ) -> ShardingPlan:
-    """The plan, by `HaloExchange` where positions and the mask tell that queries see some of the keys.
-
-    Positions are those of the layout. `rule` is the mask as it was given, whose segments may be known.
-    """
+    """The plan, with `HaloExchange` where the mask hides enough keys, at the positions of the layout."""
     sizes = *operands.query.shape, *operands.key.shape
     if not plan.sequence or not plan.queries or not is_static(*sizes):
         return plan
@@ -136,30 +122,32 @@ def halo_plan(
     if layout != "contiguous" and shape.queries != shape.keys:
         return plan  # queries in an order of their own
     method = plan.method
+    # the choice of `sharding_plan` did not know the window
     if is_bounded and (parallel is None or parallel.method == "auto"):
         name = choose_method(shape, plan.topology or usual_topology(plan.mesh, plan.sequence))
         method = method_by_name(name) if name in ("ring", "gather") else method
     shared = device_count(plan.mesh, method.exchanged(plan.sequence))
-    near = halo_method(method, shape, plan.devices, shared, meets)
-    return plan if near is method else plan._replace(method=near)
+    exchange = halo_method(method, shape, plan.devices, shared, meets)
+    return plan if exchange is method else plan._replace(method=exchange)
 
 
 def _meets(
     settings: Settings, operands: Operands, rule: AbstractMask | None, devices: int
 ) -> Meets | None:
     """Extra sparsity of a constant mask beyond its window, or None."""
-    joined = [] if rule is None else _conjuncts(rule)
-    tables = [_ids(x) for x in joined if isinstance(x, Segments) and _is_known(x)]
+    # segments are compared token by token, other masks by intervals of positions
+    conjuncts = [] if rule is None else _conjuncts(rule)
+    tables = [_ids(x) for x in conjuncts if isinstance(x, Segments) and _is_known(x)]
     tables = [x for x in tables if x[1].shape[1] * devices <= _MOST_COMPARED]
     mask = settings.mask.bind(operands.mask_arrays)
-    asked = not settings.mask.is_window and devices <= _MOST_ASKED and _is_known(mask)
-    if not asked and not tables:
+    evaluates = not settings.mask.is_window and devices <= _MOST_DEVICES and _is_known(mask)
+    if not evaluates and not tables:
         return None
 
     def meets(
         low: np.ndarray, high: np.ndarray, first: np.ndarray, last: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        if asked:
+        if evaluates:
             with jax.ensure_compile_time_eval():
                 bounds = [jnp.asarray(x, jnp.int32)[None] for x in (low, high, first, last)]
                 met = may_meet(mask, Interval(*bounds[:2]), Interval(*bounds[2:]))
@@ -184,7 +172,6 @@ def _conjuncts(mask: AbstractMask) -> list[AbstractMask]:
 
 
 def _ids(mask: Segments) -> tuple[np.ndarray, np.ndarray]:
-    """The segments of queries and of keys, `[rows, tokens]`."""
     queries = np.atleast_2d(np.asarray(mask.query_ids))
     return queries, queries if mask.key_ids is None else np.atleast_2d(np.asarray(mask.key_ids))
 
@@ -192,13 +179,13 @@ def _ids(mask: Segments) -> tuple[np.ndarray, np.ndarray]:
 def _shared(
     queries: np.ndarray, keys: np.ndarray, low: int, high: int, first: int, last: int
 ) -> tuple[int, int]:
-    """The first and the last of some keys that are in the segments of some queries."""
-    of_both = np.zeros(max(0, last - first + 1), bool)
+    """The first and the last of the keys from `first` to `last` in a segment of the queries from `low` to `high`."""
+    shared = np.zeros(max(0, last - first + 1), bool)
     for row in range(max(len(queries), len(keys))):
-        there = keys[row % len(keys), first : last + 1]
-        seen = np.isin(there, queries[row % len(queries), low : high + 1])
-        of_both[: len(seen)] |= seen
-    (places,) = np.nonzero(of_both)
+        key_ids = keys[row % len(keys), first : last + 1]
+        seen = np.isin(key_ids, queries[row % len(queries), low : high + 1])
+        shared[: len(seen)] |= seen
+    (places,) = np.nonzero(shared)
     if not len(places):
         return first, first - 1
     return first + int(places[0]), first + int(places[-1])
@@ -211,22 +198,20 @@ def check_order(
     query_len: int,
     key_len: int,
 ) -> None:
-    """Checks that positions given for one side only are in the layout's order, which is assumed for the other side.
-
-    Raises `ValueError` where their values are known. Replicated queries may be in any order.
-    """
-    given = {x: options.get(x) for x in ("query_positions", "key_positions")}
+    """Raises `ValueError` where positions of one side only are known not to be in the layout's order."""
+    # the order of the layout is assumed for the other side; replicated queries may be in any order
+    positions = {x: options.get(x) for x in ("query_positions", "key_positions")}
     assumed = parallel.layout != "contiguous" and query_len == key_len and not plan.local
-    if not assumed or None not in given.values():
+    if not assumed or None not in positions.values():
         return
     if parallel.queries_sharded is False:
-        del given["query_positions"]
+        del positions["query_positions"]
     order = np.argsort(sequence_order(key_len, parallel, "key.shape[1]"))
-    for name, x in given.items():
+    for name, x in positions.items():
         if x is None or not checks.is_concrete(x):
             continue
-        in_turn = np.asarray(x)[..., order]
-        if ((in_turn >= 0) & (in_turn < np.maximum.accumulate(in_turn, -1))).any():
+        tokens = np.asarray(x)[..., order]
+        if ((tokens >= 0) & (tokens < np.maximum.accumulate(tokens, -1))).any():
             other = "key_positions" if name == "query_positions" else "query_positions"
             raise ValueError(
                 f"{name}: wanted {other}, too, for positions that are not in the order of "
@@ -242,11 +227,9 @@ def warn_of_idle_devices(
     query_len: int,
     key_len: int,
 ) -> None:
-    """Warns where a causal call over contiguous shards leaves devices idle that another layout would not.
-
-    Of $p$ devices the last sees $p - 1/2$ of the shards, all of them $p/2$ on average. Ulysses gives each
-    the whole sequence; windows, and positions of the user's own, may be balanced.
-    """
+    """Warns where a causal call over contiguous shards leaves devices idle that another layout would not."""
+    # Of p devices the last sees p - 1/2 of the shards, and a device p/2 on average: 2 - 1/p times the mean work.
+    # Ulysses gives each device the whole sequence. Windows and the user's positions may be balanced.
     whole = key_len * (plan.devices if plan.local else 1)
     if (
         parallel.layout == "contiguous"

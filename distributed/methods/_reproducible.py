@@ -37,13 +37,14 @@ LEAST = 8 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Reproducible(AbstractMethod):
-    """All keys are gathered for a device's queries, and all queries for the gradients of its keys.
+    """Gathers all keys for a device's queries, and all queries for the gradients of its keys.
 
-    So each device folds whole trees: no sum is split over devices, and a row has the bits that it has on one. If all
-    devices have the same queries, and each has keys of whole leaves, each folds the trees over its own, and these
-    are gathered and folded: numbers of rows, whatever the number of keys.
+    Each device folds whole trees over the keys: no sum is split over devices, and a row has the bits that it has on
+    one device.
     """
 
+    # Where queries are replicated and each device has whole leaves of keys, each folds the nodes over its own keys.
+    # Only the nodes are gathered, whose size does not depend on the number of keys.
     name = "reproducible"
     is_option = False
     replicated_queries = True
@@ -61,7 +62,8 @@ class Reproducible(AbstractMethod):
         operands = operands.positioned()
         kernel = _ShardedCanonical(policy.run, axes, queries_sharded, others)
         check_call_of(kernel, KernelCall(operands, settings))
-        # The derivative of a cast is a sum over devices, so that those of known axes are left to the kernel.
+        # The derivative of a cast to varying is a sum over devices. The kernel sums over the axes that it knows, in
+        # the order of the canonical tree, so that only the other axes are cast.
         varying = frozenset().union(*map(mesh_axes.varying_axes, jax.tree.leaves(operands))) - set(
             axes
         )
@@ -80,27 +82,27 @@ class Reproducible(AbstractMethod):
         share = -(-shape.keys // devices)
         run = run_length(shape.layout, share)
         if not shape.queries_sharded and run is not None and run % LEAF == 0:
-            # the roots of the trees over a device's own keys, of rows, and their numbers
+            # the nodes over a device's own keys, for each row, and their indices
             nodes = share // (run & -run) if run else 0
             state = shape.out_width, 1, 1  # numerator, denominator, maximum
             widths = [*state, *(state if tangent else ()), *([shape.width] if gradient else ())]
-            found = [4 * nodes * shape.batch]
-            found += [nodes * rows * width * shape.lse_bytes for width in widths]
-            yield from (Transfer("all-gather", size, axes) for size in found if size)
+            gathered = [4 * nodes * shape.batch]
+            gathered += [nodes * rows * width * shape.lse_bytes for width in widths]
+            yield from (Transfer("all-gather", size, axes) for size in gathered if size)
             return
-        # positions and keys; for gradients of keys what else a row has, where devices have rows of their own
+        # positions, keys and values; for gradients of keys the arrays of sharded rows, too
         sizes = kv_shard(shape, topology)
         yield Transfer("all-gather", 4 * share, axes)
         if gradient and shape.queries_sharded and shape.queries != shape.keys:
             yield Transfer("all-gather", 4 * -(-shape.queries // devices), axes)
-        turns = _head_turns(sum(sizes), shape.kv_heads, devices)
-        # the backward's keys are the forward's, unless each gathered some heads at a time; or there are directions
-        found = [*sizes] * (1 + (tangent or (gradient and turns > 1)))
+        groups = _head_groups(sum(sizes), shape.kv_heads, devices)
+        # The backward uses the forward's keys, unless heads are gathered in groups. A tangent gathers directions.
+        gathered = [*sizes] * (1 + (tangent or (gradient and groups > 1)))
         if gradient and shape.queries_sharded:
             numbers = shape.width * shape.bytes, shape.out_width * shape.bytes, shape.lse_bytes
             query, out, lse = (rows * x for x in numbers)
-            found += [query, out, out, lse, lse]  # and cotangents
-        yield from (Transfer("all-gather", x // turns, axes, turns) for x in found if x)
+            gathered += [query, out, out, lse, lse]  # and cotangents
+        yield from (Transfer("all-gather", x // groups, axes, groups) for x in gathered if x)
 
     def replaces_kernels(self, operands: Operands) -> bool:
         return operands.sink is not None or any(map(floating, operands.score_arrays))
@@ -109,46 +111,43 @@ class Reproducible(AbstractMethod):
 def _by_heads(
     run: Callable[[Operands], AttentionState], operands: Operands, devices: int
 ) -> AttentionState:
-    """Results of `run` for a few heads of keys at a time, so that these keys of all devices take little memory."""
-    count = operands.key.shape[2]
-    own = sum(x.size * x.dtype.itemsize for x in (operands.key, operands.value))
-    turns = _head_turns(own, count, devices)
-    if turns == 1:
+    """Runs groups of heads one after the other, so that the gathered keys of one group take little memory."""
+    shard = sum(x.size * x.dtype.itemsize for x in (operands.key, operands.value))
+    groups = _head_groups(shard, operands.key.shape[2], devices)
+    if groups == 1:
         return run(operands)
 
-    def apart(x: Array, axis: int) -> Array:
+    def split(x: Array, axis: int) -> Array:
         axis %= x.ndim
-        x = x.reshape(*x.shape[:axis], turns, -1, *x.shape[axis + 1 :])
+        x = x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, 0)
 
     axes = {"query": 2, "key": 2, "value": 2, "sink": -1}
     axes = {name: axis for name, axis in axes.items() if getattr(operands, name) is not None}
-    arrays = {name: apart(getattr(operands, name), axis) for name, axis in axes.items()}
+    arrays = {name: split(getattr(operands, name), axis) for name, axis in axes.items()}
 
-    def one(some: dict[str, Array]) -> AttentionState:
-        indices = operands.indices._replace(heads=some.pop("heads"))
-        return run(operands._replace(**some, indices=indices))
+    def run_group(arrays: dict[str, Array]) -> AttentionState:
+        indices = operands.indices._replace(heads=arrays.pop("heads"))
+        return run(operands._replace(**arrays, indices=indices))
 
-    found = lax.map(one, arrays | {"heads": apart(operands.part_indices()[1], 0)})
-    return jax.tree.map(lambda x: lax.collapse(jnp.moveaxis(x, 0, 2), 2, 4), found)
+    states = lax.map(run_group, arrays | {"heads": split(operands.part_indices()[1], 0)})
+    return jax.tree.map(lambda x: lax.collapse(jnp.moveaxis(x, 0, 2), 2, 4), states)
 
 
-def _head_turns(own: int, heads: int, devices: int) -> int:
-    """The number of parts, of some heads each, in which keys of `own` bytes on a device are gathered."""
-    least = max(1, -(-own * devices // max(2 * own, LEAST)))
+def _head_groups(shard: int, heads: int, devices: int) -> int:
+    """The number of groups of heads in which keys of `shard` bytes on a device are gathered."""
+    # a group takes at most twice the memory of a shard, or LEAST bytes
+    least = max(1, -(-shard * devices // max(2 * shard, LEAST)))
     return next((n for n in range(least, heads) if heads % n == 0), heads)
 
 
 @dataclasses.dataclass(frozen=True)
 class _ShardedCanonical(Canonical):
-    """The canonical kernel over keys that are sharded along `axes`, inside `jax.shard_map`.
-
-    Batch and heads may be shared by the devices of `others`.
-    """
+    """The canonical kernel over keys that are sharded along `axes`, inside `jax.shard_map`."""
 
     axes: Axes = ()
     queries_sharded: bool = False
-    others: Axes = ()
+    others: Axes = ()  # over which batch and heads may be sharded
 
     @property
     def in_order(self) -> bool:
@@ -166,7 +165,7 @@ class _ShardedCanonical(Canonical):
         for name in ("bias", "mask"):
             if getattr(call.operands, name) is not None:
                 raise NotImplementedError(
-                    f"{name}: wanted None beside reproducible=True where keys are sharded, got an array; "
+                    f"{name}: wanted None with reproducible=True where keys are sharded, got an array; "
                     "energy_attn.masks and energy_attn.scores will do"
                 )
 
@@ -182,39 +181,40 @@ class _ShardedCanonical(Canonical):
             directions = directions._replace(key=key, value=value)
         return self._fold(over_keys.TANGENT, call, state, directions)
 
-    def query_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
+    def query_cotangent(self, call: KernelCall, *states: AttentionState) -> Array:
         return self._fold(
-            over_keys.QUERY_COTANGENT, call, *mesh_axes.vary_together(given, self.axes)
+            over_keys.QUERY_COTANGENT, call, *mesh_axes.vary_together(states, self.axes)
         )
 
-    def key_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Array, Array]:
-        operands, given = self._with_all_queries(call.operands, given)
-        return over_keys.CallOnDevice(operands, call.settings).key_cotangents(*given)
+    # dK and dV of a device's own keys, over the queries of all devices
+    def key_cotangents(self, call: KernelCall, *states: AttentionState) -> tuple[Array, Array]:
+        operands, states = self._with_all_queries(call.operands, states)
+        return over_keys.CallOnDevice(operands, call.settings).key_cotangents(*states)
 
-    def sink_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
-        """The terms of all rows are gathered, one number each."""
-        operands, given = self._varying((call.operands, given))
-        terms = over_keys.CallOnDevice(operands, call.settings).sink_terms(*given)
+    # db = Σ_rows e^{b - F} (dF - dout · out): one term for each row, gathered and summed along the canonical tree
+    def sink_cotangent(self, call: KernelCall, *states: AttentionState) -> Array:
+        operands, states = self._varying((call.operands, states))
+        terms = over_keys.CallOnDevice(operands, call.settings).sink_terms(*states)
         if self.queries_sharded:
             terms, positions = self._all((terms, operands.tokens.query_positions))
-            of_all = lax.full_like(operands.query, 0, shape=(*terms.shape, 1))
+            rows = lax.full_like(operands.query, 0, shape=(*terms.shape, 1))
             tokens = operands.tokens._replace(query_positions=positions, query_segments=None)
-            operands = operands._replace(query=of_all, tokens=tokens)
-        found = over_keys.CallOnDevice(operands, call.settings).sink_sums(terms)
-        units = canonical_tree.PerHeadSums(found, canonical_tree.unit_numbers(operands))
+            operands = operands._replace(query=rows, tokens=tokens)
+        sums = over_keys.CallOnDevice(operands, call.settings).sink_sums(terms)
+        units = canonical_tree.PerHeadSums(sums, canonical_tree.unit_numbers(operands))
         sink: Any = call.operands.sink
-        apart = tuple(axis for axis in self.others if axis not in mesh_axes.varying_axes(sink))
-        found = units.found if sink.ndim == 2 else joined(units, apart, 0).of_heads()
-        return as_invariant(found, self.axes + (apart if sink.ndim == 1 else ()))
+        shards = tuple(axis for axis in self.others if axis not in mesh_axes.varying_axes(sink))
+        result = units.sums if sink.ndim == 2 else joined(units, shards, 0).of_heads()
+        return as_invariant(result, self.axes + (shards if sink.ndim == 1 else ()))
 
-    def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
-        """Folds a share of the leaves on each device and gathers the nodes."""
-        operands, given = self._with_all_queries(call.operands, given)
+    # Each device folds a share of the leaves, and the nodes are gathered.
+    def array_cotangents(self, call: KernelCall, *states: AttentionState) -> tuple[Any, ...]:
+        operands, states = self._with_all_queries(call.operands, states)
         operands = self._with_keys_of_all(self._varying(operands))
         share = lax.axis_index(self.axes) if self.axes else jnp.int32(0)
         shares = lax.axis_size(self.axes) if self.axes else 1
         whole = KernelCall(operands, call.settings)
-        nodes = Canonical().sums(whole, *self._varying(given)).nodes_of_arrays(share, shares)
+        nodes = Canonical().sums(whole, *self._varying(states)).nodes_of_arrays(share, shares)
         nodes, numbers = joined(nodes, self.axes, 0)
         units = canonical_tree.PerHeadSums(
             jax.vmap(canonical_tree.tree_sum, (1, 1))(numbers, nodes),
@@ -226,18 +226,19 @@ class _ShardedCanonical(Canonical):
         return mesh_axes.vary_together(tree, self.axes + self.others)
 
     def _with_all_queries(
-        self, operands: Operands, given: tuple[AttentionState, ...]
+        self, operands: Operands, states: tuple[AttentionState, ...]
     ) -> tuple[Operands, tuple[AttentionState, ...]]:
-        operands, given = mesh_axes.vary_together((operands, given), self.axes)
+        operands, states = mesh_axes.vary_together((operands, states), self.axes)
         if not self.queries_sharded:
-            return operands, given
-        return with_all_queries(operands, self.axes), self._all(given)
+            return operands, states
+        return with_all_queries(operands, self.axes), self._all(states)
 
     def _fold(self, fold: over_keys.FoldOfRows, call: KernelCall, *others: Any) -> Any:
-        """The results for rows, whose type does not vary where all devices have the same queries."""
+        """The results for rows; their type does not vary where queries are replicated."""
         operands = mesh_axes.vary_together(call.operands, self.axes)
         operands = operands if self.folds_own_keys else self._with_keys_of_all(operands)
         of = over_keys.CallOnDevice(operands, call.settings)
+        # each row folds its whole tree; or nodes over each device's keys, which are gathered and folded
         if not self.folds_own_keys or self.run is None:
             results = fold.whole(of, *others)
         else:

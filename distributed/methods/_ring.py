@@ -64,28 +64,30 @@ class Ring(AbstractMethod):
     $$\mathrm{state} = \mathrm{state}_{i} \oplus \mathrm{state}_{i-1} \oplus \dots
       \oplus \mathrm{state}_{i-p+1}$$
 
-    with $\oplus$ the [`merge`][energy_attn.kernels.merge] of states and the shards of keys numbered
-    by device, counted modulo $p$. `rotate="keys"`: each device keeps its queries and passes the
-    keys and values that it holds to the next one, $p - 1$ times. In programs for TPU v5p and v6e and
-    for H200, each transfer starts before the attention of its step and ends after it. The derivative
-    goes around once more: in forward mode with the directions of keys and values, in reverse mode
-    with gradients that travel with their keys, likewise beside the products, and
-    then make one hop home, beside the products of half of the device's own keys, which are left until then.
-    Memory is $O(T + S)$ per device in all, and in second derivatives by forward over reverse, which
-    send twice what the gradient does; reverse over either mode keeps the keys of all devices on
-    each, $O(T + p S)$. `rotate="queries"`: keys
-    stay, and queries go around with their states and come home, $p$ times; or, where all devices
-    have the same queries, only the states, $p - 1$ times. That is little where queries are few.
-    Positions and segments of what goes around are gathered once, and do not go around.
-    Where a window tells which keys queries see, [no others are sent](../choosing.md#windows).
+    with $\oplus$ the [`merge`][energy_attn.kernels.merge] of states, and shards of keys numbered
+    by device modulo $p$.
+
+    `rotate="keys"`: each device keeps its queries and passes the keys and values that it holds to the next
+    device, $p - 1$ times. In programs for TPU v5p and v6e and for H200, each transfer overlaps the
+    attention of its step. The derivative goes around once more: in forward mode with the directions of keys
+    and values, in reverse mode with gradients that travel with their keys. A last hop returns the gradients
+    to their device, during the products of half of its own keys. Memory is $O(T + S)$ per device, in second
+    derivatives by forward over reverse, too, which send twice as much as the gradient. Reverse over either
+    mode keeps the keys of all devices on each, $O(T + p S)$.
+
+    `rotate="queries"`: keys stay, and queries go around with their states, $p$ times. Where queries are
+    replicated only the states go around, $p - 1$ times. That is little where queries are few.
+
+    Positions and segments are gathered once, and do not go around. A window limits
+    [which keys are sent](../choosing.md#windows).
 
     In [`sharded_attention`][energy_attn.distributed.sharded_attention] bias and mask are for this device's queries
     and all keys in the order of the devices, broadcastable to `[B, N, T, p S]`; if queries rotate, for all queries and
     this device's keys, `[B, N, p T, S]`.
 
     Attributes:
-        rotate: `"keys"`, `"queries"`, or `"auto"`: whichever is fewer bytes where queries are
-            sharded, else queries, so that all devices find the same to the last bit.
+        rotate: `"keys"`, `"queries"`, or `"auto"`: for sharded queries the one with fewer bytes, for
+            replicated ones queries, so that the results of all devices are bitwise equal.
 
     Raises:
         ValueError: `rotate` is none of these.
@@ -145,7 +147,7 @@ class Ring(AbstractMethod):
         else:
             yield from position_gather(shape.queries, shape, topology, axes)
             sizes = (query, state, tangent_bytes(query, shape), state)
-            # queries with the states of the keys that they have seen; the last hop brings them home
+            # queries with the states over the keys so far; the last hop returns them
             for size in sizes if derivatives.tangent else sizes[:2]:
                 yield Transfer("collective-permute", size, axes, devices)
 
@@ -174,19 +176,20 @@ class Ring(AbstractMethod):
         """Whether keys rotate, from the bytes of keys and the bytes of queries with their states."""
         if self.rotate != "auto":
             return self.rotate == "keys"
-        # around with the keys, each device would fold those of equal queries in another order
+        # with rotating keys, each device would fold the states of replicated queries in another order
         return queries_sharded and keys <= queries
 
 
 @dataclasses.dataclass(frozen=True)
 class HaloExchange(AbstractMethod):
-    r"""Keys come from those devices alone whose keys some query may see, and no more of them than that.
+    """Receives only the keys that some query may see.
 
-    It takes the place of a ring, of a gather, and of a tree of sharded queries, where a window says so: with $S / p$
-    keys on a device and a window of $w$, contiguous shards need $\lceil (w - 1) p / S \rceil$ hops, the last one of a
-    part of the keys. Gradients of keys return as the keys came.
+    It replaces a ring, a gather, and a tree of sharded queries where a window allows it. Gradients of keys return
+    by the same transfers.
     """
 
+    # With S / p keys on a device and a window of w, contiguous shards need ⌈(w - 1) p / S⌉ hops, the last one with a
+    # part of the keys.
     halo: Halo
 
     name = "ring"
@@ -209,13 +212,14 @@ def _rotate_queries(
     def body(carry: tuple[AttentionState, Array], i: Array) -> Any:
         state, query = carry
         place = source_device(i, axes)
-        here = operands._replace(
+        part = operands._replace(
             query=query,
             tokens=tokens.map_queries(lambda x: device_slice(x, 1, place, query_len)),
             bias=device_slice(operands.bias, 2, place, query_len),
             mask=device_slice(operands.mask, 2, place, query_len),
         )
-        state, following = attend_and_merge(state, names, unrounded, here, hop(query, axes))
+        # the hop of the queries overlaps the attention; their states follow them
+        state, following = attend_and_merge(state, names, unrounded, part, hop(query, axes))
         return (transfer(lambda x: hop(x, axes), state), following), None
 
     steps = jnp.arange(lax.axis_size(axes), dtype=jnp.int32)
@@ -231,18 +235,19 @@ class Gather(AbstractMethod):
     $$\mathrm{state} = \mathrm{state}_{1} \oplus \mathrm{state}_{2} \oplus \dots \oplus \mathrm{state}_{C}$$
 
     with $\oplus$ the [`merge`][energy_attn.kernels.merge] of states. Queries stay, and keys and values
-    are gathered, $C$ pieces of every device's shard one after the other; no gather needs the attention
-    over the piece before. A piece has keys of both halves of each shard, so that in the order `"zigzag"` all devices
-    have as much to do in each. $C$ is the largest number up to 8 that divides $S$, so that a device holds its shard
-    and two pieces of all keys, a quarter of them for long sequences. The same bytes as a ring's, in $C$ steps in place
-    of $p - 1$ hops. The derivative gathers them again: in forward mode with the directions of
-    keys and values, in reverse mode gradients are reduced and scattered piece by piece in `lse`'s dtype.
-    Reverse over either mode keeps the keys of all devices. Positions and segments of keys are gathered once.
-    Where a window tells which keys queries see, [no others are sent](../choosing.md#windows).
+    are gathered, $C$ pieces of every device's shard one after the other. $C$ is the largest number up to 8 that
+    divides $S$, so that a device holds its shard and two pieces of all keys, a quarter of them for long
+    sequences. A piece has keys of both halves of each shard, so that in the order `"zigzag"` all devices have
+    equal work in each step. It sends the bytes of a ring, in $C$ steps in place of $p - 1$ hops.
 
-    In programs for H200 a gather starts before the attention over the piece before and ends after it; in
-    the backward the scatter of gradients does, and gathers wait. XLA:TPU's gathers are synchronous: on
-    v5p and v6e nothing is computed beside them, while the transfers of a ring are hidden.
+    The derivative gathers keys again: in forward mode with the directions of keys and values. In reverse mode
+    gradients are reduced and scattered piece by piece in `lse`'s dtype. Reverse over either mode keeps the keys
+    of all devices. Positions and segments of keys are gathered once. A window limits
+    [which keys are sent](../choosing.md#windows).
+
+    In programs for H200 a gather overlaps the attention over the piece before, and in the backward the scatter of
+    gradients does. XLA:TPU's gathers are synchronous: on v5p and v6e they overlap nothing, while the transfers of a
+    ring are hidden.
 
     In [`sharded_attention`][energy_attn.distributed.sharded_attention] bias and mask are for this device's queries
     and all keys in the order of the devices, broadcastable to `[B, N, T, p S]`.
@@ -273,11 +278,11 @@ class Gather(AbstractMethod):
         count = pieces(-(-shape.keys // topology.devices))
         yield from position_gather(shape.keys, shape, topology, axes)
         for size in kv_shard(shape, topology):
-            # for a tangent again, but for the first piece, whose gathers XLA merges; and directions
+            # A tangent gathers the keys again, except the first piece, whose gathers XLA merges, and the directions.
             counts = (count, count - 1, count) if tangent else (count,)
             yield from (Transfer("all-gather", size // count, axes, n) for n in counts if n)
             if gradient:
-                # the backward's gathers, of which XLA merges the first, or all of two, and scatters
+                # The backward gathers the keys again; XLA merges the first gather with the forward's, or all of two.
                 if count > 2:
                     yield Transfer("all-gather", size // count, axes, count - 1)
                 piece = tangent_bytes(size, shape) * topology.devices // count
@@ -296,12 +301,10 @@ class Gather(AbstractMethod):
 
 @dataclasses.dataclass(frozen=True)
 class GatherSchedule(AbstractKeySchedule):
-    """An equal part of every device's keys in each step; gradients are scattered as they come.
+    """An equal piece of every device's keys in each step; gradients are scattered step by step."""
 
-    It is made of a part of each half, which in the order `"zigzag"` are from both ends of the sequence: so that every
-    device's queries see as many keys of a piece.
-    """
-
+    # A piece has a part of each half of a shard. In the order "zigzag" the halves are from both ends of the sequence,
+    # so that the queries of all devices see equally many keys of a piece.
     axes: Axes
     size: int
 
@@ -313,62 +316,59 @@ class GatherSchedule(AbstractKeySchedule):
     def _halves(self) -> int:
         return halves(self.size)
 
-    def first(self, own: Arrays) -> Arrays:
-        return self._fetch(own, 0)
+    def first(self, shard: Arrays) -> Arrays:
+        return self._fetch(shard, 0)
 
-    def advance(self, here: Arrays, own: Arrays, step: int | Array) -> Arrays:
-        del here
-        return self._fetch(own, step + 1)
+    def advance(self, held: Arrays, shard: Arrays, step: int | Array) -> Arrays:
+        del held
+        return self._fetch(shard, step + 1)
 
     def slice_step(self, x: Array, axis: int, step: int | Array) -> Array:
         size = self.size // (self._halves * self.count)
         parts = lax.axis_size(self.axes), self._halves, self.count, size
-        apart = x.reshape(*x.shape[:axis], *parts, *x.shape[axis + 1 :])
-        found = lax.dynamic_index_in_dim(apart, step, axis + 2, keepdims=False)
-        return found.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+        pieces = x.reshape(*x.shape[:axis], *parts, *x.shape[axis + 1 :])
+        piece = lax.dynamic_index_in_dim(pieces, step, axis + 2, keepdims=False)
+        return piece.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
-    def backward(self, run_step: StepFn, own: Keys) -> Gradients:
+    def backward(self, run_step: StepFn, shard: Keys) -> Gradients:
         # Gradients are scattered one step later: no transfer needs the result of its own step.
         def body(carry: tuple[Keys, Gradients], step: Array) -> tuple[tuple[Keys, Gradients], Keys]:
-            here, so_far = carry
-            coming = blockwise.InFlight(self._fetch(own, step + 1), self._scatter(so_far.keys))
-            arrived, found = run_step(here, so_far, step, coming)
-            return (arrived.others, found), arrived.sums
+            held, so_far = carry
+            coming = blockwise.InFlight(self._fetch(shard, step + 1), self._scatter(so_far.keys))
+            arrived, result = run_step(held, so_far, step, coming)
+            return (arrived.others, result), arrived.sums
 
-        last = self.count - 1
+        last, first = self.count - 1, self.first(shard)
         if last == 0:
-            _, found = run_step(self.first(own), None, 0, blockwise.InFlight())
-            return found._replace(keys=self._scatter(found.keys))
-        arrived, found = run_step(self.first(own), None, 0, blockwise.InFlight(self._fetch(own, 1)))
+            _, result = run_step(first, None, 0, blockwise.InFlight())
+            return result._replace(keys=self._scatter(result.keys))
+        arrived, result = run_step(first, None, 0, blockwise.InFlight(self._fetch(shard, 1)))
         middle = jnp.arange(1, last, dtype=jnp.int32)
-        (here, so_far), homes = lax.scan(body, (arrived.others, found), middle)
-        arrived, found = run_step(
-            here, so_far, last, blockwise.InFlight(None, self._scatter(so_far.keys))
-        )
+        (held, so_far), scattered = lax.scan(body, (arrived.others, result), middle)
+        coming = blockwise.InFlight(None, self._scatter(so_far.keys))
+        arrived, result = run_step(held, so_far, last, coming)
 
-        def together(home: Array, *last: Array) -> Array:
-            schedule = jnp.concatenate([home, *(x[None] for x in last)])
-            apart = schedule.reshape(*schedule.shape[:2], self._halves, -1, *schedule.shape[3:])
-            return jnp.moveaxis(apart, 0, 2).reshape(schedule.shape[1], -1, *schedule.shape[3:])
+        def concat(scattered: Array, *last: Array) -> Array:
+            x = jnp.concatenate([scattered, *(x[None] for x in last)])  # [steps, B, keys, ...]
+            halves = x.reshape(*x.shape[:2], self._halves, -1, *x.shape[3:])
+            return jnp.moveaxis(halves, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])
 
-        keys = jax.tree.map(together, homes, arrived.sums, self._scatter(found.keys))
-        return found._replace(keys=keys)
+        keys = jax.tree.map(concat, scattered, arrived.sums, self._scatter(result.keys))
+        return result._replace(keys=keys)
 
-    def _fetch(self, tree: Arrays, step: int | Array) -> Arrays:
-        def of(x: Array) -> Array:
-            apart = x.reshape(len(x), self._halves, self.count, -1, *x.shape[2:])
-            mine = lax.dynamic_index_in_dim(apart, step, 2, keepdims=False)
-            return joined(mine.reshape(len(x), -1, *x.shape[2:]), self.axes, 1)
+    def _fetch(self, shard: Arrays, step: int | Array) -> Arrays:
+        def gather(x: Array) -> Array:
+            pieces = x.reshape(len(x), self._halves, self.count, -1, *x.shape[2:])
+            piece = lax.dynamic_index_in_dim(pieces, step, 2, keepdims=False)
+            return joined(piece.reshape(len(x), -1, *x.shape[2:]), self.axes, 1)
 
-        return jax.tree.map(of, tree)
+        return jax.tree.map(gather, shard)
 
     def _scatter(self, gradients: Keys) -> Keys:
-        """The sums over devices of gradients of a piece, each device its own part."""
-
-        def of(x: Array) -> Array:
+        def scatter(x: Array) -> Array:
             if x.size == 0:  # HLO scatters no empty arrays
                 shape = x.shape[0], x.shape[1] // lax.axis_size(self.axes), *x.shape[2:]
                 return lax.full_like(x, 0.0, shape=shape)
             return lax.psum_scatter(x, self.axes, scatter_dimension=1, tiled=True)
 
-        return jax.tree.map(of, gradients)
+        return jax.tree.map(scatter, gradients)

@@ -42,11 +42,8 @@ from ._tree import Tree
 def attend_sharded(
     plan: ShardingPlan | None, policy: CallPolicy, settings: Settings, operands: Operands
 ) -> AttentionState:
-    """The state of a call, sharded over a mesh by `plan`; None: over none.
-
-    A length that is no multiple of the number of devices is padded with absent keys and queries.
-    The result is sharded as the queries are. Raises as the kernels do.
-    """
+    """The state of a call on one device, or by `plan` over a mesh, sharded as the queries. Raises as the kernels do."""
+    # `jax.experimental.jet` would need rules for kernels and collectives
     if plan is not None or not differentiated_by_jax(policy.kernels):
         checks.check_taylor(operands)
     if plan is None:
@@ -65,7 +62,7 @@ def _attend_sharded(
     plan = plan._replace(method=method_of_call(policy, plan.method))
     if plan.method.reads_positions and plan.sequence:
         operands = operands.positioned()
-    if not isinstance(plan.method, Tree):  # other methods take keys apart
+    if not isinstance(plan.method, Tree):  # other methods send keys, and no scales with them
         operands = dequantized(operands)
     operands = _with_indices(plan, operands, settings)
     return _run_sharded(plan, functools.partial(_attend, plan, policy, settings), operands)
@@ -74,7 +71,7 @@ def _attend_sharded(
 def _with_indices(
     plan: ShardingPlan, operands: Operands, settings: Settings | None = None
 ) -> Operands:
-    """Operands with what mask and score of the settings read, or any ones, as a device's part does not count from 0."""
+    """Adds the positions and indices that the settings read, or all: a device's own do not count from 0."""
     if plan.sequence:
         operands = operands.positioned(settings is None or settings.uses_positions)
     if settings is not None and settings.score is None and operands.sink is None:
@@ -88,7 +85,7 @@ def _with_indices(
 
 
 def _unsharded_if_empty(plan: ShardingPlan, operands: Operands) -> ShardingPlan:
-    """`plan`, or one that shards nothing where there are no queries or keys: XLA shards no empty program."""
+    # XLA shards no empty program
     sizes = *operands.query.shape[:2], operands.key.shape[1]
     if plan.local or 0 not in sizes:
         return plan
@@ -98,16 +95,16 @@ def _unsharded_if_empty(plan: ShardingPlan, operands: Operands) -> ShardingPlan:
 def _run_sharded(
     plan: ShardingPlan, run: Callable[..., Any], operands: Operands, *rows: Array | Operands
 ) -> Any:
-    """`run(operands, *rows)` on each device, on its part of the operands and of `rows`.
+    """`run(operands, *rows)` on the shards of each device. Raises as `run` does.
 
-    `rows`, and the arrays of the tree that `run` returns, are `[B, T, N, ...]` and are sharded as the
-    queries are; among `rows`, operands of as many rows and keys are sharded as the first. Raises as `run` does.
+    `rows` and results, `[B, T, N, ...]`, are sharded as queries. `rows` may include operands of equally many keys.
     """
     rest = other_explicit_axes(plan.mesh, plan.axes)
+    # JAX cannot compute on types with other explicit axes; inside `auto_axes` the types do not have them
     if rest:
 
-        def within(*given: Any) -> Any:
-            return _run_sharded(plan._replace(mesh=jax.sharding.get_abstract_mesh()), run, *given)
+        def within(*args: Any) -> Any:
+            return _run_sharded(plan._replace(mesh=jax.sharding.get_abstract_mesh()), run, *args)
 
         out_spec = NamedSharding(plan.mesh, _out_spec(plan, operands.query))
         return auto_axes(within, axes=rest, out_sharding=out_spec)(operands, *rows)
@@ -117,6 +114,7 @@ def _run_sharded(
     batch, heads = plan.batch or None, plan.heads or None
     out_spec = PartitionSpec(batch, plan.sequence if plan.queries else None, heads)
 
+    # A length that is no multiple of the number of devices is padded with absent queries and keys.
     def padded(x: Any) -> Any:
         if isinstance(x, Operands):
             x = _padded(x, "key", plan.devices)
@@ -126,21 +124,20 @@ def _run_sharded(
     def put(x: Any, spec: PartitionSpec) -> Any:
         return reshard_explicit(plan.mesh, plan.axes, x, spec)
 
-    given = tuple(map(padded, (operands, *rows)))
-    specs = tuple(_specs(x, plan) if isinstance(x, Operands) else out_spec for x in given)
+    args = tuple(map(padded, (operands, *rows)))
+    specs = tuple(_specs(x, plan) if isinstance(x, Operands) else out_spec for x in args)
     mapped = jax.shard_map(
         run, mesh=plan.mesh, in_specs=specs, out_specs=out_spec, axis_names=set(plan.axes)
     )
-    found = mapped(*jax.tree.map(put, given, specs, is_leaf=lambda x: x is None))
+    result = mapped(*jax.tree.map(put, args, specs, is_leaf=lambda x: x is None))
     if split or not plan.queries:
-        return found
-    # queries that only this attention sharded, perhaps after padding
-    found = put(found, PartitionSpec(batch, None, heads))
-    return jax.tree.map(lambda x: x[:, :number], found)
+        return result
+    # the caller's queries were not sharded, and may have been padded
+    result = put(result, PartitionSpec(batch, None, heads))
+    return jax.tree.map(lambda x: x[:, :number], result)
 
 
 def _out_spec(plan: ShardingPlan, query: Array) -> PartitionSpec:
-    """The sharding of results `[B, T, N, ...]` for `query`, by its type."""
     if not plan.axes:
         return PartitionSpec(*(mesh_axes_of(query, axis) or None for axis in range(3)))
     kept = plan.sequence if plan.queries and mesh_axes_of(query, 1) else ()
@@ -169,12 +166,13 @@ def _pad(x: Array, axis: int, size: int, missing: int, fill: int = 0) -> Array:
 
 
 def _padded(operands: Operands, side: str, devices: int) -> Operands:
-    """Operands with absent queries or keys at the end, so that the devices divide their number."""
+    """Pads the queries or the keys with absent ones to a multiple of the devices."""
     size, name = getattr(operands, side).shape[1], f"{side}_positions"
     missing = -size % devices
     if missing == 0:
         return operands
     queries, keys = operands.tokens.query_positions, operands.tokens.key_positions
+    # absent keys are marked by positions of -1, and so all tokens need positions
     if side == "key" and (queries is None or keys is None):
         queries, keys = (jnp.zeros((1, x.shape[1]), jnp.int32) for x in operands[:2])
         tokens = operands.tokens._replace(query_positions=queries, key_positions=keys)
@@ -190,7 +188,7 @@ def _padded(operands: Operands, side: str, devices: int) -> Operands:
 
 def _specs(operands: Operands, plan: ShardingPlan) -> Operands:
     split = plan.method.split(plan.sequence, operands, plan.queries)
-    # The mesh axes of each of its axes, in the place of an array.
+    # for each array, the mesh axes over which each of its axes is sharded
     batch: Any = (plan.batch,)
     heads: Any = (plan.heads,)
     queries: Any = (*batch, plan.sequence if plan.queries else (), *heads)
@@ -223,8 +221,8 @@ class Reduction(NamedTuple):
     """A function of some keys, and the fold of its results over all of them; static, hashable.
 
     Attributes:
-        find: `find(settings, operands, *rows)`, a tree of arrays `[B, T, N, ...]`.
-        fold: a name of `_FOLDS`, or `fold(results, axes, plan)`, whose value is equal on all devices of the axes.
+        find: `find(settings, operands, *rows)` returns a tree of arrays `[B, T, N, ...]`.
+        fold: a name of `_FOLDS`, or a function `fold(results, axes, plan)`, equal on all devices of the axes.
     """
 
     find: Callable[..., Any]
@@ -239,9 +237,8 @@ class Reduction(NamedTuple):
     ) -> Any:
         """Returns the result for all keys of a call, without its sink, sharded over a mesh by `plan`.
 
-        All devices see all queries, whatever the method of `plan`: sharded queries are gathered, and each device
-        keeps the results of its own. `rows` may include the operands of another call with equally many rows and
-        keys, which are sharded in the same way. Raises as `find` does.
+        Sharded queries are gathered, whatever the method of `plan`, and each device keeps the results of its own.
+        `rows` may include the operands of another call with equally many rows and keys. Raises as `find` does.
         """
 
         def of_keys(x: Any) -> Any:
@@ -266,19 +263,19 @@ def _reduce(
     axes = plan.sequence
 
     def run(operands: Operands, *rows: Array | Operands) -> Any:
-        own = operands.query.shape[1]
+        count = operands.query.shape[1]
 
-        def every(x: Any) -> Any:
+        def gathered(x: Any) -> Any:
             return with_all_queries(x, axes) if isinstance(x, Operands) else joined(x, axes, 1)
 
-        found = find(*map(every, (operands, *rows))) if plan.queries else find(operands, *rows)
+        result = find(*map(gathered, (operands, *rows))) if plan.queries else find(operands, *rows)
         if axes:
             fold = reduction.fold if callable(reduction.fold) else _FOLDS[reduction.fold]
-            found = fold(found, axes, plan)
+            result = fold(result, axes, plan)
         if not plan.queries:
-            return found
-        first = lax.axis_index(axes) * own
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, own, 1), found)
+            return result
+        first = lax.axis_index(axes) * count
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, count, 1), result)
 
     rows = tuple(_with_indices(plan, x) if isinstance(x, Operands) else x for x in rows)
     return _run_sharded(plan, run, _with_indices(plan, operands, settings), *rows)
@@ -288,30 +285,23 @@ def _fold_states(state: State, axes: Axes, plan: ShardingPlan) -> State:
     return fold_across(resolve_merge(plan.merge, state, axes, plan.topology), axes, state)
 
 
-def _fold_sums(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
-    del plan
-    return lax.psum(found, axes)
-
-
-def _fold_maxima(found: Array, axes: Axes, plan: ShardingPlan) -> Array:
-    del plan
-    return autodiff.function_call(_MaximumOverDevices(axes), found)
-
-
-_FOLDS = {"states": _fold_states, "sums": _fold_sums, "maxima": _fold_maxima}
+_FOLDS: dict[str, Callable[[Any, Axes, ShardingPlan], Any]] = {
+    "states": _fold_states,
+    "sums": lambda sums, axes, plan: lax.psum(sums, axes),
+    "maxima": lambda x, axes, plan: autodiff.function_call(_MaximumOverDevices(axes), x),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class _MaximumOverDevices(autodiff.AbstractFunction):
-    """Elementwise maximum; where several devices attain it, its derivative is the mean of their tangents."""
-
+    # dm = Σ dx_i / n over the n devices with x_i = m
     axes: Axes
 
     def apply(self, args: Array) -> Array:
         return lax.pmax(args, self.axes)
 
     def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
-        found: Array = autodiff.function_call(self, primals)
-        largest = (primals == found).astype(primals.dtype)
+        maximum: Array = autodiff.function_call(self, primals)
+        largest = (primals == maximum).astype(primals.dtype)
         change, count = lax.psum((largest * tangents, largest), self.axes)
-        return found, change / count
+        return maximum, change / count

@@ -22,28 +22,29 @@ from ._abstract import AbstractMethod, LocalCall, SeenPairs, Split, rounded, wit
 
 @dataclasses.dataclass(frozen=True)
 class Tree(AbstractMethod):
-    r"""States of each device's own keys are computed there, then folded.
+    r"""Computes the states of each device's own keys locally, and folds them in one reduction.
 
     $$F(\zeta) = \log \sum_i e^{F_i(\zeta)}, \qquad
       F_i(\zeta) = \log \sum_{a \in \text{shard } i} \exp(\mathrm{scale}\; q\cdot k_a + \zeta\cdot v_a)$$
 
-    Queries that are equal on all devices ([`merge_across`][energy_attn.distributed.merge_across]): $O(B T N H)$ bytes,
-    whatever the number of keys; in any derivative keys and values stay local. In reverse mode the
-    query's gradient is one `psum`; the tangent of forward mode is one all-reduce of
-    $B T N (H + 1)$ numbers, whatever the merge. Queries of which each device has a part: they are gathered, and the
-    states of all, $B T N (H + 1)$ numbers, are reduced and scattered, so that each device has those
-    of its own queries. Per device $\frac{p-1}{p} B T N (2H + 1)$ numbers cross the links, where a
-    ring passes $\frac{p-1}{p} B S K \cdot 2H$: as many if every head has its own keys ($K = N$)
-    and more if heads share them. States travel in `lse`'s dtype, and are rounded once.
+    Replicated queries ([`merge_across`][energy_attn.distributed.merge_across]): $O(B T N H)$ bytes,
+    whatever the number of keys. Keys and values stay local in all derivatives. In reverse mode the
+    query's gradient is one `psum`; in forward mode the tangent is one all-reduce of
+    $B T N (H + 1)$ numbers, whatever the merge.
+
+    Sharded queries are gathered. The states of all queries, $B T N (H + 1)$ numbers, are reduced and scattered, so
+    that each device keeps the states of its own. Each device sends $\frac{p-1}{p} B T N (2H + 1)$ numbers,
+    where a ring sends $\frac{p-1}{p} B S K \cdot 2H$: as many if every head has its own keys ($K = N$).
+    States are sent in `lse`'s dtype, and rounded once.
 
     In [`sharded_attention`][energy_attn.distributed.sharded_attention] bias and mask are for all queries and this
-    device's keys, broadcastable to `[B, N, p T, S]`, or `[B, N, T, S]` if all devices have the same queries.
+    device's keys, broadcastable to `[B, N, p T, S]`, or `[B, N, T, S]` for replicated queries.
 
     Attributes:
         merge: how states are folded; see [`merge_across`][energy_attn.distributed.merge_across].
-            Where queries are sharded, `"allreduce"` is a pmax of `lse` and a reduce-scatter of
+            For sharded queries `"allreduce"` is a pmax of `lse` and a reduce-scatter of
             sums, and every other strategy one all-to-all of states.
-        topology: of the axes, for `merge="auto"`; None: the usual one of the platform in use.
+        topology: the network of the axes, for `merge="auto"`; None: the usual one of the platform in use.
 
     Source: Tree Attention (arXiv 2408.04093), Algorithm 3.
 
@@ -81,8 +82,10 @@ class Tree(AbstractMethod):
 
     def attend(self, call: LocalCall) -> AttentionState:
         policy, settings, operands, axes, queries_sharded, _ = call
-        every = with_all_queries(operands, axes) if queries_sharded else operands
-        state = attend(policy.kernels, settings.needing(unrounded=True), every)
+        whole = with_all_queries(operands, axes) if queries_sharded else operands
+        # the leaves of the reduction: out_i = ∇F_i and F_i, of the keys of shard i
+        state = attend(policy.kernels, settings.needing(unrounded=True), whole)
+        # F = log Σ e^{F_i} and out = Σ e^{F_i - F} out_i, for all queries or for this device's own
         if queries_sharded:
             shape = lax.axis_size(axes), operands.query.shape[1]
             by_device = jax.tree.map(
@@ -107,7 +110,7 @@ class Tree(AbstractMethod):
         yield from folds
         if derivatives.tangent:
             yield Transfer("all-gather", tangent_bytes(query, shape), axes)
-            yield from (fold for fold in folds if fold.kind != "all-reduce")  # but for the maximum
+            yield from (fold for fold in folds if fold.kind != "all-reduce")  # without the maximum
 
     @classmethod
     def variants(cls) -> Mapping[str | None, AbstractMethod]:
@@ -131,5 +134,4 @@ class Tree(AbstractMethod):
 
 
 def _scattering(merge: str) -> AbstractMerge:
-    """The merge strategy that reduces and scatters states of sharded queries."""
     return STRATEGIES["gather" if merge == "auto" else merge]

@@ -25,16 +25,16 @@ from ._key_schedule import attend_by_schedule
 class Ulysses(AbstractMethod):
     r"""Heads are exchanged for sequence, and back.
 
-    Each device gets all queries, keys and values of $N/p$ heads by an all-to-all, attends by one kernel, and gets the
-    outputs of its queries by another: $\frac{p-1}{p}$ of its arrays each time, whatever the number of devices. The
-    derivatives exchange likewise. Where $p$ does not divide the $K$ heads of keys, each of these is sent in as many
-    copies as make them $\mathrm{lcm}(K, p)$, which has to divide $N$. Positions and segments are gathered.
+    Each device receives all queries, keys and values of $N/p$ heads by an all-to-all, attends by one kernel, and
+    receives the outputs of its queries by another all-to-all: each sends $\frac{p-1}{p}$ of a device's arrays. The
+    derivatives exchange in the same way. Where $p$ does not divide the $K$ heads of keys, each is sent in
+    $\mathrm{lcm}(K, p) / K$ copies, and $\mathrm{lcm}(K, p)$ has to divide $N$. Positions and segments are gathered.
 
     In [`sharded_attention`][energy_attn.distributed.sharded_attention] bias and mask are for this device's `N/p`
     heads, all queries and all keys, in the order of the devices, broadcastable to `[B, N/p, p T, p S]`.
 
     Raises:
-        ValueError: in a call whose heads the devices cannot share out.
+        ValueError: in a call whose heads cannot be sharded over the devices.
 
     Source: DeepSpeed Ulysses (arXiv 2309.14509).
 
@@ -63,7 +63,7 @@ class Ulysses(AbstractMethod):
         return Split(heads=exchanged, queries=around, keys=(), rows=around)
 
     def attend(self, call: LocalCall) -> AttentionState:
-        # Positions and segments are the device's own, or of queries of all on `axes`, of keys on `axes` and `around`.
+        # positions and segments are of this device, or of queries over `axes` and keys over `around + axes`
         axes = self.exchanged(call.axes)
         around = call.axes[: -len(axes)]
         policy, settings, operands, *_ = call
@@ -73,20 +73,17 @@ class Ulysses(AbstractMethod):
         copies = key_copies(number, kv_heads, lax.axis_size(axes)) or 1  # None is refused before
 
         def keys_to_heads(x: Array) -> Array:
-            # the derivative of copies is a sum
-            return to_heads(
-                x
-                if copies == 1
-                else mesh_axes.apply_in_float32(lambda x: jnp.repeat(x, copies, 2), x)
-            )
+            if copies > 1:  # in float32, since the transpose of copies is a sum
+                x = mesh_axes.apply_in_float32(lambda x: jnp.repeat(x, copies, 2), x)
+            return to_heads(x)
 
         heads = operands.indices.heads
-        if settings.score is not None:
+        if settings.score is not None:  # which may read the indices of heads
             heads = jnp.arange(number, dtype=jnp.int32) if heads is None else heads
-            mine = number // lax.axis_size(axes)
-            heads = lax.dynamic_slice_in_dim(heads, lax.axis_index(axes) * mine, mine)
+            share = number // lax.axis_size(axes)
+            heads = lax.dynamic_slice_in_dim(heads, lax.axis_index(axes) * share, share)
         tokens = operands.tokens.map_queries(lambda x: gather_tokens(x, query_len, axes))
-        here = operands._replace(
+        operands = operands._replace(
             indices=operands.indices._replace(heads=heads),
             query=to_heads(operands.query),
             key=keys_to_heads(operands.key),
@@ -94,10 +91,10 @@ class Ulysses(AbstractMethod):
             tokens=tokens.map_keys(lambda x: gather_tokens(x, key_len, around + axes)),
         )
         if around:
-            call = call._replace(operands=here, axes=around)
+            call = call._replace(operands=operands, axes=around)
             state = attend_by_schedule(call, ring_schedule(call, self._sent_keys))
         else:
-            state = attend(policy.kernels, settings, here)
+            state = attend(policy.kernels, settings, operands)
         return transfer(lambda x: lax.all_to_all(x, axes, 1, 2, tiled=True), state)
 
     def transfers(self, shape: Shape, topology: Topology, derivatives: Derivatives) -> Transfers:
@@ -107,7 +104,7 @@ class Ulysses(AbstractMethod):
         copies = key_copies(shape.heads, shape.kv_heads, devices) or 1
         keys = [copies * size for size in kv_shard(shape, topology)]
         sizes = (rows * shape.width * shape.bytes, *keys)
-        # the state of all keys: `out` in its own dtype, unless packed
+        # states over all keys: `out` is in its own dtype, except on CPUs, where lse joins it in one array
         rounded = shape.out_width * shape.bytes + shape.lse_bytes
         state = rows * (shape.state if topology.platform == "cpu" else rounded)
         if devices > 1:
@@ -135,18 +132,17 @@ class Ulysses(AbstractMethod):
 class Hybrid(Ulysses):
     r"""Heads are exchanged for sequence along the last axis, and keys go around a ring over the others.
 
-    Along the last axis, of $f$ devices, each device gets the sequence of all $f$, and $N/f$ of the heads, as by
-    `Ulysses`. Keys of these heads then go around the $p/f$ devices of the
-    other axes, as in a [`Ring`][energy_attn.distributed.methods.Ring]. So there are
-    $p/f - 1$ hops in place of $p - 1$, each over the slow network with what
-    one device of a ring holds, and $f$ has to fit the heads, not $p$. The derivatives are those of the two.
+    Along the last axis, of $f$ devices, each device receives the tokens of all $f$ for $N/f$ of the heads, as by
+    `Ulysses`. The keys of these heads then go around the $p/f$ devices of the other axes, as in a
+    [`Ring`][energy_attn.distributed.methods.Ring]: $p/f - 1$ hops over the slow network in place of $p - 1$, each with
+    the bytes of one device's shard. Only $f$ has to fit the heads, not $p$.
 
     In [`sharded_attention`][energy_attn.distributed.sharded_attention] bias and mask are for this device's `N/f`
     heads, the queries of the last axis's devices and all keys, in the order of the devices; broadcastable to
     `[B, N/f, f T, p S]`.
 
     Raises:
-        ValueError: in a call over one mesh axis, or whose heads the devices of the last one cannot share out.
+        ValueError: in a call over one mesh axis, or whose heads cannot be sharded over the last axis.
 
     Source: unified sequence parallelism, USP (arXiv 2405.07719).
 
@@ -186,7 +182,7 @@ class Hybrid(Ulysses):
 
 @dataclasses.dataclass(frozen=True)
 class GroupHaloExchange(Hybrid):
-    """A hybrid in which keys come from those groups of devices alone whose keys some query may see."""
+    """A hybrid that receives only the keys of other groups that some query may see."""
 
     halo: Halo
 

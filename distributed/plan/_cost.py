@@ -69,25 +69,26 @@ def transfers(
         all-reduce 64
         all-reduce 8256
     """
+    # the merge of a ring names what rotates; other methods have none
     check_sizes(shape, topology)
     checks.check_choice("method", method, tuple(VARIANTS))
     checks.check_choice("merge", merge, tuple(VARIANTS[method]))
-    found = VARIANTS[method][merge]
-    found.check_axes(topology.axes)
-    if not found.replicated_queries:
-        check_sharded(found, shape, topology)
+    variant = VARIANTS[method][merge]
+    variant.check_axes(topology.axes)
+    if not variant.replicated_queries:
+        check_sharded(variant, shape, topology)
     check_options(derivatives, DerivativeOptions)
     tangent, gradient = (
         checks.check_flag(name, derivatives.get(name, False)) for name in ("tangent", "gradient")
     )
     if gradient and tangent:
-        raise ValueError("gradient: wanted False beside tangent=True, got True")
-    if gradient and not found.sends_gradient:
+        raise ValueError("gradient: wanted False with tangent=True, got True")
+    if gradient and not variant.sends_gradient:
         raise ValueError(
             f"gradient: wanted False for {method!r} with merge={merge!r}, whose gradient the model does not "
             "cover, got True"
         )
-    return tuple(sent_transfers(found, shape, topology, Derivatives(tangent, gradient)))
+    return tuple(sent_transfers(variant, shape, topology, Derivatives(tangent, gradient)))
 
 
 def volume(
@@ -104,20 +105,11 @@ def volume(
       p - 1 & \text{all-gather} \\ \frac{p-1}{p} & \text{reduce-scatter, all-to-all} \\
       1 & \text{permute} \end{cases}$$
 
-    for the payload $n_c$ of each of the [`transfers`][energy_attn.distributed.cost.transfers].
-
-    Args:
-        method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.
-        merge: as for `transfers`.
-        shape: the sizes.
-        topology: the mesh, and how it sums.
-        **derivatives: whose transfers are added.
+    for the payload $n_c$ of each of the [`transfers`][energy_attn.distributed.cost.transfers], whose arguments and
+    errors it has.
 
     Returns:
         Bytes of the busiest device, where devices differ (`all_reduce="tree"`).
-
-    Raises:
-        ValueError: as `transfers`, with its `TypeError`s.
 
     Source: Tree Attention (arXiv 2408.04093), equations 32 to 35. Of the $p$ hops that equation 32 counts around
         the ring $p - 1$ are needed, and with grouped heads the ring sends $N/K$ times less than its $d$ says.
@@ -140,21 +132,13 @@ def memory(method: str, merge: str | None, shape: Shape, topology: Topology) -> 
 
     A gather of keys in $C \le 8$ pieces holds two pieces of all devices' keys, $\frac{2}{C} B S K (H + H_v) b$. A
     reproducible call holds the keys of a few heads at a time. A hybrid holds the exchanged queries, keys and values,
-    and twice the keys that go around its ring.
-
-    Args:
-        method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.
-        merge: as for `transfers`.
-        shape: the sizes.
-        topology: the mesh.
+    and twice the keys that go around its ring. Arguments and errors are those of
+    [`transfers`][energy_attn.distributed.cost.transfers].
 
     Returns:
         Bytes, without the result and the local kernel's scratch (in a ring of keys, the scratch of queries whose
         states take 8 MiB, or of 512 queries). All-reduces work in place; every other collective arrives in a
         buffer of its own, or alternates between two where transfers overlap.
-
-    Raises:
-        ValueError: as `transfers`, with its `TypeError`s.
 
     Source: Tree Attention (arXiv 2408.04093), equations 29 and 30, where $d$ of the first terms is that of the
         keys. Equation 29 is a ring that waits for every transfer and lets its own shard go around: one shard less
@@ -184,21 +168,12 @@ def latency(
       + \frac{\text{bytes}_c}{\beta}\right)$$
 
     with the latencies $\alpha$ and bandwidths $\beta$ of the links that each collective crosses, and the
-    numbers of hops and bytes of [`Topology`][energy_attn.distributed.cost.Topology].
-
-    Args:
-        method: as for [`transfers`][energy_attn.distributed.cost.transfers], as all arguments.
-        merge: as for `transfers`.
-        shape: the sizes.
-        topology: the mesh.
-        **derivatives: whose transfers are added.
+    numbers of hops and bytes of [`Topology`][energy_attn.distributed.cost.Topology]. Arguments and errors are those of
+    [`transfers`][energy_attn.distributed.cost.transfers].
 
     Returns:
         Seconds, for comparing strategies on one network. Measured exchanges by gloo agree within a factor of 1.5 (3.1
         where cores were busy); those of GPUs and TPUs were not measured.
-
-    Raises:
-        ValueError: as `transfers`, with its `TypeError`s.
 
     Source: Tree Attention (arXiv 2408.04093), section 5.2: Theorem 1's $\log p$ steps are those of a tree.
 

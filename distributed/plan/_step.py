@@ -99,8 +99,8 @@ def chip(name: str, *, efficiency: float | None = None) -> Chip:
         (459000000000000.0, 0.4)
     """
     checks.check_choice("name", name, tuple(CHIPS))
-    found = CHIPS[name]
-    return found if efficiency is None else dataclasses.replace(found, efficiency=efficiency)
+    chip = CHIPS[name]
+    return chip if efficiency is None else dataclasses.replace(chip, efficiency=efficiency)
 
 
 def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tuple[int, ...]:
@@ -142,14 +142,15 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
     """
     check_sizes(shape, topology)
     checks.check_choice("method", method, tuple(VARIANTS))
-    way = next(iter(VARIANTS[method].values()))
-    way.check_axes(topology.axes)
-    check_sharded(way, shape, topology)
+    variant = next(iter(VARIANTS[method].values()))
+    variant.check_axes(topology.axes)
+    check_sharded(variant, shape, topology)
     checks.check_integer("tile", tile, least=1)
     if shape.queries != shape.keys:
         raise ValueError(
             f"shape: wanted as many queries as the {shape.keys} keys, got {shape.queries}"
         )
+    # a shard in the order "zigzag" has two pieces
     devices = topology.devices
     parts = 2 * devices if shape.layout == "zigzag" else devices
     if shape.keys % parts:
@@ -157,19 +158,23 @@ def pairs(method: str, shape: Shape, topology: Topology, *, tile: int = 1) -> tu
             f"shape: wanted a multiple of {parts} tokens for the layout {shape.layout!r} over "
             f"{devices} devices, got {shape.keys}"
         )
-    shared = exchanging(way, topology)
+    shared = exchanging(variant, topology)
     groups = devices // shared
 
     def seen(start: int, stop: int) -> np.ndarray:
-        every = _visible_pairs(shape, devices, start, stop, tile)
-        return every.reshape(groups, shared, groups, shared).sum((1, 3))
+        visible = _visible_pairs(shape, devices, start, stop, tile)
+        return visible.reshape(groups, shared, groups, shared).sum((1, 3))
 
-    heads, near = shape.batch * shape.heads // shared, halo_method(way, shape, devices, shared)
-    return tuple(heads * int(x.max()) for x in near.pairs(seen, shape.keys // devices))
+    heads, variant = (
+        shape.batch * shape.heads // shared,
+        halo_method(variant, shape, devices, shared),
+    )
+    return tuple(heads * int(x.max()) for x in variant.pairs(seen, shape.keys // devices))
 
 
 def _visible_pairs(shape: Shape, devices: int, start: int, stop: int, tile: int) -> np.ndarray:
-    """Visible pairs of each device's queries and of each device's keys from `start` to `stop`, `[devices, devices]`."""
+    """Visible pairs of each device's queries with each device's keys from `start` to `stop`, `[devices, devices]`."""
+    # positions are those of the layout: a row of runs for each device
     size = shape.keys // devices
     before, after = (shape.keys, shape.keys) if shape.window is None else shape.window
     window = before, 0 if shape.causal else after
@@ -183,31 +188,31 @@ def _visible_pairs(shape: Shape, devices: int, start: int, stop: int, tile: int)
 
 def _parts(shape: Shape, devices: int, start: int, stop: int) -> list[Run]:
     """The positions of each device's tokens from `start` to `stop`."""
-    found = []
+    parts = []
     for run in runs(shape.layout, shape.keys, devices) or ():
         low, high = max(start, run.place), min(stop, run.place + int(run.length[0]))
         if low < high:
             position = run.position + (low - run.place) * run.stride
-            found.append(run._replace(position=position, length=np.asarray(high - low)))
-    return found
+            parts.append(run._replace(position=position, length=np.asarray(high - low)))
+    return parts
 
 
 def _in_tiles(queries: Run, keys: Run, window: tuple[int, int], tile: int) -> np.ndarray:
-    """Pairs of two runs of one stride, in tiles with a visible pair, `[devices, devices]`."""
+    """Pairs in tiles with a visible pair, of two runs with one stride, `[devices, devices]`."""
+    # the largest tile up to `tile` that divides both runs
     lengths = math.gcd(int(queries.length), int(keys.length))
     tile = next(x for x in range(min(tile, lengths), 0, -1) if lengths % x == 0)
     step, reach = queries.stride * tile, queries.stride * (tile - 1)
     rows, columns = (int(x.length) // tile for x in (queries, keys))
-    apart = queries.position[:, None] - keys.position[None, :]
+    distance = queries.position[:, None] - keys.position[None, :]
     # row i of tiles sees the columns from `first + i` up to, and without, `last + i`
-    last = (apart + reach + window[1]) // step + 1
-    first = -((reach + window[0] - apart) // step)
+    last = (distance + reach + window[1]) // step + 1
+    first = -((reach + window[0] - distance) // step)
     return tile**2 * (_below(last, rows, columns) - _below(first, rows, columns))
 
 
 def _below(start: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    r"""$\sum_{i < \text{rows}} \min(\max(\text{start} + i, 0), \text{columns})$."""
-
+    # Σ_{i < rows} min(max(start + i, 0), columns), as the difference of two sums from 0 on
     def until(x: np.ndarray) -> np.ndarray:
         inside = np.clip(x, 0, columns)
         return inside * (inside - 1) // 2 + columns * np.maximum(x - columns, 0)
@@ -260,7 +265,7 @@ def step_time(
 
     Args:
         method: as for [`transfers`][energy_attn.distributed.cost.transfers].
-        merge: likewise.
+        merge: as for `transfers`.
         shape: the sizes, of sharded queries, as many as keys.
         topology: the mesh.
         chip: its devices.
@@ -275,8 +280,8 @@ def step_time(
         TypeError: `chip` is not a `Chip`, or as `transfers` and `pairs`.
         ValueError: as `transfers` and `pairs`.
 
-    Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2, for the products of the backward. Which transfers lie
-        beside products was read from programs compiled for v5p, v6e and H200:
+    Source: FlashAttention-2 (arXiv 2307.08691), section 3.1.2, for the products of the backward. The overlap of
+        transfers with products was read from programs compiled for v5p, v6e and H200:
         [what each strategy sends](../choosing.md#what-each-strategy-sends).
 
     Examples:
@@ -291,6 +296,7 @@ def step_time(
         raise TypeError(f"chip: wanted a Chip, got {checks.received(chip)}")
     counts = pairs(method, shape, topology, tile=tile)
     forward = transfers(method, merge, shape, topology)
+    # operations per pair: Q Kᵀ and P V; in the backward Q Kᵀ, dO Vᵀ, dSᵀ Q, dS K and Pᵀ dO
     passes = [(forward, 2 * (shape.width + shape.out_width))]
     if checks.check_flag("gradient", gradient):
         both = transfers(method, merge, shape, topology, gradient=True)
@@ -299,19 +305,20 @@ def step_time(
     total = StepTime(0.0, 0.0, 0.0)
     for is_backward, (sent, operations) in enumerate(passes):
         products = [x * operations / (chip.efficiency * chip.flops) for x in counts]
-        beside = _beside(
+        overlapped = _overlapped(
             VARIANTS[method][merge].overlap, topology, sent, forward, len(counts), bool(is_backward)
         )
-        every = sum(x.count * _seconds(x, topology) for x in sent)
-        if len(beside) > len(products):  # the own keys, half of them first and half last
+        all_transfers = sum(x.count * _seconds(x, topology) for x in sent)
+        # a device's own keys are computed in two halves, first and last
+        if len(overlapped) > len(products):
             products = [products[0] / 2, *products[1:], products[0] / 2]
-        hidden = sum(map(min, beside, products)) if beside else 0.0
-        found = StepTime(sum(products), every, max(0.0, every - hidden))
-        total = StepTime(*(a + b for a, b in zip(total, found, strict=True)))
+        hidden = sum(map(min, overlapped, products)) if overlapped else 0.0
+        time = StepTime(sum(products), all_transfers, max(0.0, all_transfers - hidden))
+        total = StepTime(*(a + b for a, b in zip(total, time, strict=True)))
     return total
 
 
-def _beside(
+def _overlapped(
     overlap: str,
     topology: Topology,
     sent: Sequence[Transfer],
@@ -321,8 +328,8 @@ def _beside(
 ) -> list[float]:
     """Seconds of transfers that overlap the products of each step; empty if all are exposed."""
 
-    def lasting(some: Sequence[Transfer]) -> float:
-        return sum(_seconds(x, topology) for x in some)
+    def lasting(transfers: Sequence[Transfer]) -> float:
+        return sum(_seconds(x, topology) for x in transfers)
 
     if steps == 1 or overlap == "none" or (overlap == "pieces" and topology.platform != "gpu"):
         return []
@@ -332,21 +339,20 @@ def _beside(
         pieces = lasting([x for x in sent if x.kind == kind and x.count == steps])
         return [0.0] + [pieces] * (steps - 1)
     hops = [x for x in sent if x.kind == "collective-permute"]
-    if not is_backward:
+    if not is_backward:  # a hop during each step but the last
         return [lasting(hops)] * (steps - 1) + [0.0]
+    # keys go around again, unless XLA merged their only hop, and gradients follow one step behind
     keys = [x for x in forward if x.kind == "collective-permute"]
     gradients = _without(hops, keys) if steps > 2 else hops
-    home = gradients[1::2]  # of keys and of values, each behind the hops before it
-    gradients, hops = gradients[::2], _without(hops, home)
+    last_hops = gradients[1::2]  # of keys and of values, each after the hops around the ring
+    gradients, hops = gradients[::2], _without(hops, last_hops)
     around, behind = lasting(_without(hops, gradients)), lasting(gradients)
-    return [around] + [around + behind] * (steps - 2) + [behind, lasting(home)]
+    return [around] + [around + behind] * (steps - 2) + [behind, lasting(last_hops)]
 
 
 def _seconds(transfer: Transfer, topology: Topology) -> float:
-    """Seconds of one run. A permute uses one direction of a torus axis.
-
-    `latency` counts both: else `method="auto"` would take gathers on TPUs, which hide nothing, for rings, which do.
-    """
+    """Seconds of one run, where a permute uses one direction of a torus axis."""
+    # `latency` counts both directions. Otherwise "auto" would prefer gathers, which hide nothing on TPUs, to rings.
     if transfer.kind == "collective-permute":
         links = (
             dataclasses.replace(x, bandwidth=x.bandwidth / 2) if x.torus else x
@@ -356,8 +362,8 @@ def _seconds(transfer: Transfer, topology: Topology) -> float:
     return seconds(transfer, topology)
 
 
-def _without(some: Sequence[Transfer], others: Sequence[Transfer]) -> list[Transfer]:
-    rest = list(some)
+def _without(transfers: Sequence[Transfer], others: Sequence[Transfer]) -> list[Transfer]:
+    rest = list(transfers)
     for other in others:
         rest.remove(other)
     return rest

@@ -1,9 +1,8 @@
-"""Atomic saves into a folder: files are written under new names, synced, then listed by an index.
+"""Atomic saves into a folder: files are written under new names, synced, then listed by an index."""
 
-A save that is killed before it replaces the index changes nothing; the next save removes files that are not in
-the index. A lock excludes other saves into the folder, as each would remove the files of the other. Readers take
-no lock, and start over if files are replaced.
-"""
+# A save that is killed before it replaces the index changes nothing; the next save removes files that are not in the
+# index. A lock excludes other saves into the folder, as each would remove the files of the other. Readers take no lock,
+# and start over if files are replaced.
 
 import contextlib
 import errno
@@ -25,7 +24,7 @@ T = TypeVar("T")
 UNFINISHED = ".unfinished"
 IDENTITY = "[0-9a-f]{16}"  # of a save, in the names of its files
 
-_TRIES = 20  # of a reader; each ends before a save writes much
+_TRIES = 20  # attempts of a reader; each ends before a save writes much
 _POINTER = b"version https://git-lfs"
 LOCK = ".energy_attn.lock"  # the file that a save locks and removes; the lock ends with its process
 _NO_LOCK = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP  # from file systems without locks
@@ -34,12 +33,11 @@ _NO_SYNC = errno.EINVAL, errno.ENOTSUP  # from file systems whose folders cannot
 
 @contextlib.contextmanager
 def saving(folder: Path, ours: re.Pattern, named: Callable[[Path], set[str]]) -> Iterator[str]:
-    """The identity of a save, equal on all processes, whose files the block writes into `folder`.
+    """A context that saves into `folder`, and yields the identity of the save, equal on all processes.
 
-    Before and after the block, process 0 removes files whose names match `ours` and are not in
-    `named(folder)`, the files of the current index; if the block fails, it removes those with the identity
-    in their names. If `named` raises `ValueError`, no older file is removed. Raises `OSError` while another
-    save into the folder is running.
+    Before and after the block, process 0 removes files that match `ours` and are not in `named(folder)`, the files of
+    the current index. If the block fails, it removes the files with the identity in their names. If `named` raises
+    `ValueError`, no older file is removed. Raises `OSError` while another save into the folder is running.
     """
     drawn = np.frombuffer(secrets.token_bytes(8), np.uint8)
     if jax.process_count() > 1:
@@ -65,7 +63,7 @@ def saving(folder: Path, ours: re.Pattern, named: Callable[[Path], set[str]]) ->
 
 
 def steady(folder: Path, names: Sequence[str], read: Callable[[], T]) -> T:
-    """Returns `read()`, repeated where a save replaced one of the files `names` meanwhile."""
+    """Returns `read()`, repeated while a save replaces one of the files `names`."""
     for _ in range(_TRIES):
         old_state = _file_states(folder, names)
         try:
@@ -83,7 +81,7 @@ def steady(folder: Path, names: Sequence[str], read: Callable[[], T]) -> T:
 
 
 def _file_states(folder: Path, names: Sequence[str]) -> list[tuple[int, ...] | None]:
-    """The identity of each file, which changes when it is replaced; None if it does not exist."""
+    # the identity of each file, which changes when it is replaced; None if there is no file
     states = []
     for name in names:
         try:
@@ -97,7 +95,7 @@ def _file_states(folder: Path, names: Sequence[str]) -> list[tuple[int, ...] | N
 
 @contextlib.contextmanager
 def together(folder: Path) -> Iterator[None]:
-    """Waits at the end of the block for all processes; where one has failed, all raise `OSError`."""
+    """A context that waits at its end for all processes; if the block of one fails, all raise `OSError`."""
     error = None
     try:
         yield
@@ -113,7 +111,7 @@ def together(folder: Path) -> Iterator[None]:
 
 
 def write(file: Path, pieces: Iterable[Any]) -> None:
-    """Writes a new file, which is on disk when this returns; an `OSError` names it."""
+    """Writes a new file, and syncs it to disk; an `OSError` names it."""
     with _naming(file), open(file, "xb") as stream:
         for piece in pieces:
             stream.write(piece)
@@ -170,13 +168,13 @@ def check_file(file: Path) -> None:
 def clean(
     folder: Path, ours: re.Pattern, named: Callable[[Path], set[str]], save: str = ""
 ) -> None:
-    """Removes files of all saves, or of one, that are not `named`; ignores files it cannot remove."""
+    """Removes files of all saves, or of one save, that are not `named`; ignores files that it cannot remove."""
     try:
         listed = named(folder)
     except ValueError:
         if not save:
             return
-        listed = set()  # what cannot be read is not of this save
+        listed = set()  # an index that cannot be read is not of this save
     for file in list(folder.iterdir()) if folder.is_dir() else []:
         if ours.fullmatch(file.name) and save in file.name and file.name not in listed:
             with contextlib.suppress(OSError):
@@ -185,7 +183,7 @@ def clean(
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder; does nothing where the system has no locks."""
+    """A context that holds the lock of a folder, where the system has locks."""
     if os.name != "posix":
         yield
         return
@@ -194,10 +192,9 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         try:
+            # while locked, so that waiting processes notice that it is gone
             with contextlib.suppress(OSError):
-                remove(
-                    folder / LOCK
-                )  # while locked, so that waiting processes notice that it is gone
+                remove(folder / LOCK)
         finally:
             os.close(lock)
 
@@ -207,7 +204,7 @@ def _locked(file: Path) -> int:
         opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(file, opened)
-            if _is_at(file, opened):  # and not removed by its last holder in between
+            if _is_at(file, opened):  # not removed by its last holder in between
                 os.ftruncate(opened, 0)
                 os.write(opened, f"process {os.getpid()} on {platform.node()}".encode())
                 return opened

@@ -1,9 +1,8 @@
-"""Starts a program of several processes: they meet before JAX connects them.
+"""Starts a program of several processes, which meet over plain sockets before JAX connects them."""
 
-JAX's client aborts its process, without an exception, when the coordinator cannot be reached or another process
-does not come; its service crashes when the port is taken. So the processes first meet over plain sockets at the
-coordinator's address, where a missing process raises an exception.
-"""
+# JAX's client aborts its process, without an exception, when the coordinator cannot be reached or another process does
+# not connect (https://github.com/jax-ml/jax/pull/39095 quotes its message), and its service crashes when the port is
+# taken. Over plain sockets, at the coordinator's address, a missing process raises an exception.
 
 import atexit
 import contextlib
@@ -22,14 +21,8 @@ import jax
 from energy_attn.kernels.internal import checks, private_names
 
 _GO = b"energy_attn go"
-
-
 _NO = b"energy_attn no "
-
-
 _LONGEST = 4096  # bytes of a line: the longest is a reason that names many processes
-
-
 _PAUSE = 0.05  # seconds between attempts to connect
 
 
@@ -56,44 +49,39 @@ def initialize(
 ) -> None:
     """Connects the processes of a job, so that `jax.devices()` has the devices of all processes.
 
-    Call it once in each process, before anything that uses a device. All arguments are optional
-    where the job can be recognised: under SLURM, Open MPI, on Cloud TPU,
-    and on Kubernetes (with the package `kubernetes`) JAX finds them. Otherwise the environment
+    Call it once in each process, before anything that uses a device. JAX finds the arguments under SLURM and
+    Open MPI, on Cloud TPU, and on Kubernetes (with the package `kubernetes`). Otherwise the environment
     variables `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` are
     read. Without any of these it is a program of one process, and the call does nothing.
 
     Before JAX connects, the processes meet at the coordinator's address and wait for each other, as JAX
-    ends a process without an exception when another does not come. So all of them must call this
-    function, and none `jax.distributed.initialize`. A process that an exception ends exits at once with
-    status 1 (functions registered with `atexit` before this call do not run); JAX would let it wait for
-    the others, and they for it.
+    ends a process without an exception when another one is missing. All processes have to call this
+    function, and none `jax.distributed.initialize`. A process with an uncaught exception exits at once with
+    status 1, without the functions registered with `atexit` before this call. JAX would let it wait for
+    the others, and the others for it.
 
     Args:
         coordinator_address: `host:port` of process 0, where it listens and the others reach it.
-        num_processes: how many processes there are, over all hosts.
+        num_processes: the number of processes, over all hosts.
         process_id: the number of this process, from 0.
-        local_device_ids: the accelerators that this process uses; all of its host by default, and
-            one of them where SLURM or Open MPI start several processes on a host.
-        cluster_detection_method: the name of one of JAX's ways to find the arguments (`"mpi4py"`,
-            for instance); `"deactivate"` for none.
+        local_device_ids: the accelerators of this process; by default all of its host, or
+            one where SLURM or Open MPI start several processes on a host.
+        cluster_detection_method: a name by which JAX detects a cluster, such as `"mpi4py"`; `"deactivate"` for none.
         coordinator_bind_address: where process 0 listens; all of its addresses by default.
         initialization_timeout: seconds that the processes wait for each other.
         heartbeat_timeout: seconds without a heartbeat after which a process counts as lost. JAX
             then ends the others, with a message but without an exception.
         shutdown_timeout: seconds that a process waits for the others when it ends.
 
-    Returns:
-        None; see `jax.process_count()` and `jax.process_index()`.
-
     Raises:
         TypeError: arguments of wrong types.
         ValueError: an address without a port, numbers out of range, or only some of the three
             required arguments.
-        NotImplementedError: this version of JAX recognises clusters differently; pass all three, or
+        NotImplementedError: this version of JAX detects clusters differently; pass all three, or
             `cluster_detection_method="deactivate"`.
         RuntimeError: the coordinator cannot be reached, its port is taken, or a process did not
-            come within `initialization_timeout`: raised in every process that came. Or it is too
-            late: it was called before, or a device has been used.
+            connect within `initialization_timeout`: raised in every process that did. Also if it was called before,
+            or a device has been used.
 
     Examples:
         >>> from energy_attn.distributed import initialize
@@ -115,27 +103,11 @@ def initialize(
     for name, text in addresses.items():
         if text is not None and not isinstance(text, str):
             raise TypeError(f"{name}: wanted a string or None, got {checks.received(text)}")
-    count = _number("num_processes", num_processes)
-    process = _number("process_id", process_id)
-    given = addresses["coordinator_address"], count, process, _device_ids(local_device_ids)
-    if cluster_detection_method != "deactivate" and None in given:
-        given = private_names("cluster").Environment.auto_detect_unset_distributed_params(
-            *given, cluster_detection_method, initialization_timeout
-        )
-    address, count, process, devices = given
-    arguments = {"coordinator_address": address, "num_processes": count, "process_id": process}
-    if all(x is None for x in arguments.values()):
+    args = addresses["coordinator_address"], num_processes, process_id, local_device_ids
+    job = _detected(*args, cluster_detection_method, initialization_timeout)
+    if job is None:
         return
-    if address is None or count is None or process is None:
-        missing = ", ".join(name for name, x in arguments.items() if x is None)
-        passed = ", ".join(f"{name} = {x!r}" for name, x in arguments.items() if x is not None)
-        raise ValueError(
-            f"{missing}: wanted all of {', '.join(arguments)}, or none on a cluster that JAX "
-            f"recognises; got None beside {passed}"
-        )
-    checks.check_integer("num_processes", count, least=1)
-    if not 0 <= process < count:
-        raise ValueError(f"process_id: wanted 0 to {count - 1}, got {process}")
+    address, count, process, devices = job
     _, port = split_address("coordinator_address", address)
     bind = addresses["coordinator_bind_address"] or f"[::]:{port}"
     split_address("coordinator_bind_address", bind)
@@ -165,6 +137,37 @@ def initialize(
     )
 
 
+def _detected(
+    address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    local_device_ids: int | Sequence[int] | None,
+    method: str | None,
+    timeout: int,
+) -> tuple[str, int, int, list[int] | None] | None:
+    """The coordinator's address, the number of processes, this process's own, and its devices; None if alone."""
+    count = _number("num_processes", num_processes)
+    process = _number("process_id", process_id)
+    devices = _device_ids(local_device_ids)
+    if method != "deactivate" and None in (address, count, process, devices):
+        detect = private_names("cluster").Environment.auto_detect_unset_distributed_params
+        address, count, process, devices = detect(address, count, process, devices, method, timeout)
+    arguments = {"coordinator_address": address, "num_processes": count, "process_id": process}
+    if all(x is None for x in arguments.values()):
+        return None
+    if address is None or count is None or process is None:
+        missing = ", ".join(name for name, x in arguments.items() if x is None)
+        passed = ", ".join(f"{name} = {x!r}" for name, x in arguments.items() if x is not None)
+        raise ValueError(
+            f"{missing}: wanted all of {', '.join(arguments)}, or none on a cluster that JAX "
+            f"recognises; got None with {passed}"
+        )
+    checks.check_integer("num_processes", count, least=1)
+    if not 0 <= process < count:
+        raise ValueError(f"process_id: wanted 0 to {count - 1}, got {process}")
+    return address, count, process, devices
+
+
 def _number(name: str, number: int | None) -> int | None:
     if number is not None:
         return checks.check_integer(name, number, least=0)
@@ -189,19 +192,16 @@ def _device_ids(ids: int | Sequence[int] | None) -> list[int] | None:
 
 
 def _started() -> bool:
-    """Whether JAX has started its devices; False if unknown, as JAX checks it, too."""
     try:
         return private_names("devices").started()
-    except NotImplementedError:
+    except NotImplementedError:  # JAX checks it, too
         return False
 
 
 def _leave_on_failure() -> None:
-    """Lets a process that an exception ends exit at once.
-
-    Otherwise JAX waits at exit for the other processes, which wait for this one in a collective, until all
-    are aborted and the exception is lost among their messages.
-    """
+    """Lets a process with an uncaught exception exit at once."""
+    # Otherwise JAX waits at exit for the other processes, which wait for this one in a collective, until all are
+    # aborted, and the exception is lost among their messages.
     failed = False
     report = sys.excepthook
 
@@ -221,7 +221,7 @@ def _leave_on_failure() -> None:
 
 
 def split_address(name: str, address: str) -> tuple[str, int]:
-    """Host and port of `host:port`; an IPv6 host stands in brackets."""
+    """Host and port of `host:port`, with brackets around an IPv6 host."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{name}: wanted 'host:port', got {address!r}")
@@ -229,10 +229,10 @@ def split_address(name: str, address: str) -> tuple[str, int]:
 
 
 def coordinate(participant: Participant, bind: str) -> None:
-    """Process 0: waits at the address `bind` until all others have come, then lets all go on.
+    """Process 0: waits at the address `bind` for all others, then lets all continue.
 
-    Raises `RuntimeError` naming the missing processes when time is up, and at once when two processes
-    have the same number or different counts; the other processes then raise the same error.
+    Raises `RuntimeError` naming the processes that are missing after the timeout, and at once when two processes
+    have the same number or different counts. The other processes raise the same error.
     """
     end = time.monotonic() + participant.timeout
     with contextlib.ExitStack() as opened:
@@ -245,14 +245,14 @@ def coordinate(participant: Participant, bind: str) -> None:
             ) from error
         present: dict[socket.socket, int] = {}
         reason = _gather(listener, present, participant, end, opened)
-        # Closed before any process continues, so that a port that is open afterwards is JAX's.
+        # closed before any process continues, so that a port that is open afterwards is JAX's
         listener.close()
         for connection in present:
             with contextlib.suppress(OSError):
                 connection.sendall((_NO + reason.encode() if reason else _GO) + b"\n")
         if reason:
             raise RuntimeError(reason)
-        # The side that closes first keeps the port in TIME_WAIT: it should be the other one.
+        # the side that closes first keeps the port in TIME_WAIT: it should be the other side
         for connection in present:
             with contextlib.suppress(OSError):
                 connection.settimeout(1)
@@ -260,7 +260,7 @@ def coordinate(participant: Participant, bind: str) -> None:
 
 
 def join(participant: Participant) -> None:
-    """Any other process: reports to the coordinator and waits until all have come."""
+    """Any other process: reports to the coordinator and waits for all processes."""
     end = time.monotonic() + participant.timeout
     address = split_address("coordinator_address", participant.coordinator)
     hello = b"energy_attn %d %d\n" % (participant.process, participant.processes)
@@ -269,7 +269,7 @@ def join(participant: Participant) -> None:
         try:
             with socket.create_connection(address, timeout=left) as connection:
                 connection.sendall(hello)
-                # The coordinator may have started later: wait 2 s more for its answer.
+                # the coordinator may have started later, so that its answer comes up to 2 s after the timeout
                 connection.settimeout(left + 2)
                 line = connection.makefile("rb").readline(_LONGEST).rstrip()
             if line == _GO:
@@ -295,10 +295,7 @@ def _gather(
     end: float,
     opened: contextlib.ExitStack,
 ) -> str:
-    """Fills `present`; returns the reason of a failure, or an empty string when all have come.
-
-    A process that disconnects (restarted by its host, say) is awaited again.
-    """
+    """Fills `present`; returns the reason of a failure, or an empty string when all processes have connected."""
     unread: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -316,7 +313,9 @@ def _gather(
                 except OSError:
                     text = b""
                 line = unread[connection] = unread[connection] + text
-                if not text or len(line) > _LONGEST:
+                if (
+                    not text or len(line) > _LONGEST
+                ):  # disconnected, such as by a restart: awaited again
                     selector.unregister(connection)
                     present.pop(connection, None)
                     connection.close()

@@ -14,8 +14,7 @@ from jaxtyping import Array, PyTree
 
 from energy_attn.kernels.internal import checks
 
-_SLICE, _PROCESS = "slice_index", "process_index"  # of a device
-
+_SLICE, _PROCESS = "slice_index", "process_index"  # attributes of a device
 
 Arrays = TypeVar("Arrays")
 
@@ -30,8 +29,8 @@ def make_mesh(
     """A mesh of devices with named axes, slow axes first.
 
     Devices that share a fast network are neighbours along the last axes, and hosts along the first.
-    The parts that a slow network joins are TPU slices (or, on GPUs, hosts) where
-    `Device.slice_index` tells them apart, and processes otherwise; the first axes take the factors
+    The nodes of the slow network are TPU slices (or, on GPUs, hosts) where
+    `Device.slice_index` differs, and processes otherwise; the first axes take the factors
     of their number. Within each slice `jax.experimental.mesh_utils` makes neighbours of the mesh
     neighbours on the chips' links. One TPU slice has no slow network.
 
@@ -39,10 +38,10 @@ def make_mesh(
         shape: the size of each axis. None with two axes means slices × devices of each where there
             are several, else processes × devices of each (1 × all where each process has one
             device of the same slice); with a single axis, all devices.
-        axis_names: a name for each axis; by default `("node", "device")`, which is what
-            [`SequenceParallel`][energy_attn.distributed.SequenceParallel] shards keys over.
-        devices: the devices; all by default. Those of one part of the slow network become
-            neighbours; otherwise their order is kept where links do not decide it.
+        axis_names: a name for each axis; by default `("node", "device")`, the axes over which
+            [`SequenceParallel`][energy_attn.distributed.SequenceParallel] shards keys.
+        devices: the devices; all by default. Devices of one node of the slow network become
+            neighbours; otherwise their order is kept, unless links determine it.
         explicit: whether the axes are explicit: array types then have the sharding (`jax.typeof`),
             and attention takes the sharded path by itself.
 
@@ -100,20 +99,20 @@ def place(
     Every process calls it with its own part: along a dimension that is sharded over processes, the
     parts are concatenated in the mesh's order; along the others each part is the whole, equal in
     all processes. With `like`, arrays get the shardings of another tree, for instance after reading them
-    from a file: `eqx.tree_deserialise_leaves` leaves all arrays on one device, for which a compiled function
-    would be compiled again.
+    from a file: `eqx.tree_deserialise_leaves` puts all arrays on one device, and a compiled function
+    would be compiled again for them.
 
     Args:
         local: this process's part, an array (NumPy, or JAX on this process's devices) or a tree of
             arrays. With `like`, whole arrays, equal in all processes; other leaves are returned unchanged.
-        sharding: of the global array: a `NamedSharding`, or a `PartitionSpec` for the mesh in force
+        sharding: the sharding of the global array: a `NamedSharding`, or a `PartitionSpec` for the mesh in force
             (`jax.set_mesh`).
-        like: in place of `sharding`, the same tree with the shardings wanted, such as the model and the state of
-            the optimiser as training begins. Its arrays may be abstract, as `eqx.filter_eval_shape` and
-            [`shard`][energy_attn.models.shard] return them. Uncommitted arrays in it, such as new ones on
-            the default device, leave the array where it is.
-        replicated: whether every process passes the whole array, equal in all of them, and
-            its devices take their parts of it.
+        like: in place of `sharding`, the same tree with the shardings, such as the model and the state of
+            the optimiser at the start of training. Its arrays may be abstract, as `eqx.filter_eval_shape` and
+            [`shard`][energy_attn.models.shard] return them. Where its arrays are uncommitted, such as new ones on
+            the default device, arrays stay on their device.
+        replicated: whether every process passes the whole array, equal in all processes, and
+            its devices take their shards of it.
 
     Returns:
         The global arrays, with that sharding; float64 and int64 as JAX's settings have them.
@@ -146,6 +145,7 @@ def place(
     if like is not None:
         _check_structure(local, like)
         return jax.tree_util.tree_map_with_path(_placed_like, local, like)
+    # without `like`, one sharding for all leaves
     named = _named_sharding(sharding)
     return jax.tree.map(lambda x: _placed(x, named, replicated), local)
 
@@ -153,9 +153,9 @@ def place(
 def fetch(x: PyTree[Array | np.ndarray]) -> PyTree[np.ndarray]:
     """Brings whole arrays into the memory of every process.
 
-    `np.asarray` takes only arrays of which this process has every part. This also takes arrays that
-    are sharded over processes; for them it is a collective, which every process has to call, and the
-    whole array is on each device for a moment. This process's own parts are `x.addressable_shards`.
+    `np.asarray` takes only arrays whose shards are all on this process's devices. For arrays that
+    are sharded over processes this is a collective, which every process has to call, and the
+    whole array is on each device for a moment. This process's own shards are `x.addressable_shards`.
 
     Args:
         x: an array, or a tree of arrays, as a jitted function returned them.
@@ -192,7 +192,7 @@ def _default_shape(devices: Sequence[Any], names: tuple[str, ...]) -> tuple[int,
 
 
 def _arranged(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
-    """The devices as an array of that shape: the slow network along the first axes."""
+    """The devices as an array of this shape, with the slow network along the first axes."""
     parts = _sizes(devices, _SLICE)
     by_process = not parts and devices[0].platform != "tpu"
     if by_process:
@@ -206,6 +206,7 @@ def _arranged(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
                 f"got {', '.join(map(str, parts))} of {len(parts)} slices"
             )
         return np.array(devices, dtype=object).reshape(shape)
+    # the first axes take the factors of the number of slices or processes
     remaining, slow = len(parts), []
     for size in shape:
         slow.append(math.gcd(size, remaining))
@@ -225,19 +226,19 @@ def _linked(arrange: Callable[..., np.ndarray], *args: Any, **options: Any) -> n
     try:
         return arrange(*args, **options)
     except NotImplementedError:
-        # Sizes that are no products of the torus's axes split these.
+        # sizes that are no products of axes of the torus split these axes
         return arrange(*args, **options, allow_split_physical_axes=True)
 
 
 def _sizes(devices: Sequence[Any], part: str) -> list[int]:
-    """The number of devices in each part; empty where devices have no slices."""
+    """The number of devices in each slice or process; empty where devices have no slices."""
     parts = [getattr(device, part, None) for device in devices]
     distinct = len(set(parts)) > 1 or part == _PROCESS
     return [parts.count(name) for name in dict.fromkeys(parts)] if distinct else []
 
 
 def network_part(device: Any) -> int:
-    """The part of the slow network that a device is in: its slice if it has one; for CPUs, its process."""
+    """The node of the slow network of a device: its slice if it has one; for CPUs, its process."""
     part = None if device.platform == "cpu" else getattr(device, _SLICE, None)
     if part is None:
         return 0 if device.platform == "tpu" else device.process_index

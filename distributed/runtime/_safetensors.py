@@ -1,11 +1,9 @@
-"""Reads parts of tensors with the library safetensors, and writes files one tensor at a time.
+"""Reads slices of tensors with the library safetensors, and writes files one tensor at a time."""
 
-`safe_open(file, "numpy").get_slice(name)` maps the file and copies only the requested slice. The library writes
-a file from all of its tensors at once; `write` needs memory for one, and syncs the file to disk.
-
-A file is the length of its header (8 bytes, little-endian), the header (JSON), and the numbers of the tensors in
-order. Source: the format's description in the documentation of safetensors.
-"""
+# `safe_open(file, "numpy").get_slice(name)` maps the file and copies only the requested slice. The library writes a
+# file from all of its tensors at once; `write` needs memory for one, and syncs the file to disk.
+# A file is the length of its header (8 bytes, little-endian), the header (JSON), and the numbers of the tensors in
+# order (documentation of safetensors, "Format").
 
 import json
 import math
@@ -29,17 +27,17 @@ _DTYPES = {
 _CODES = {jnp.dtype(name): code for code, name in _DTYPES.items()}
 _PIECE = 1 << 22  # bytes that are converted at a time
 
-# The first and the last index, exclusive, of a part of a tensor on each axis.
+# the first and the last index, exclusive, along each axis of a tensor
 Part = tuple[tuple[int, int], ...]
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file, which keeps the file open; `dtype` is None if it cannot be read."""
+    """A tensor of a file, which keeps the file open."""
 
     file: Path
     stored: Any
     shape: tuple[int, ...]
-    dtype: np.dtype | None
+    dtype: np.dtype | None  # None if this module cannot read it
     code: str
 
 
@@ -69,7 +67,7 @@ def header(file: Path) -> Header:
 def read(tensor: Tensor, part: Part, dtype: np.dtype) -> np.ndarray:
     """A part of a tensor in `dtype`; uses further memory of at most `_PIECE` bytes or one row."""
     shape = [end - start for start, end in part]
-    if 0 in shape:  # the library cuts out no empty parts
+    if 0 in shape:  # the library has no empty slices
         return np.empty(shape, dtype)
     assert tensor.dtype is not None
     if dtype == tensor.dtype or not part:
@@ -80,14 +78,14 @@ def read(tensor: Tensor, part: Part, dtype: np.dtype) -> np.ndarray:
     return out
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
+def equal(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same shape and numbers; compares `_PIECE` bytes or one row at a time."""
-    if one.shape != other.shape or not one.shape or one.dtype is None or other.dtype is None:
+    if a.shape != b.shape or not a.shape or a.dtype is None or b.dtype is None:
         return False
-    dtype = one.dtype if one.dtype == other.dtype else np.dtype(np.float64)
-    whole = tuple((0, size) for size in one.shape)
-    return 0 in one.shape or all(
-        np.array_equal(*(x.stored[index].astype(dtype, copy=False) for x in (one, other)))
+    dtype = a.dtype if a.dtype == b.dtype else np.dtype(np.float64)
+    whole = tuple((0, size) for size in a.shape)
+    return 0 in a.shape or all(
+        np.array_equal(*(x.stored[index].astype(dtype, copy=False) for x in (a, b)))
         for index in _pieces(whole, dtype)
     )
 

@@ -11,5 +11,5 @@ Examples:
     True
 """
 
-from ._saddle import gamma as gamma
-from ._saddle import saddle_attention as saddle_attention
+from ._extrema import gamma as gamma
+from ._extrema import saddle_attention as saddle_attention

@@ -11,7 +11,7 @@ from ..observables._at_source import check_row_vectors
 from ..observables._measure import AbstractMeasure
 from ..solvers import Mirror, Newton, Optax
 from ..solvers._solvers import check_solver
-from ._map import default_start, mean_square_deviation, minimise, with_exact_derivative
+from ._extrema import default_start, mean_square_deviation, minimise, with_exact_derivative
 from ._maximise import SolverInputs, SolverOptions, check_regulariser, conjugate
 
 

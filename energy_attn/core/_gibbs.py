@@ -24,6 +24,8 @@ from energy_attn.kernels.masks import AbstractMask
 from ..bayes._measure import AbstractConjugate
 from ..functional._free_energy import (
     Calls,
+    EnergyOptions,
+    ModuleOptions,
     Parts,
     Source,
     StaticCall,
@@ -33,14 +35,13 @@ from ..functional._free_energy import (
     prepare,
     state_at,
 )
-from ..functional._options import EnergyOptions, ModuleOptions
 from ..functional._tag import recorders
 from ..observables._at_source import promoted, sinks_as_keys
 from ..sparse._tsallis import Tsallis
 
 
 class AbstractEnergy(eqx.Module):
-    """The options of a call, a mask that is combined with the call's mask, and a regulariser, which `Gibbs` refuses."""
+    """The options of a call, a mask that is combined with the call's mask, and a regulariser."""
 
     mask: eqx.AbstractVar[AbstractMask | None]
     regulariser: eqx.AbstractVar[Tsallis | None]
@@ -50,7 +51,7 @@ class AbstractEnergy(eqx.Module):
 
 
 class KeySet(eqx.Module):
-    """The arguments of one call: queries, keys and values, and the energy that scores them."""
+    """The arguments of one call, and the energy that scores them."""
 
     energy: AbstractEnergy
     query: Float[Array, "*B T N H"]
@@ -63,6 +64,8 @@ class KeySet(eqx.Module):
 
 
 class PreparedKeys(eqx.Module):
+    """A checked call, as a recording has it."""
+
     call: StaticCall = eqx.field(static=True)
     operands: Operands
     source: Float[Array, "*B T N Hv"] | None = None  # added to the scores
@@ -113,6 +116,7 @@ def check_gibbs(energy: AbstractEnergy) -> None:
         )
 
 
+# The parameters are the arguments of a call of an energy.
 def prepare_at(
     energy: AbstractEnergy,
     query: Array,
@@ -157,7 +161,7 @@ class Gibbs(AbstractConjugate):
     donation and shardings, and is differentiated in its arrays.
 
     Attributes:
-        parts: the disjoint sets of keys that the measure is over; one, unless measures were joined.
+        parts: the disjoint sets of keys, one unless measures were merged; each has `query`, `key` and `value`.
         source: the source of a tilted measure; None is zero.
 
     Source: Tree Attention (arXiv 2408.04093), equations 6 to 15.
@@ -294,9 +298,9 @@ class Gibbs(AbstractConjugate):
             ("value", first.value, second.value, slice(-2, None)),
         ):
             if x.shape[axes] != y.shape[axes] or x.ndim != y.ndim:
-                wanted = "the rows" if name == "query" else "the heads and width"
+                sizes = "the rows" if name == "query" else "the heads and width"
                 raise ValueError(
-                    f"other: wanted {wanted} of {name} {x.shape}, got {checks.received(y)}"
+                    f"other: wanted {sizes} of {name} {x.shape}, got {checks.received(y)}"
                 )
             if x.dtype != y.dtype:
                 raise TypeError(

@@ -25,8 +25,13 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 from energy_attn.kernels.scores import AbstractScore
 
-from ..functional._free_energy import attention_and_energy, energy_at
-from ..functional._options import AttentionOptions, EnergyOptions, ModuleOptions
+from ..functional._free_energy import (
+    AttentionOptions,
+    EnergyOptions,
+    ModuleOptions,
+    attention_and_energy,
+    energy_at,
+)
 from ..functional._tag import recorders, tagged
 from ..observables._divergence import seen_share
 from ..sparse._tsallis import Tsallis, tsallis_state
@@ -176,9 +181,7 @@ class FreeEnergy(AbstractEnergy):
         mask: Bool[Array, "..."] | AbstractMask | None = None,
         **rows: Unpack[RowOptions],
     ) -> Float[Array, "*B T N"]:
-        """Energies `[B, T, N]` in nats; arguments and errors as in
-        [`free_energy`][energy_attn.free_energy].
-        """
+        """Energies `[B, T, N]` in nats; arguments and errors as in [`free_energy`][energy_attn.free_energy]."""
         name = self.name or "FreeEnergy"
         call, operands = prepare_at(self, query, key, value, bias, mask, rows, name, source)
         if self.regulariser is not None:
@@ -222,9 +225,7 @@ class FreeEnergy(AbstractEnergy):
         return_energy: bool = False,
         **rows: Unpack[RowOptions],
     ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
-        """`jax.grad` of the energy in the source at zero: `out` `[B, T, N, Hv]`, or
-        `(out, energy)`. Arguments and errors as in [`attention`][energy_attn.attention].
-        """
+        """Attention, or `(attention, energy)`; arguments and errors as in [`attention`][energy_attn.attention]."""
         checks.check_flag("return_energy", return_energy)
         name = self.name or "FreeEnergy"
         call, operands = prepare_at(self, query, key, value, bias, mask, rows, name)
@@ -235,16 +236,8 @@ class FreeEnergy(AbstractEnergy):
         return (out, energy) if return_energy else out
 
     def _options(self) -> EnergyOptions:
-        return {
-            "scale": self.scale,
-            "is_causal": self.is_causal,
-            "local_window_size": self.local_window_size,
-            "implementation": self.implementation,
-            "reproducible": self.reproducible,
-            "parallel": self.parallel,
-            "score": self.score,
-            "sink": self.sink,
-        }
+        options: Any = {name: getattr(self, name) for name in EnergyOptions.__annotations__}
+        return options
 
 
 def energy_of(energy: object, options: ModuleOptions) -> FreeEnergy:
@@ -303,13 +296,13 @@ def measure_of(
 ) -> Gibbs:
     """Like `measure_at`, from the options of `attention`."""
     check_options(options, AttentionOptions, "bias", "mask")
-    energy_options: Any = {
-        name: x for name, x in options.items() if name in EnergyOptions.__annotations__
-    }
-    rows: Any = {name: x for name, x in options.items() if name not in energy_options}
-    return measure_at(FreeEnergy(**energy_options), query, key, value, bias, mask, rows)
+    fields = EnergyOptions.__annotations__
+    energy: Any = {name: x for name, x in options.items() if name in fields}
+    rows: Any = {name: x for name, x in options.items() if name not in fields}
+    return measure_at(FreeEnergy(**energy), query, key, value, bias, mask, rows)
 
 
+# The parameters are the arguments of a call of an energy, and dropout.
 def attention_with_dropout(
     energy: FreeEnergy,
     query: Array,
@@ -333,14 +326,14 @@ def attention_with_dropout(
     seen = keep if mask is None else keep & mask
     lse = energy(query, key, value, bias=bias, mask=mask, **rows)
     # not `energy.attention`, which would be recorded a second time
-    some, every = (prepare_at(energy, query, key, value, bias, x, rows) for x in (seen, mask))
-    call, operands = some
+    kept_call, whole = (prepare_at(energy, query, key, value, bias, x, rows) for x in (seen, mask))
+    call, operands = kept_call
     if call.policy.attention_only:
         out, kept = attention_and_energy((call,), (operands,))
         part = share(kept, lse)
     else:
         out, _ = attention_and_energy((call,), (operands._replace(sink=None),))
-        part = seen_share(every, some, lse)
+        part = seen_share(whole, kept_call, lse)
     # with a probability of zero nothing is kept
     factor = part / (chance or 1.0)
     return (out * factor[..., None].astype(out.dtype)).astype(out.dtype), lse

@@ -15,7 +15,7 @@ from energy_attn.kernels.internal import BoundScore, RowOptions, checks, jaxprs,
 from energy_attn.kernels.scores import ScoreIndices
 
 from ..core._module import FreeEnergy, attention_with_dropout, energy_of
-from ..functional._options import ModuleOptions
+from ..functional._free_energy import ModuleOptions
 
 
 def attention_fn(

@@ -7,8 +7,7 @@ from jaxtyping import Array, Bool, Float
 from energy_attn.kernels.internal import check_options, checks
 from energy_attn.kernels.masks import AbstractMask
 
-from ._free_energy import attention_and_energy, prepare
-from ._options import AttentionOptions
+from ._free_energy import AttentionOptions, attention_and_energy, prepare
 
 
 @overload
@@ -75,14 +74,14 @@ def attention(
         query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
         key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
         value: `[B, S, K, Hv]` or `[S, K, Hv]`.
-        bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
+        bias: added to the scaled scores; broadcastable to `[B, N, T, S]`, with all four axes.
         mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
             boolean, shaped like `bias`, True where a key takes part.
         return_energy: whether to return `(out, energy)`.
         return_residual: as in `jax.nn`: whether to return `(out, residual)`, where the residual is
             the energies rounded to value's dtype. It is differentiable; on JAX's own XLA path its
             gradient is zero.
-        **options: the keys of `AttentionOptions`, which says what each does.
+        **options: the keys of `AttentionOptions`.
 
     Returns:
         `out` `[B, T, N, Hv]` in value's dtype; with `return_energy`, also the energies

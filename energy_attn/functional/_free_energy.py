@@ -12,6 +12,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float
 
+from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import (
     ShardingPlan,
     attend_sharded,
@@ -22,6 +23,8 @@ from energy_attn.distributed.internal import (
 from energy_attn.kernels import AttentionState, Operands, Settings, merge
 from energy_attn.kernels.internal import (
     CallPolicy,
+    MergedScoreOptions,
+    RowOptions,
     additions,
     arguments,
     call_policy,
@@ -34,25 +37,39 @@ from energy_attn.kernels.internal import (
 from energy_attn.kernels.masks import AbstractMask
 
 from ._citation import cite
-from ._options import AttentionOptions
 from ._tag import recorders, tagged
 
 
-class StaticCall(NamedTuple):
-    """The static part of a checked call; its arrays are `Operands`.
+class EnergyOptions(MergedScoreOptions, total=False):
+    """The options of an energy, which do not depend on queries and keys."""
 
-    `batched`: whether the user's arrays had a batch axis. `at_zero`: whether the source is zero although it is a JAX
-    array.
-    """
+    parallel: SequenceParallel | None
+    """How keys are sharded over the current mesh. None: they are not, unless the type of `key` says
+    that its sequence is sharded (explicit mesh axes)."""
+
+
+class ModuleOptions(EnergyOptions, total=False):
+    """The fields of a `FreeEnergy`."""
+
+    mask: AbstractMask | None
+    """A mask of `energy_attn.masks`, besides causality, the window and the mask of a call."""
+
+
+class AttentionOptions(EnergyOptions, RowOptions, total=False):
+    """The options of an energy, and the positions, lengths and segments of its rows and keys."""
+
+
+class StaticCall(NamedTuple):
+    """The static part of a checked call; its arrays are `Operands`."""
 
     policy: CallPolicy
     plan: ShardingPlan | None
     settings: Settings
-    batched: bool
-    at_zero: bool = False
+    batched: bool  # whether the user's arrays had a batch axis
+    at_zero: bool = False  # whether the source is a JAX array of zeros
 
 
-_TRIED = CallPolicy(tried())  # of a call that names no implementation
+_TRIED = CallPolicy(tried())  # the policy of a call without `implementation=`
 
 # A NumPy array is known to be zero or not when a call is traced; None is zero.
 Source = Array | np.ndarray | None
@@ -89,10 +106,10 @@ def free_energy(
         key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
         value: `[B, S, K, Hv]` or `[S, K, Hv]`.
         source: $\zeta$, `[B, T, N, Hv]`, one for each query and head; None is zero.
-        bias: added to the scaled scores; of four axes, each 1 or that of `[B, N, T, S]`.
+        bias: added to the scaled scores; broadcastable to `[B, N, T, S]`, with all four axes.
         mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
             boolean, shaped like `bias`, True where a key takes part.
-        **options: the keys of `AttentionOptions`, which says what each does.
+        **options: the keys of `AttentionOptions`.
 
     Returns:
         Energies `[B, T, N]` in nats; float32, or float64 for float64 inputs. The energy of a fully
@@ -133,9 +150,9 @@ def prepare(
     source: Source = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[StaticCall, Operands]:
-    """Checks a call before any tracing, so that errors name the user's argument; raises as `free_energy` does.
+    """Checks a call before any tracing; returns its static part and its arrays. Raises as `free_energy` does.
 
-    Returns its static part and its arrays. `name`: by which a recording at work finds the call at its source.
+    A recording lists the call, at its source, under `name`.
     """
     scored: dict[str, Any] = dict(options)
     implementation, parallel = scored.pop("implementation", None), scored.pop("parallel", None)
@@ -171,7 +188,7 @@ def energy_at(calls: Calls, source: Source, parts: Parts) -> Array:
 
 
 def attention_and_energy(calls: Calls, parts: Parts, source: Source = None) -> tuple[Array, Array]:
-    """Attention, the gradient of the energies in the source at one (None is zero), and the energies."""
+    """Attention, the gradient of the energies with respect to the source (None: at zero), and the energies."""
     if source is None:
         calls, source = _at_zero(calls, parts)
 
@@ -207,7 +224,7 @@ def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
 
 
 def row_shape(call: StaticCall, operands: Operands, *widths: int) -> tuple[int, ...]:
-    """The shape of an array with numbers for each row, `[*B, T, N, ...]`."""
+    """The shape of an array with an entry for each row, `[*B, T, N, ...]`."""
     rows = operands.query.shape[:-1]
     return (*(rows if call.batched else rows[1:]), *widths)
 
@@ -221,10 +238,7 @@ def _varying(call: StaticCall, operands: Operands) -> frozenset[str]:
 
 
 def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
-    r"""$\nabla F$ and $F$ at a source, over the union of the keys of prepared calls.
-
-    Both are differentiable. Raises as kernels do.
-    """
+    r"""$\nabla F$ and $F$ at a source, over the union of the keys of prepared calls. Raises as kernels do."""
     batched, value = calls[0].batched, parts[0].value
     source = None if calls[0].at_zero else _unless_zero(source)
     if source is not None:
@@ -246,8 +260,8 @@ def both_computed(out: Array, lse: Array) -> tuple[Array, Array]:
     return _both(out, lse) if isinstance(lse, jax.core.Tracer) else (out, lse)
 
 
-# JAX leaves out of a program what is not used of a result. One that uses `lse` of a call and, from
-# the same call made again, `out` would then hold two different loops, of which XLA makes no single one.
+# JAX removes unused results from a program. A program that uses `lse` of one call and `out` of an equal call would then
+# have two different loops, which XLA does not merge.
 @jax.custom_jvp
 def _both(out: Array, lse: Array) -> tuple[Array, Array]:
     known = lax.optimization_barrier(jnp.asarray(True))
@@ -267,14 +281,15 @@ def _unless_zero(source: Any) -> Source:
     # any order would have passed a tracer instead.
     if source is None or isinstance(source, jax.Array):
         return source
-    source = np.asarray(source)  # JAX before 0.9 wraps NumPy arrays during differentiation
+    # JAX before 0.9 wraps NumPy arrays during differentiation (https://github.com/jax-ml/jax/pull/29882)
+    source = np.asarray(source)
     return source if source.any() else None
 
 
-# F and its gradient in the source are the two outputs of one kernel pass: dF = out · dζ + what the
-# other arguments add, by the kernel's own derivative, which runs only for those that are
+# F and its gradient in the source are the two outputs of one kernel pass: dF = out · dζ + the terms of the
+# other arguments, by the kernel's own derivative, which runs only for arguments that are
 # differentiated. `out` is itself a differentiable function of all arguments, so that attention can be
-# differentiated again. A `custom_jvp` leaves a NumPy source as it is; where JAX loses its rule (see
+# differentiated again. A `custom_jvp` does not convert a NumPy source; where JAX loses its rule (see
 # `function_call`), the derivative of the function itself is the same.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _energy(calls: Calls, source: Source, parts: Parts) -> Array:

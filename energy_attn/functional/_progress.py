@@ -15,22 +15,21 @@ Progress = Callable[[float, str], Any]
 
 
 @contextlib.contextmanager
-def progress_of(what: str, wanted: bool | Progress | None) -> Iterator[Progress]:
-    """A function to call with the share done and a note.
+def progress_of(what: str, option: bool | Progress | None) -> Iterator[Progress]:
+    """A context that yields a function to call with the share done and a note, from `progress=`.
 
-    `wanted`: a function, which is called; True: a bar, or a few lines where standard error is not a
-    terminal; False: nothing; None: a bar if standard error is a terminal. Raises `TypeError` for
-    anything else.
+    A function is returned; True: a bar, or a few lines where standard error is not a terminal; False: nothing;
+    None: a bar if standard error is a terminal. Raises `TypeError` for anything else.
     """
-    if callable(wanted):
-        yield wanted
+    if callable(option):
+        yield option
         return
-    if not isinstance(wanted, bool | None):
+    if not isinstance(option, bool | None):
         raise TypeError(
-            f"progress: wanted True, False, None or a function, got {checks.received(wanted)}"
+            f"progress: wanted True, False, None or a function, got {checks.received(option)}"
         )
-    is_terminal, shown = wanted is not False and sys.stderr.isatty(), -1.0
-    wanted = is_terminal if wanted is None else wanted
+    is_terminal, shown = option is not False and sys.stderr.isatty(), -1.0
+    option = is_terminal if option is None else option
 
     def show(done: float, note: str) -> None:
         nonlocal shown
@@ -43,7 +42,7 @@ def progress_of(what: str, wanted: bool | Progress | None) -> Iterator[Progress]
         sys.stderr.flush()
 
     try:
-        yield show if wanted else lambda done, note: None
+        yield show if option else lambda done, note: None
     finally:
-        if wanted and is_terminal:
+        if option and is_terminal:
             sys.stderr.write("\n")

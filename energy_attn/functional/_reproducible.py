@@ -10,21 +10,21 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def reproducible(function: Function) -> Function:
-    """The function, with results whose bits do not depend on the program that it is part of.
+    """Transforms a function so that the bits of its results do not depend on the program around it.
 
-    XLA computes `a * b + c` with one rounding where it fuses the two, and with two elsewhere, depending on the program
-    and the number of devices. Here each product is rounded. For what is neither attention nor a layer, such as the
-    update of an optimiser, in which weights are whole on every device. A program for a TPU or a GPU raises
-    `NotImplementedError` for operations whose order is XLA's there, loops and branches among them.
+    XLA computes `a * b + c` with one rounding where it fuses the operations, and with two elsewhere, depending on the
+    program and the number of devices. The transformed function rounds each product. It is for functions outside of
+    attention and layers, such as the update of an optimiser with replicated weights. A program for a TPU or a GPU
+    raises `NotImplementedError` for loops, branches and other operations whose order XLA chooses.
 
     Args:
-        function: of trees of arrays, made of JAX's operations. Its own loops and branches are left as they are.
+        function: a function of trees of arrays, made of JAX's operations. Its own loops and branches do not change.
 
     Returns:
-        The same function. It is differentiated as any other; the bits of its derivatives are those of the program.
+        The function. Its derivatives are not reproducible.
 
     Raises:
-        TypeError: `function` is none.
+        TypeError: `function` is not callable.
 
     Examples:
         >>> import jax, jax.numpy as jnp, optax

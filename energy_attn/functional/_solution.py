@@ -124,10 +124,7 @@ def raise_on_failure(solution: Solution, throw: bool, what: str, calls: Calls) -
 
 
 def without_derivative(stats: dict[str, Array], inputs: PyTree, what: str) -> dict[str, Array]:
-    """Statistics of an iteration, whose derivative in `given` raises `RuntimeError` instead of being zero.
-
-    In forward mode, where nothing can raise that is not asked for, their tangents are NaN.
-    """
+    """Statistics of an iteration, whose derivative with respect to `inputs` raises `RuntimeError`; tangents are NaN."""
     return autodiff.function_call(_Statistics(what), (stats, inputs))
 
 
@@ -145,8 +142,8 @@ class _Statistics(autodiff.AbstractFunction):
         return autodiff.function_call(self, primals), dict.fromkeys(stats) | unknown
 
 
-# Forward mode computes the tangents of all that a solver returns, asked for or not, and so cannot
-# raise; reverse mode calls the transpose only for what is asked for.
+# Forward mode computes the tangents of all results of a solver, used or not, and so cannot
+# raise; reverse mode calls the transpose only for used results.
 @dataclasses.dataclass(frozen=True)
 class _Unknown(autodiff.AbstractLinearMap):
     """The tangents of statistics: NaN, with a transpose that raises `RuntimeError`."""
@@ -162,8 +159,7 @@ class _Unknown(autodiff.AbstractLinearMap):
     def transpose(
         self, fixed: dict[str, Array], moving: Any, cotangent: dict[str, Array | None]
     ) -> NoReturn:
-        wanted = [name for name, x in cotangent.items() if x is not None]
+        names = ", ".join(name for name, x in cotangent.items() if x is not None)
         raise RuntimeError(
-            f"stats: wanted no derivative, as those of {self.what} have none, got one of "
-            f"{', '.join(wanted)}"
+            f"stats: wanted no derivative, as those of {self.what} have none, got one of {names}"
         )

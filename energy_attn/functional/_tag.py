@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 
 class AbstractRecorder(abc.ABC):
-    """The figures that a recording computes of each energy that runs; hashable, as programs are cached by it."""
+    """The figures that a recording computes for each energy; hashable, as programs are cached by it."""
 
     @abc.abstractmethod
     def observe(self, call: Any, operands: Any, source: Any) -> Any:
@@ -24,25 +24,23 @@ class AbstractRecorder(abc.ABC):
 recorders = jax.make_user_context(())
 
 
-# Where in a model the calls are that are traced; part of the caches' keys, and so set only while recorders are at work.
+# The place in a model of the calls that are traced; part of the caches' keys, and so set only during a recording.
 _place = jax.make_user_context("")
 
 
 def placed(place: str) -> contextlib.AbstractContextManager[Any]:
-    """A context in which recorded calls are named by where they are, as `layers[0].attention`."""
+    """A context in which recorded calls are named by their place, as `layers[0].attention`."""
     return _place(place) if recorders.value else contextlib.nullcontext()
 
 
 def tagged(query: Array, name: str, call: Any, operands: Any, source: Any) -> Array:
-    """The query, which carries what the recorders at work ask of a prepared call, as side inputs of a primitive.
-
-    The call then depends on it, so that no transformation of JAX drops them while the call is there.
-    """
+    """The query of a prepared call, with the figures of the active recorders as side inputs of a primitive."""
+    # the call depends on the query, so that no transformation of JAX drops the figures before the call
     active, place = recorders.value, _place.value
-    if place and not name.startswith(place):  # as the path of an energy in the model does
+    if place and not name.startswith(place):  # unless it is the path of an energy in the model
         name = f"{place}.{name}"
     for level, recorder in enumerate(active):
-        with recorders(()):  # what is asked is not recorded itself
+        with recorders(()):  # figures are not recorded themselves
             observed = recorder.observe(call, operands, source)
         values, tree = jax.tree.flatten(observed)
         query = tag_p.bind(

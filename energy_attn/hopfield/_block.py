@@ -117,7 +117,7 @@ class EnergyAttentionBlock(eqx.Module):
 
         Args:
             x: tokens $g$, `[B, T, width]` or `[T, width]`; 16-bit tokens are promoted to float32.
-            mask: as in [`free_energy`][energy_attn.free_energy]: which token sees which.
+            mask: the tokens that each token sees, as for [`free_energy`][energy_attn.free_energy].
             lengths: `[B]` integers; tokens from this index on are absent.
 
         Returns:
@@ -135,7 +135,7 @@ class EnergyAttentionBlock(eqx.Module):
         )
         # only the energies are used, and they do not depend on the values
         value = jax.lax.stop_gradient(key[..., :1])
-        # the keys of the passes are disjoint: their free energies add by logaddexp
+        # the keys of the passes are disjoint: F = log Σ_passes e^{F_pass}
         parts = [
             energy(query, key, value, **arrays) for energy, arrays in self._passes(x, mask, lengths)
         ]
@@ -171,7 +171,7 @@ class EnergyAttentionBlock(eqx.Module):
     def _passes(
         self, x: Array, mask: Array | AbstractMask | None, lengths: Array | None
     ) -> list[tuple[FreeEnergy, dict[str, Any]]]:
-        """The energies to evaluate, with masks, and lengths or positions; together they see each key once."""
+        """The energies to evaluate, with masks, lengths and positions; together they see each key once."""
         whole = self.free_energy
         if self.exclude_self:
             if whole.mask is None and not isinstance(mask, AbstractMask):
@@ -205,10 +205,10 @@ class EnergyAttentionBlock(eqx.Module):
             if (side == 1 and whole.is_causal) or far == 0:
                 continue
             reach = None if far is None else (far - 1, 0)
-            one = dataclasses.replace(whole, is_causal=True, local_window_size=reach)
+            causal = dataclasses.replace(whole, is_causal=True, local_window_size=reach)
             arrays = {
                 name: jnp.where(present, (positions + first)[None], np.int32(-1))
                 for name, first in (("query_positions", 0), ("key_positions", 1))
             }
-            passes.append((one, {"mask": mask, **arrays}))
+            passes.append((causal, {"mask": mask, **arrays}))
         return passes

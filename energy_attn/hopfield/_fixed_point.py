@@ -40,10 +40,10 @@ class Progress(NamedTuple):
 
 
 class MemoryStats(NamedTuple):
-    """The constants of each row's energy, of the memories that it sees."""
+    """The constants of each row's energy."""
 
-    log_count: Array  # the logarithm of their number
-    square: Array  # the squared length of the longest one
+    log_count: Array  # the logarithm of the number of memories that it sees
+    square: Array  # the squared length of the longest memory
 
 
 def state_at_point(call: StaticCall, beta: Array, operands: Operands, point: Array) -> Any:
@@ -59,6 +59,7 @@ def memory_stats(call: StaticCall, operands: Operands) -> MemoryStats:
     return MemoryStats(lse, longest[..., 0])
 
 
+# E = |x|²/2 + (log S - F)/β + M²/2
 def point_energy(beta: Array, point: Array, lse: Array, stats: MemoryStats) -> Array:
     empty = jnp.isneginf(stats.log_count)
     entropic = jnp.where(empty, 0.0, stats.log_count) - jnp.where(empty, 0.0, lse)
@@ -198,8 +199,7 @@ def nearest_memory(
 def _furthest_along(
     call: StaticCall, operands: Operands, direction: Array, doubt: float | Array
 ) -> tuple[Array, Array]:
-    # The value that lies furthest along a direction, and the energies; the weighted mean of several
-    # that are equally far, within rounding of `doubt`.
+    # the value that is furthest along a direction (the weighted mean of several, within rounding of `doubt`), and F
     top = support_at((call,), (operands,), direction)
     floor = top - _ROUNDING * jnp.finfo(top.dtype).eps * lax.stop_gradient(doubt)
     rows = lax.stop_gradient(direction), floor[..., None]

@@ -61,23 +61,21 @@ def retrieve(
         state: the first $x$, `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
             The arithmetic is in float32 or wider.
         memories: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
-        mask: as in [`free_energy`][energy_attn.free_energy]: which state sees which memory.
-        scale: $\beta$, positive, the inverse temperature: how sharply memories are told apart. None is
-            that of `energy`, or 1 without one.
+        mask: the memories that each state sees, as for [`free_energy`][energy_attn.free_energy].
+        scale: $\beta$, positive, the inverse temperature. None is the scale of `energy`, or 1 without one.
         energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of states and memories: its `scale` is
-            $\beta$, $1/\sqrt H$ if None; its masks, kernel and `parallel` are those of the steps.
+            $\beta$, $1/\sqrt H$ if None; the steps use its masks, kernel and `parallel`.
         solver: [`FixedPoint`][energy_attn.solvers.FixedPoint]. A state has converged when a step is at
             most `tolerance` times $M$ long.
         throw: whether to raise if a state does not converge.
-        **rows: which states and memories there are, and where; `key_value_seq_lengths` are the
-            memories'.
+        **rows: positions, lengths and segments; `key_value_seq_lengths` are for the memories.
 
     Returns:
         A [`Solution`][energy_attn.Solution]: `value` is $E$ `[B, T, N]`, `point` the fixed point
         `[B, T, N, H]`, both in float32 (float64). A fully masked row has $E = \infty$, the point 0
         and the result `no_keys`. In `stats`, each `[B, T, N]` unless stated otherwise:
 
-        - `steps`: int32, how many were taken. `residual`: the length of the last one, over $M$.
+        - `steps`: int32, the number of steps. `residual`: the length of the last step, over $M$.
         - `path`: `[max_steps + 1, B, T, N]`, $E$ at the start and after each step; it does not rise.
         - `effective`: $e^H$, the number of memories that the point averages over, by the entropy of
           their weights: 1 at a single memory, more at a metastable state, $S$ at the global average.

@@ -16,7 +16,7 @@ from energy_attn.kernels.internal import checks, join_masks
 from energy_attn.kernels.masks import AbstractMask
 
 from ..core._module import FreeEnergy, attention_with_dropout, energy_of
-from ..functional._options import ModuleOptions
+from ..functional._free_energy import ModuleOptions
 
 
 class LayerOptions(TypedDict, total=False):
@@ -39,7 +39,7 @@ class LayerOptions(TypedDict, total=False):
     """`[T]` integers for causality and windows; negative means absent."""
 
     key_positions: Int[Array, " S"] | None
-    """`[S]` integers likewise."""
+    """`[S]` integers, as `query_positions`."""
 
 
 class MultiheadAttention(eqx.Module):
@@ -75,7 +75,7 @@ class MultiheadAttention(eqx.Module):
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: sizes that are not positive, a `num_kv_heads` that does not divide `num_heads`,
-            a `dropout_p` that is not a probability, or options beside an `energy`.
+            a `dropout_p` that is not a probability, or options in addition to an `energy`.
 
     Source: Tree Attention (arXiv 2408.04093), equations 16 to 20.
 
@@ -215,7 +215,7 @@ class MultiheadAttention(eqx.Module):
             mask: `[T, S]` or `[num_heads, T, S]`, booleans or numbers: False or zero hides a key, as in Equinox;
                 or a mask of `energy_attn.masks`.
             return_energy: whether to return `(out, energy)`.
-            **options: of dropout, and where queries and keys stand.
+            **options: options of dropout, and positions of queries and keys.
 
         Returns:
             `[T, output_size]`; with `return_energy`, also energies `[T, num_heads]` in nats
@@ -229,13 +229,13 @@ class MultiheadAttention(eqx.Module):
         """
         if unknown := options.keys() - LayerOptions.__annotations__.keys():
             name = min(unknown)
-            wanted = f"mask, {', '.join(LayerOptions.__annotations__)}, return_energy, got {name!r}"
             if name in ModuleOptions.__annotations__:
-                wanted = (
-                    f"it where the layer is made, as MultiheadAttention(..., {name}=...) or "
+                raise TypeError(
+                    f"{name}: wanted it where the layer is made, as MultiheadAttention(..., {name}=...) or "
                     f"replace_attention(model, {name}=...), got it in a call"
                 )
-            raise TypeError(f"{name}: wanted {wanted}")
+            names = ", ".join(LayerOptions.__annotations__)
+            raise TypeError(f"{name}: wanted mask, {names}, return_energy, got {name!r}")
         inference, deterministic = options.get("inference"), options.get("deterministic")
         if deterministic is not None:
             warnings.warn("deterministic: use inference instead", DeprecationWarning, stacklevel=2)
@@ -313,9 +313,9 @@ class MultiheadAttention(eqx.Module):
         if not isinstance(processed, Iterable):
             raise TypeError(f"process_heads: wanted three arrays, got {checks.received(processed)}")
         processed = tuple(checks.check_floating("process_heads", x) for x in processed)
-        shapes, wanted = ([x.shape for x in group] for group in (processed, heads))
-        if shapes != wanted:
-            raise ValueError(f"process_heads: wanted shapes {wanted} back, got {shapes}")
+        shapes, expected = ([x.shape for x in group] for group in (processed, heads))
+        if shapes != expected:
+            raise ValueError(f"process_heads: wanted shapes {expected} back, got {shapes}")
         query, key_, value = processed
         return query, key_, value
 

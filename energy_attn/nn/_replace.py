@@ -13,7 +13,7 @@ from energy_attn.kernels.internal import check_options, checks
 
 from ..core._module import FreeEnergy, stacked
 from ..flax._nnx import holds_nnx, with_dot_products, with_energies
-from ..functional._options import ModuleOptions
+from ..functional._free_energy import ModuleOptions
 from ._multihead import MultiheadAttention
 
 Model = TypeVar("Model", bound=PyTree)
@@ -22,7 +22,7 @@ _NAMES = {
     eqx.nn.MultiheadAttention: "equinox.nn.MultiheadAttention",
     MultiheadAttention: "energy_attn.nn.MultiheadAttention",
 }
-# The fields of Equinox's layer, which ours has, too.
+# The fields of Equinox's layer, and of ours.
 _MODULES = ("query_proj", "key_proj", "value_proj", "output_proj", "dropout")
 _SIZES = ("num_heads", "query_size", "key_size", "value_size", "output_size", "qk_size", "vo_size")
 _BIASES = tuple(f"use_{name}_bias" for name in ("query", "key", "value", "output"))
@@ -31,30 +31,29 @@ _FREE = ("implementation", "name")
 
 
 def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
-    r"""A model with our attention in place of Equinox's, with the same parameters.
+    r"""Replaces the attention layers of a model by layers with the same parameters whose heads are free energies.
 
     $$\mathrm{softmax}(\mathrm{scale}\; Q K^T)\, V \;\to\; \nabla F(0), \qquad
       F(\zeta) = \log \sum_a \exp(\mathrm{scale}\; q \cdot k_a + \zeta \cdot v_a)$$
 
     Every `equinox.nn.MultiheadAttention` in the pytree becomes a
-    [`MultiheadAttention`][energy_attn.nn.MultiheadAttention] with the projections and the dropout of the
-    old one, the same objects. It gives the same outputs, gradients and random dropout to rounding (but for
-    fully masked rows, which are zero before the output projection), and the energies too. Layers that were
-    stacked by `jax.vmap`, for a scan, stay stacked, and each of them has its own copy of the options' arrays.
+    [`MultiheadAttention`][energy_attn.nn.MultiheadAttention] with the same projections and dropout. Outputs, gradients
+    and random dropout are equal to rounding, except in fully masked rows, which are zero before the output projection.
+    Layers that were stacked by `jax.vmap`, for a scan, stay stacked, and each has its own copy of the options' arrays.
 
     In a model of Flax's NNX every `flax.nnx.MultiHeadAttention` gets an
-    [`attention_fn`][energy_attn.flax.attention_fn], and is otherwise as it was.
+    [`attention_fn`][energy_attn.flax.attention_fn], and does not change otherwise.
 
     Args:
-        model: any pytree, which stays as it is.
+        model: any pytree, which does not change.
         **options: fields of the [`FreeEnergy`][energy_attn.FreeEnergy] of every layer, as
             `is_causal=True`, `implementation=` or `parallel=`; with arrays of one layer, as `sink=`.
 
     Returns:
-        The new model. What is not an attention layer is that of `model`.
+        The new model. Its other leaves are those of `model`.
 
     Raises:
-        TypeError: an attention layer is of a class derived from Equinox's or Flax's, or has an attention of its own,
+        TypeError: an attention layer is of a class derived from Equinox's or Flax's, or has a custom attention,
             which may compute something else; or an unknown option.
         ValueError: there is no such layer in `model`.
 
@@ -90,15 +89,15 @@ def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
 
 
 def restore_attention(model: Model) -> Model:
-    """A model with Equinox's or Flax's attention in place of ours: what `replace_attention` did, undone.
+    """Replaces the attention layers of a model by Equinox's or Flax's: the inverse of `replace_attention`.
 
-    Layers keep projections and dropout; which `implementation` they used is forgotten.
+    Layers keep projections and dropout, but not `implementation`.
 
     Args:
-        model: any pytree, which stays as it is.
+        model: any pytree, which does not change.
 
     Returns:
-        The new model. What is not an attention layer is that of `model`.
+        The new model. Its other leaves are those of `model`.
 
     Raises:
         TypeError: an attention layer is of a class derived from ours.
@@ -149,7 +148,7 @@ def _replaced(model: Model, kind: type, new: Callable[[Any, str], Any]) -> Model
     """Replaces each layer of one class; a layer in two places by the same new one."""
     made: dict[int, Any] = {}
 
-    def one(path: Any, x: Any) -> Any:
+    def replaced(path: Any, x: Any) -> Any:
         if not isinstance(x, kind):
             return x
         where = jax.tree_util.keystr(path)
@@ -162,7 +161,9 @@ def _replaced(model: Model, kind: type, new: Callable[[Any, str], Any]) -> Model
             made[id(x)] = new(x, where)
         return made[id(x)]
 
-    result = jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda x: isinstance(x, kind))
+    result = jax.tree_util.tree_map_with_path(
+        replaced, model, is_leaf=lambda x: isinstance(x, kind)
+    )
     if not made:
         raise ValueError(
             f"model: wanted a pytree with {_NAMES[kind]} in it, got {checks.received(model)}"

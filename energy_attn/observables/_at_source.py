@@ -1,8 +1,7 @@
-"""The reductions that observables are built from: state, covariance and means at a source.
+"""The reductions of observables, at a source: state, covariance and means over the keys of prepared calls."""
 
-Each takes prepared calls, whose keys are disjoint, works for every implementation, is merged over
-the mesh of each call, and over the calls by the same algebra.
-"""
+# The calls have disjoint keys. A reduction works for every implementation, and is merged over the mesh of each call and
+# over the calls by the same algebra.
 
 import functools
 import operator
@@ -13,9 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from energy_attn.distributed.internal import (
-    Reduction,
-)
+from energy_attn.distributed.internal import Reduction
 from energy_attn.kernels import AttentionState, CovarianceState, Operands, Settings, merge
 from energy_attn.kernels.internal import (
     CallPolicy,
@@ -92,12 +89,12 @@ def centred_parts(parts: Parts) -> tuple[Parts, Array]:
 def mean_over_keys(
     calls: Calls, source: Source, parts: Parts, term: reductions.BlockTerm, width: int, *rows: Array
 ) -> AttentionState:
-    """The mean of what a block term, which is linear in the weights, sums; and the energies.
+    """The mean over all keys of a block term that is linear in the weights, and the energies.
 
-    The means of parts and devices, each with weights of its own keys alone, are merged by their shares: of a function
-    of the weights that is not linear that is another number, and `sum_over_keys` the right way. `rows` are
-    `[*B, T, N, W]`.
+    `rows`, `[*B, T, N, W]`, are passed to the term.
     """
+    # The means of parts and devices, each with the weights of its own keys, are merged by their shares. That is wrong
+    # for a term that is not linear in the weights: use `sum_over_keys`.
     return _over_parts(
         lambda call: HashablePartial(reductions.expectation, (term, width, call.policy.kernels)),
         *("states", merge, calls, source, parts, *rows),
@@ -107,9 +104,9 @@ def mean_over_keys(
 def sum_over_keys(
     calls: Calls, source: Source, parts: Parts, term: Callable[..., Array], width: int, *rows: Array
 ) -> Array:
-    """The sum over all keys of `term(scores, value, *rows)`, `[*B, T, N, width]`: of any function of a score.
+    """The sum over all keys of any function `term(scores, value, *rows)` of a score, `[*B, T, N, width]`.
 
-    What the function needs to know of all keys, as the energy of a row in `exp(s - F)`, are `rows`, `[*B, T, N, W]`.
+    `rows`, `[*B, T, N, W]`, are numbers of all keys, such as the energy F in `exp(s - F)`.
     """
     find = HashablePartial(reductions.score_sums, (term, width))
     return _over_parts(lambda _: find, "sums", operator.add, calls, source, parts, *rows)
@@ -178,7 +175,7 @@ def sinks_as_keys(calls: Calls, parts: Parts) -> tuple[Calls, Parts]:
 
 
 def _as_key(call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]:
-    """A key of zeros, whose value is zero and whose bias is the sink, for the queries that are there."""
+    """A key of zeros with the value zero and the sink as its bias, for the queries that are present."""
     key, value = (
         jnp.zeros((len(x), 1, *x.shape[2:]), x.dtype) for x in (operands.key, operands.value)
     )
@@ -188,7 +185,7 @@ def _as_key(call: StaticCall, operands: Operands) -> tuple[StaticCall, Operands]
     at = None if positions is None else jnp.zeros((1, 1), positions.dtype)
     tokens = Tokens(positions, at, query_lengths=operands.tokens.query_lengths)
     sinks = Operands(operands.query, key, value, bias, tokens=tokens)
-    # All devices have it, so that nothing is folded over them; one column of scores is dense.
+    # replicated, so that nothing is folded over devices; one column of scores is dense
     plan = None if call.plan is None else call.plan._replace(sequence=(), queries=False)
     settings = Settings(1.0, window_structure())
     return call._replace(policy=CallPolicy(("reference",)), plan=plan, settings=settings), sinks

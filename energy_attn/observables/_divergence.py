@@ -31,7 +31,7 @@ class CrossScores(NamedTuple):
 
 def kl_divergence(result: CrossScores) -> Array:
     difference = _cross_entropy(result) - (_finite(result.lse) - result.first_mean)
-    # Rounding makes it negative, at most; the derivative is that of the difference.
+    # only rounding makes it negative; the derivative is the derivative of the difference
     least = lax.stop_gradient(jnp.maximum(difference, 0.0) - difference)
     return _of_seen(result, difference + least)
 
@@ -54,22 +54,22 @@ def _finite(lse: Array) -> Array:
 
 
 def cross_scores(first: tuple[Calls, Parts], second: tuple[Calls, Parts]) -> CrossScores:
-    """The scores of both under the weights of the first, from their prepared keys."""
+    """The scores of both measures under the weights of the first, from their prepared keys."""
     _check(first, second)
     calls, parts = sinks_as_keys(*first)
     other_calls, others = sinks_as_keys(*second)
-    # The sinks of the parts that have one follow the keys of all.
+    # sinks follow the keys of all parts
     count = len(first[1])
-    sunk, second_query = (
+    with_sink, other_with_sink = (
         [i for i, x in enumerate(of[1]) if x.sink is not None] for of in (first, second)
     )
     pairs = [
         *range(count),
-        *(count + second_query.index(i) if i in second_query else None for i in sunk),
+        *(count + other_with_sink.index(i) if i in other_with_sink else None for i in with_sink),
     ]
     states, hidden = [], []
     for call, operands, pair in zip(calls, parts, pairs, strict=True):
-        if pair is None:  # a sink that the other has not
+        if pair is None:  # a sink of the first measure alone
             state = state_at((call,), None, (operands,))
             nothing = jnp.zeros((*state.lse.shape, 2), state.lse.dtype)
             states.append(AttentionState(nothing, state.lse))
@@ -80,18 +80,18 @@ def cross_scores(first: tuple[Calls, Parts], second: tuple[Calls, Parts]) -> Cro
         hidden += [] if missing is None else [missing]
     means, lse = functools.reduce(merge, states)
     other_lse = state_at(other_calls, None, others).lse
-    some = functools.reduce(jnp.logical_or, hidden, jnp.zeros(lse.shape, bool))
-    return CrossScores(means[..., 0], means[..., 1], some, lse, other_lse)
+    any_hidden = functools.reduce(jnp.logical_or, hidden, jnp.zeros(lse.shape, bool))
+    return CrossScores(means[..., 0], means[..., 1], any_hidden, lse, other_lse)
 
 
 def _check(first: tuple[Calls, Parts], second: tuple[Calls, Parts]) -> None:
-    wanted, got = (
+    sizes, got = (
         (row_shape(calls[0], parts[0]), tuple(x.key.shape[1] for x in parts))
         for calls, parts in (first, second)
     )
-    if wanted != got:
+    if sizes != got:
         raise ValueError(
-            f"other: wanted a measure of the rows {wanted[0]} over parts of {wanted[1]} keys, "
+            f"other: wanted a measure of the rows {sizes[0]} over parts of {sizes[1]} keys, "
             f"got {got[0]} over {got[1]}"
         )
     dtypes = [lse_dtype(x[1][0].query.dtype) for x in (first, second)]
@@ -103,10 +103,8 @@ Part = tuple[StaticCall, Operands]
 
 
 def seen_share(first: Part, second: Part, lse: Array) -> Array:
-    """The weight that a measure with the energies `lse` gives to the keys that another one sees, `[*B, T, N]`.
-
-    By one walk over the keys: the difference of two energies would lose what rounding takes from them.
-    """
+    """The weight, in a measure with the energies `lse`, of the keys that another measure sees, `[*B, T, N]`."""
+    # one walk over the keys, as the difference of two energies would lose accuracy
     lse = lax.stop_gradient(jnp.minimum(lse, jnp.finfo(lse.dtype).max))
     sums = _sums_of_both(reductions.sums_over_seen, first, second, lse)
     calls, sinks = sinks_as_keys((first[0],), (first[1],))
@@ -125,10 +123,7 @@ def _sums_of_both(find: Callable[..., Array], first: Part, second: Part, lse: Ar
 
 
 def _of_part(first: Part, second: Part) -> tuple[AttentionState, Array | None]:
-    """The means of both scores under the weights of a part and its energies; and which rows see a key hidden there.
-
-    None: none do.
-    """
+    """The means of both scores and the energies; and whether a row sees a key that the other measure hides, or None."""
     heads = math.lcm(*(x.key.shape[2] for _, x in (first, second)))
     first, second = _with_heads(heads, *first), _with_heads(heads, *second)
     if all(is_linear(*x) for x in (first, second)) and _same_mask(first, second):

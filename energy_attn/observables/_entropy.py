@@ -75,13 +75,11 @@ def mean_score(calls: Calls, parts: Parts) -> tuple[Array, Array]:
 
 
 def _merged(parts: list[AttentionState]) -> AttentionState:
-    """Merges states whose last number is a mean of scores.
-
-    These are merged about their own mean. A derivative is then one of differences of scores, as an entropy's is: beside
-    a sink of 1e17 the scores themselves would cancel to nothing.
-    """
+    """Merges states whose last column is a mean of scores."""
     if len(parts) == 1:
         return parts[0]
+    # About the mean of all, so that derivatives are of differences of scores, as an entropy's are. With a sink of 1e17
+    # the scores themselves would cancel.
     mean = lax.stop_gradient(functools.reduce(merge, parts).out[..., -1:])
     pads = [(0, 0)] * (mean.ndim - 1) + [(parts[0].out.shape[-1] - 1, 0)]
     mean = jnp.pad(jnp.where(jnp.isfinite(mean), mean, 0.0), pads)
@@ -97,7 +95,7 @@ def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
 
 
 def _mean_score(call: StaticCall, operands: Operands, with_values: bool) -> AttentionState:
-    """The energies and the mean of the scores, which follows attention `with_values`."""
+    """The energies and the mean of the scores, after attention if `with_values`."""
     if not is_linear(call, operands):
         if not with_values:
             return mean_over_keys((call,), None, (operands,), _score_term, 1)
@@ -106,7 +104,7 @@ def _mean_score(call: StaticCall, operands: Operands, with_values: bool) -> Atte
             reductions.attention_and_expectation, (_score_term, 1, call.policy.kernels)
         )
         return run_reduction(call, Reduction(find, "states"), None, operands)
-    # attention with the keys as values yields their mean
+    # E[s] = scale q · E[k]: attention with the keys as values yields their mean
     value, width = operands.key, 0
     if with_values:
         width = operands.value.shape[-1]
@@ -117,7 +115,7 @@ def _mean_score(call: StaticCall, operands: Operands, with_values: bool) -> Atte
 
 
 def queries_of(call: StaticCall, operands: Operands, lse: Array) -> Array:
-    """The queries, with zeros in fully masked rows, which may hold anything."""
+    """The queries, with zeros in fully masked rows, whose queries may be NaN."""
     query = operands.query if call.batched else operands.query[0]
     return jnp.where(holds_keys(lse)[..., None], query, 0.0)
 
@@ -145,9 +143,9 @@ def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) ->
     call, operands = calls[0], parts[0]
     query = operands.query if call.batched else operands.query[0]
     along, size = query * call.settings.scale, query.shape[-1]
-    joined = operands._replace(value=jnp.concatenate([operands.key, operands.value], -1))
+    both = operands._replace(value=jnp.concatenate([operands.key, operands.value], -1))
     tangent = jnp.pad(along, [(0, 0)] * (along.ndim - 1) + [(0, operands.value.shape[-1])])
-    state, result = covariance_product(calls, None, (joined,), tangent)
+    state, result = covariance_product(calls, None, (both,), tangent)
     along = queries_of(call, operands, state.lse) * call.settings.scale
     mean = (along * state.out[..., :size]).sum(-1)
     variance = jnp.maximum((along * result[..., :size]).sum(-1), 0.0)
@@ -174,7 +172,7 @@ def _score_term(block: reductions.ScoreBlock) -> Array:
 
 
 def _deviation_terms(block: reductions.ScoreBlock, mean: Array) -> Array:
-    # The square of a key without weight is to be finite: beside a sink of 1e30, no key has any.
+    # keeps the square of a key without weight finite: with a sink of 1e30, no key has any weight
     most = float(jnp.finfo(mean.dtype).max) ** 0.5 / 2
     deviation = jnp.clip(_finite(block) - mean, -most, most)
     weighted = block.weights * deviation
@@ -200,7 +198,7 @@ def renyi(calls: Calls, parts: Parts, order: float) -> Array:
     largest = score_maximum_at(calls, parts)
     seen = holds_keys(largest)
     largest = jnp.where(seen, largest, 0.0)
-    # The scores of both sums are rounded alike, and neither result depends on the score that is taken from all.
+    # the scores of both sums are rounded equally, and no result depends on the shift
     shift = largest if infinite else lax.stop_gradient(largest)
     power = HashablePartial(_powers, (1.0 if infinite else order,))
     sums = sum_over_keys(calls, None, parts, power, 2, shift[..., None])
@@ -211,7 +209,7 @@ def renyi(calls: Calls, parts: Parts, order: float) -> Array:
 
 
 def _powers(order: float, scores: Array, value: Array, largest: Array) -> Array:
-    """Sums of powers of the weights, and of the weights, relative to the largest."""
+    """Sums of powers of the weights, and of the weights, relative to the largest weight."""
     del value
     hidden = jnp.isneginf(scores)
     deviation = jnp.where(hidden, 0.0, scores) - largest

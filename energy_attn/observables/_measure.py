@@ -38,13 +38,13 @@ _HIGHEST_ORDER = 8
 class AbstractMeasure(AbstractWeights):
     r"""The measure $P_a = e^{s_a - F}$ of each row over its keys, and its moments.
 
-    Every method is computed block by block, without the matrix of weights (`weights` apart, which returns it), and
-    merged over the mesh on which the keys lie. The arithmetic is in float32, or float64 for float64 arrays. All but
+    Every method except `weights` is computed block by block, without the matrix of weights, and
+    merged over the mesh of the keys. The arithmetic is in float32, or float64 for float64 arrays. All but
     `sample` are differentiable. A fully masked row yields zeros (index -1 from `sample`).
 
-    Scores have the bias, the `score` and the source of a tilted measure in them. A sink is one more outcome of the
+    Scores include the bias, the `score` and the source of a tilted measure. A sink is one more outcome of the
     measure, of value zero and score $b$: it is part of every mean, of the entropy and of the hull of the values. In a
-    union each part has its own. One of plus infinity has all the weight; in the observables its score is the largest
+    union each part has its own. A sink of plus infinity has all the weight; in the observables its score is the largest
     finite number.
     """
 
@@ -104,8 +104,7 @@ class AbstractMeasure(AbstractWeights):
         over the partitions $\pi$ of the tangents into parts of at least two: $2^n$ products for a block of keys.
 
         Args:
-            tangents: the directions $u_i$, one to eight arrays `[B, T, N, Hv]`. An array may be
-                repeated.
+            tangents: the directions $u_i$, one to eight arrays `[B, T, N, Hv]`, which may be repeated.
 
         Returns:
             `[B, T, N]`.
@@ -132,9 +131,8 @@ class AbstractMeasure(AbstractWeights):
         if len(directions) == 1:
             return (_mean(calls, parts) * directions[0]).sum(-1)
         if len(directions) == 2:
-            return (covariance_product(calls, None, parts, directions[0])[1] * directions[1]).sum(
-                -1
-            )
+            product = covariance_product(calls, None, parts, directions[0])[1]
+            return (product * directions[1]).sum(-1)
         parts, _ = centred_parts(parts)
         mean = state_at(calls, None, parts).out
         # a repeated tangent has the same moments
@@ -145,10 +143,10 @@ class AbstractMeasure(AbstractWeights):
             for size in range(2, len(directions) + 1)
             for group in itertools.combinations(numbers, size)
         }
-        wanted = tuple(dict.fromkeys(groups.values()))
-        term = _CentredProducts(wanted)
-        result = mean_over_keys(calls, None, parts, term, len(wanted), mean, *directions).out
-        moments = {group: result[..., wanted.index(kind)] for group, kind in groups.items()}
+        distinct = tuple(dict.fromkeys(groups.values()))
+        term = _CentredProducts(distinct)
+        result = mean_over_keys(calls, None, parts, term, len(distinct), mean, *directions).out
+        moments = {group: result[..., distinct.index(kind)] for group, kind in groups.items()}
         terms = [
             (-1) ** (len(blocks) - 1)
             * math.factorial(len(blocks) - 1)
@@ -220,10 +218,11 @@ class AbstractMeasure(AbstractWeights):
 
         which falls with $\alpha$: the logarithm of the number of keys at 0, the
         [`entropy`][energy_attn.Gibbs.entropy] at 1, minus the logarithm of the sum of squared weights at 2, and
-        $F - \max_a s_a$, minus that of the largest weight, at infinity. Two walks over the keys, each of one product.
+        $F - \max_a s_a$, minus the logarithm of the largest weight, at infinity. Two walks over the keys, each of one
+        product.
 
         Args:
-            order: $\alpha \ge 0$, a number or `math.inf`.
+            order: $\alpha \ge 0$, a real number or `math.inf`.
 
         Returns:
             `[B, T, N]` in nats, from 0 to the logarithm of the number of keys (and sinks). Close to order 1 its
@@ -278,9 +277,9 @@ class AbstractMeasure(AbstractWeights):
 
         $$\max_a s_a, \qquad s_a = \mathrm{scale}\; q \cdot k_a + b_a$$
 
-        over the keys that the row sees; a sink does not count, as it is no score of a query and a key. One walk over
-        the keys in XLA, of one product. Training that clips weights where scores grow, QK-clip, reads it. The
-        derivative is a subgradient: that of the largest score, and where several are equal a mean of theirs.
+        over the keys that the row sees, without its sink. One walk over the keys in XLA, of one product. For training
+        with QK-clip, which scales weights down where scores grow. The derivative is a subgradient: the gradient of the
+        largest score, or the mean of the gradients of equal ones.
 
         Returns:
             `[B, T, N]` in nats; minus infinity for a fully masked row.

@@ -57,16 +57,16 @@ class AbstractWeights(eqx.Module):
 
         $$P_{ia} = e^{s_{ia} - F_i}, \qquad i \in \text{rows},\ a \in \text{keys}$$
 
-        The only answer that holds a matrix, $B R N J$ numbers, for interpretability and pictures. Rows and keys are
-        counted in the arrays, also where they lie on many devices.
+        The only observable that is a matrix, of $B R N J$ numbers, for interpretability and figures. Rows and keys are
+        indices into the arrays, also on a mesh.
 
         Args:
-            rows: which queries: an integer, a slice or one axis of integers, negative ones from the end; None: all.
-            keys: which keys, likewise; in a union those of the first measure, then those of the second.
+            rows: indices of queries: an integer, a slice or one axis of integers, negative from the end; None: all.
+            keys: indices of keys, of the same kinds; in a union the keys of the first measure come first.
 
         Returns:
             `[B, R, N, J]` or `[R, N, J]`, float32 or float64; zero for a key that a row does not see. With all keys a
-            row sums up to 1, or to the share that a sink leaves. NaN for a traced index that is out of range.
+            row sums up to 1, less the weight of a sink. NaN for a traced index that is out of range.
 
         Raises:
             TypeError: an index that is no integer.
@@ -113,7 +113,7 @@ class AbstractWeights(eqx.Module):
             # the weights of the keys of one part, and zeros for the others
             result = result + run_reduction(call, reduction, None, operands, lse, at)
             first += size
-        # Energies are rounded, and so are the scores of another kernel: the weights are divided by their own sum.
+        # energies and the scores of another kernel are rounded: the weights are divided by their own sum
         if keys is None:
             whole = result.sum(-1, keepdims=True)
             result, index = result[..., :total], index[:total]
@@ -125,21 +125,21 @@ class AbstractWeights(eqx.Module):
     def importance(
         self, rows: Float[Array, "*B T N"] | None = None, *, grouped: bool = False
     ) -> Float[Array, "*B S heads"]:
-        r"""How much each key is read: the sum of its weights over the rows.
+        r"""Sums the weights of each key over the rows.
 
         $$I_a = \sum_i r_i P_{ia} = \frac{\partial}{\partial b_a} \sum_i r_i F_i$$
 
         for a number $b_a$ that is added to the scores of key $a$. One forward and one backward pass, in memory
-        linear in the keys. It is what eviction from a cache goes by, and finds keys that are sinks.
+        linear in the keys. For eviction from a KV cache, and to find attention sinks.
 
         Args:
             rows: $r$, `[B, T, N]` or `[T, N]`: a factor for each query and head; None: 1.
             grouped: whether to sum over the heads of queries that share a head of keys.
 
         Returns:
-            `[B, S, N]` or `[S, N]`; `[B, S, K]` or `[S, K]` if `grouped`; float32 or float64. In a union, the keys
-            of the first measure, then those of the second. Over all keys it sums up to the number of rows that see one,
-            less what sinks take.
+            `[B, S, N]` or `[S, N]`; `[B, S, K]` or `[S, K]` if `grouped`; float32 or float64. In a union the keys
+            of the first measure come first. Over all keys it sums up to the number of rows that see a key,
+            less the weights of sinks.
 
         Raises:
             TypeError: `rows` is not a floating array, or `grouped` no boolean.
@@ -163,11 +163,11 @@ class AbstractWeights(eqx.Module):
             checks.check_shape("rows", checks.check_floating("rows", rows), shape)
             factor = jnp.asarray(rows, dtype)
         heads = first.query.shape[2]
-        # A source along values of the keys: a column for each head of a group, whose derivative is of its scores alone.
+        # a source along added values: a column for each head of a group, with the derivative of its scores
         group = heads // first.key.shape[2]
         columns = np.broadcast_to(np.tile(np.eye(group), (heads // group, 1)), (*shape, group))
         columns = jnp.asarray(columns, dtype)
-        # they vary inside a `jax.shard_map` as the keys do, where the derivative would else be a sum over devices
+        # of the type of the keys inside a `jax.shard_map`; otherwise the derivative would be a sum over devices
         zeros = [lax.full_like(x.key, 0.0, dtype, (*x.key.shape[:3], group)) for x in parts]
 
         def total(added: list[Array]) -> Array:
@@ -184,9 +184,9 @@ class AbstractWeights(eqx.Module):
 
         $$a \sim P, \qquad P_a = e^{s_a - F}$$
 
-        One pass over blocks of keys, by XLA's operations: a draw is the key of the largest sum of its score and of
-        noise of Gumbel's distribution. The noise depends on `key`, the row, the index of the key and the draw. So draws
-        are the same on any mesh and of a union or all its keys together, but where two sums are equal up to rounding.
+        One pass over blocks of keys, by XLA's operations: a draw is the key with the largest sum of its score and
+        Gumbel noise. The noise depends on `key`, the row, the index of the key and the draw. Draws are therefore
+        equal on any mesh, and for a union or its keys in one array, unless two sums are equal up to rounding.
         Draws are independent, with replacement, and have no derivative. The mean of their values converges to
         attention.
 
@@ -195,9 +195,9 @@ class AbstractWeights(eqx.Module):
             count: draws for each query and head.
 
         Returns:
-            int32 `[B, T, N, count]`: indices of keys (in a union, of the first measure's, then of the second's),
-            and after all of these of sinks, in the same order; -1 for a fully masked row.
-            `jnp.take(..., mode="fill", fill_value=0)` reads a sink's value.
+            int32 `[B, T, N, count]`: indices of keys (in a union, the keys of the first measure come first); sinks
+            come after all keys, in the same order; -1 for a fully masked row.
+            `jnp.take(..., mode="fill", fill_value=0)` reads the value of a sink.
 
         Raises:
             TypeError: `key` is not a key, or `count` not an integer.
@@ -233,12 +233,13 @@ class AbstractWeights(eqx.Module):
         $$\mathrm{KL}(P \| Q) = \sum_a P_a \log \frac{P_a}{Q_a}
             = \mathbb{E}_P[s_P] - \mathbb{E}_P[s_Q] - F_P + F_Q$$
 
-        the Bregman divergence of $F$ in the scores. The other measure has queries and keys of its own, of any
-        width and number of key heads, a scale, a score and a mask: it is $+\infty$ in a row in which this one
-        sees a key that the other hides. For indexers that imitate attention, distillation, and heads that say the same.
+        the Bregman divergence of $F$ in the scores. The other measure may have other queries and keys, of any
+        width and number of key heads, and another scale, score and mask. The divergence is $+\infty$ in a row in which
+        this measure sees a key that the other hides. For indexers trained on attention, distillation, and redundant
+        heads.
 
-        Where scores are products of queries and keys, and both have the same mask (the same arrays, if it has any): two
-        flash passes. Otherwise the second is a walk over blocks of both scores, by XLA's operations.
+        Two flash passes where scores are products of queries and keys, and both have the same mask (with the same
+        arrays). Otherwise the second pass is a walk over blocks of both scores, by XLA's operations.
 
         Args:
             other: $Q$, a measure of as many rows and keys; a union is compared part by part, a sink with the sink of
@@ -270,15 +271,8 @@ class AbstractWeights(eqx.Module):
 
         $$-\sum_a P_a \log Q_a = F_Q - \mathbb{E}_P[s_Q] = \mathrm{KL}(P \| Q) + H(P)$$
 
-        At the cost of [`kl`][energy_attn.Gibbs.kl], with its arguments, errors and conventions.
-
-        Args:
-            other: $Q$.
-
-        Returns:
-            `[B, T, N]` in nats.
-
-        Source: as `kl`.
+        At the cost of [`kl`][energy_attn.Gibbs.kl], with its arguments, errors and conventions. Returns `[B, T, N]`
+        in nats.
 
         Examples:
             >>> import jax, jax.numpy as jnp
@@ -320,7 +314,7 @@ def _with_rows(chosen: Array, call: StaticCall, operands: Operands) -> tuple[Sta
 
 
 def _indices(name: str, selection: object, size: int) -> Any:
-    """int32 indices from 0 on; None: rows that are all of them. Those that are traced are not checked."""
+    """int32 indices from 0 on, or None for all rows; traced indices are not checked."""
     if selection is None:
         return None if name == "rows" else jnp.arange(size, dtype=jnp.int32)
     if isinstance(selection, slice):

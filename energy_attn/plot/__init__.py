@@ -9,7 +9,7 @@ Examples:
     >>> figure = ea.plot.landscape(ea.landscape(q[0], k, v, points=9))
 """
 
-from ._images import energy_report as energy_report
-from ._images import mask as mask
-from ._images import weights as weights
-from ._landscape import landscape as landscape
+from ._figures import energy_report as energy_report
+from ._figures import landscape as landscape
+from ._figures import mask as mask
+from ._figures import weights as weights

@@ -20,6 +20,6 @@ from ._accept import accept_greedy as accept_greedy
 from ._accept import accept_sampling as accept_sampling
 from ._accept import verify as verify
 from ._decode import commit as commit
+from ._decode import grow as grow
 from ._decode import tree_decode as tree_decode
-from ._grow import grow as grow
 from ._tree import PrefixTree as PrefixTree

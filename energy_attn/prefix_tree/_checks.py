@@ -57,9 +57,9 @@ def check_paths(parent: Array, size: Array | np.ndarray, depth: int) -> None:
     if not (checks.is_concrete(parent) and checks.is_concrete(size)):
         return
     rows = zip(np.asarray(parent).tolist(), np.asarray(size).tolist(), strict=True)
-    for row, (above, used) in enumerate(rows):
+    for row, (parents, used) in enumerate(rows):
         nodes: list[int] = []
-        for slot, up in enumerate(above[:used]):
+        for slot, up in enumerate(parents[:used]):
             nodes.append(1 if up < 0 else nodes[up] + 1)
             if nodes[-1] > depth:
                 raise ValueError(

@@ -1,9 +1,12 @@
-"""Attention of a tree's nodes over a cache, and the accepted path appended to the cache."""
+"""A round of speculative decoding: trees that grow, attention of their nodes, and the accepted path appended."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -20,17 +23,108 @@ from energy_attn.kernels import AttentionState, merge
 from energy_attn.kernels.internal import (
     CallPolicy,
     Candidate,
-    RowOptions,
     Scales,
     arguments,
     call_policy,
     checks,
+    lse_dtype,
 )
 from energy_attn.kernels.scores import AbstractScore
 
 from ..functional._citation import cite
 from ._accept import Accepted
-from ._tree import PrefixTree, check_tree, gather_slots
+from ._tree import (
+    PrefixTree,
+    check_logits,
+    check_tree,
+    gather_slots,
+    tree_from_checked_parents,
+)
+
+
+def grow(tree: PrefixTree, logits: Float[Array, "B L V"], count: int) -> PrefixTree:
+    r"""Adds the `count` likeliest nodes to a tree.
+
+    $$\mathrm{score}(n) = \sum_{a \text{ on the path to } n,\ \text{no root}}
+      \log P(x_a \mid \mathrm{parent}(a))$$
+
+    Candidates are all tokens under all nodes, except those in the tree already. To draft a tree, begin
+    with [`from_parents`][energy_attn.prefix_tree.PrefixTree.from_parents] of a root in `L` slots, and
+    grow it once for each level.
+
+    Args:
+        tree: a tree whose `unpacker` is `[B, L, C]`, as from `from_parents`. Paths have at
+            most `C` nodes.
+        logits: `[B, L, V]`, floating: the drafter's after each node; those of unused slots are not
+            read.
+        count: the number of nodes to add to each row, static; fewer are added if slots or
+            candidates run out.
+
+    Returns:
+        The tree with the new nodes after the others, best first; ties in order of parent and token.
+
+    Raises:
+        TypeError: `tree` is not a `PrefixTree`, `logits` not a floating array or `count` not an
+            integer.
+        ValueError: logits of another shape, a tree whose candidates are not its nodes, or a count
+            below 1.
+
+    Source: the dynamic draft trees of EAGLE-2 (arXiv 2406.16858).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn.prefix_tree import PrefixTree, grow
+        >>> slots = jnp.zeros((1, 4), int)
+        >>> tree = PrefixTree.from_parents(slots + 5, slots - 1, 3, jnp.array([1]))
+        >>> logits = jnp.log(jnp.array([[[0.1, 0.6, 0.3], *[[0.2, 0.1, 0.7]] * 3]]))
+        >>> tree = grow(tree, logits, 1)  # token 1, with probability 0.6
+        >>> tree = grow(tree, logits, 2)  # its child 2, with 0.42, and its sibling 2, with 0.3
+        >>> tree.tokens.tolist(), tree.parent.tolist()
+        ([[5, 1, 2, 2]], [[-1, 0, 1, 0]])
+    """
+    check_logits(tree, logits)
+    checks.check_shape("tree.unpacker", tree.unpacker, (*tree.tokens.shape, "C"))
+    count = checks.check_integer("count", count, least=1)
+    return _grown(count, tree, jnp.asarray(logits))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _grown(count: int, tree: PrefixTree, logits: Array) -> PrefixTree:
+    batch, slots = tree.tokens.shape
+    # at most `count` of the best are children of one node
+    scores = _scores(tree, logits)
+    scores, tokens = lax.top_k(scores, min(count, scores.shape[2]))
+    candidates = scores.shape[2]
+    entries = slots * candidates
+    scores, best = lax.top_k(scores.reshape(batch, entries), min(count, entries))
+    added = (scores > -jnp.inf).sum(-1, dtype=jnp.int32)
+
+    rank = jnp.arange(slots, dtype=jnp.int32)[None] - tree.size[:, None]
+    is_new = (rank >= 0) & (rank < added[:, None])
+    selected = gather_slots(best, jnp.where(is_new, rank, -1))
+    token = gather_slots(tokens.reshape(batch, entries), selected).astype(tree.tokens.dtype)
+    return tree_from_checked_parents(
+        tree.unpacker.shape[2],
+        jnp.where(is_new, token, tree.tokens),
+        jnp.where(is_new, selected // candidates, tree.parent),
+        jnp.minimum(tree.size + added, slots),
+    )
+
+
+def _scores(tree: PrefixTree, logits: Array) -> Array:
+    # [B, L, V]: the score of each token under each node; -inf if it cannot be added
+    slots, vocabulary = logits.shape[1:]
+    log_p = jax.nn.log_softmax(logits.astype(lse_dtype(logits.dtype)), axis=-1)
+    rows = jnp.arange(len(log_p), dtype=jnp.int32)[:, None]
+    used = jnp.arange(slots, dtype=jnp.int32)[None] < tree.size[:, None]
+    is_child = used & (tree.parent >= 0)
+    index = jnp.where(is_child, tree.parent, slots), checks.as_int32(tree.tokens)
+    edge = log_p.at[rows, *index].get(mode="fill", fill_value=0)
+    path = gather_slots(edge, tree.unpacker).sum(-1)
+    scores = jnp.where(jnp.isneginf(log_p), -jnp.inf, path[:, :, None] + log_p)
+    scores = scores.at[rows, *index].set(-jnp.inf, mode="drop")
+    can_grow = used & (tree.depth < tree.unpacker.shape[2] - 1)
+    return jnp.where(can_grow[:, :, None], scores, -jnp.inf)
 
 
 def tree_decode(
@@ -58,8 +152,7 @@ def tree_decode(
     state, of `L` × `L` scores on each device. The cache is unchanged;
     [`commit`][energy_attn.prefix_tree.commit] appends to it.
 
-    A node's position is `cache.lengths + tree.depth`. Differentiable in query, key,
-    value, source, and in the cache's keys and values.
+    A node's position is `cache.lengths + tree.depth`. Differentiable in query, key, value, source, and in the cache.
 
     Args:
         query: `[B, L, N, H]` of the nodes, in the cache's `dtype`; `K` divides `N`.
@@ -123,38 +216,42 @@ def tree_decode(
     mask = tree.mask
     if reach is not None and reach[0] is not None:
         mask = mask & (tree.depth[:, :, None] - tree.depth[:, None, :] <= reach[0])
-    # the context precedes all nodes, so that no causal mask is needed
-    scores: Any = {"scale": scale, "score": score}
     positions = cache.lengths[:, None] + tree.depth
-    context_call = arguments.check_call(
-        query,
-        cache.key,
-        cache.value,
-        source=source,
-        sink=sink,
-        scales=Scales(cache.key_scale, cache.value_scale),
-        **scores,
-        local_window_size=reach,
-        query_positions=jnp.where(used, positions, -1),
-        key_positions=cache.positions,
-    )
-    # after `reshard_explicit` the nodes are sharded differently
-    context = _partial_state(
-        sharding_plan(cache.parallel, query, cache.key, cache.value), policy, context_call
-    )
-    # the tree's mask replaces positions, which only a score reads
-    rows: RowOptions = {}
-    if score is not None:
-        rows = {"query_positions": positions, "key_positions": positions}
-    drafts = arguments.check_call(
-        query, key, value, source=source, mask=mask[:, None], **scores, **rows
-    )
-    nodes_plan = None
-    if plan is not None and plan.batch + plan.heads:
-        nodes_plan = plan._replace(sequence=(), queries=False)
-    nodes_policy = CallPolicy((*policy.kernels, "blockwise"))
-    out, lse = merge(context, _partial_state(nodes_plan, nodes_policy, drafts))
+    scored: Any = {"source": source, "scale": scale, "score": score}
+    reads: Any = {"query_positions": jnp.where(used, positions, -1), "sink": sink}
+    context = _context_state(policy, cache, query, local_window_size=reach, **reads, **scored)
+    nodes = _node_state(plan, policy, query, key, value, mask, positions, **scored)
+    out, lse = merge(context, nodes)
     return AttentionState(out.astype(cache.dtype), lse)
+
+
+# The context precedes all nodes, so that no causal mask is needed.
+def _context_state(
+    policy: CallPolicy, cache: KVCache, query: Array, **options: Any
+) -> AttentionState:
+    scales = Scales(cache.key_scale, cache.value_scale)
+    options |= {"scales": scales, "key_positions": cache.positions}
+    call = arguments.check_call(query, cache.key, cache.value, **options)
+    plan = sharding_plan(cache.parallel, query, cache.key, cache.value)
+    return _partial_state(plan, policy, call)
+
+
+def _node_state(
+    plan: ShardingPlan | None,
+    policy: CallPolicy,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array,
+    positions: Array,
+    **options: Any,
+) -> AttentionState:
+    if options["score"] is not None:  # the mask replaces positions, which only a score reads
+        options |= {"query_positions": positions, "key_positions": positions}
+    call = arguments.check_call(query, key, value, mask=mask[:, None], **options)
+    if plan is not None:  # each device has all nodes
+        plan = plan._replace(sequence=(), queries=False) if plan.batch + plan.heads else None
+    return _partial_state(plan, CallPolicy((*policy.kernels, "blockwise")), call)
 
 
 def _partial_state(
@@ -185,7 +282,7 @@ def commit(
     Raises:
         TypeError: an argument is not an array, a cache or an `Accepted`, or has the wrong dtype.
         ValueError: shapes that do not fit the cache or each other; paths that are longer than the
-            cache has room for beside its window.
+            cache has room for in addition to its window.
         RuntimeError: as for the cache's `append`, a row has no room for its path.
 
     Source: the cache update of SpecInfer (arXiv 2305.09781).
@@ -217,7 +314,7 @@ def commit(
 
 
 def gather_path(cache: KVCache, path: Array, key: Array, value: Array) -> tuple[Array, Array]:
-    """Keys and values of the slots of `path` `[B, C]`, zeros for -1, sharded as `cache` appends them."""
+    """Keys and values of the slots of `path` `[B, C]`, zeros for -1, sharded as for `cache.append`."""
 
     def taken(key: Array, value: Array, path: Array) -> tuple[Array, Array]:
         return gather_slots(key, path), gather_slots(value, path)

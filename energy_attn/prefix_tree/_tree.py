@@ -166,8 +166,8 @@ class PrefixTree(NamedTuple):
         checks.check_shape("size", checks.check_integral("size", sizes), tokens.shape[:1])
         check_range("size", sizes, 0, slots)
         check_paths(parent, sizes, depth)
-        above, used = (jnp.asarray(checks.as_int32(x)) for x in (parent, sizes))
-        return tree_from_checked_parents(depth, jnp.asarray(tokens), above, used)
+        parents, used = (jnp.asarray(checks.as_int32(x)) for x in (parent, sizes))
+        return tree_from_checked_parents(depth, jnp.asarray(tokens), parents, used)
 
     @classmethod
     def from_choices(
@@ -245,7 +245,7 @@ class PrefixTree(NamedTuple):
             >>> from energy_attn.prefix_tree import PrefixTree
             >>> beam = jnp.array([[[5, 7, 7], [5, 7, 8]]])
             >>> tree = PrefixTree.from_beam(beam)
-        >>> bool((tree.unpack(tree.tokens) == beam).all())
+            >>> bool((tree.unpack(tree.tokens) == beam).all())
             True
         """
         check_tree("tree", self)
@@ -269,8 +269,8 @@ def tree_from_ancestors(
     is_ancestor = (ancestors[:, :, None] == slot_index[:, None, :, None]).any(-1)
     mask = is_ancestor | jnp.eye(slots, dtype=bool)[None]
     depth = jnp.maximum(count - 1, 0)
-    above = jnp.take_along_axis(ancestors, jnp.maximum(count - 2, 0)[:, :, None], axis=2)[:, :, 0]
-    parent = jnp.where(count > 1, above, -1)
+    parent = jnp.take_along_axis(ancestors, jnp.maximum(count - 2, 0)[:, :, None], axis=2)[:, :, 0]
+    parent = jnp.where(count > 1, parent, -1)
     return PrefixTree(tokens, mask, depth, parent, unpacker, size)
 
 

@@ -1,8 +1,7 @@
-"""Runs a program with tags, and returns the values of the tags after the program's results.
+"""Runs a program with tags, and returns the values of the tags after the program's results."""
 
-Tags occur inside the programs of `jit`, `scan` and other primitives, which do not return the tags' values.
-Here each of these programs is run again with the values as additional results.
-"""
+# Tags occur inside the programs of `jit`, `scan` and other primitives, which do not return the tags' values. Each of
+# these programs is run again, with the values as additional results.
 
 import functools
 from collections.abc import Callable, Sequence
@@ -37,10 +36,8 @@ Run = Callable[..., Results]
 
 
 class RecordLevel(NamedTuple):
-    """The level of the recorded tags, and whether tags of other levels stay in the program."""
-
-    level: int
-    others_stay: bool = True
+    level: int  # of the recorded tags
+    others_stay: bool = True  # whether tags of other levels stay in the program
 
 
 def traced(
@@ -53,7 +50,7 @@ def traced(
 
 
 def lift(program: ClosedJaxpr, args: Sequence[Any], level: RecordLevel) -> Results:
-    """Runs a program; returns its results and the values of its tags of one level, in the order in which they run.
+    """Runs a program; returns its results and the values of its tags of one level, in order.
 
     Raises `NotImplementedError` for a tag inside a loop of unknown length, which cannot return its values.
     """
@@ -131,8 +128,8 @@ def _remat(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
 
 def _scan(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
     params = equation.params
-    # Constants come first, then what is carried, then what has an axis of steps. JAX's versions differ in
-    # how they count them; the types of the body say it in all.
+    # Constants come first, then carries, then arrays with an axis of steps. JAX's versions count them in different
+    # parameters (https://github.com/jax-ml/jax/pull/39005); the types of the body tell them apart in all versions.
     inner = params["jaxpr"].jaxpr
     carried = len(equation.outvars) - _with_steps(equation.outvars, inner.outvars)
     fixed = len(args) - _with_steps(equation.invars, inner.invars) - carried
@@ -178,7 +175,7 @@ def _missing(x: jax.ShapeDtypeStruct) -> Array:
 
 def _shard_map(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
     params, mesh = equation.params, equation.params["mesh"]
-    # JAX before 0.9 has another name for them
+    # versions of JAX name the parameter differently (`_shard_map_typecheck` in jax/_src/shard_map.py)
     manual = params.get("newly_manual_axes", params.get("manual_axes"))
     names = tuple(x for x in mesh.axis_names if x in manual)
 
@@ -197,7 +194,7 @@ def _shard_map(equation: JaxprEqn, args: list[Any], run: Run) -> Results:
     return results, [x.behind("device") for x in recorded]
 
 
-# By the names of JAX's primitives, some of which differ between its versions.
+# By the names of JAX's primitives; some differ between versions of JAX.
 _RULES: dict[str, Callable[..., Results]] = {
     "jit": _jit,
     "pjit": _jit,

@@ -36,7 +36,7 @@ Recording = collections.OrderedDict[str, dict[str, PyTree[Array]]]
 def record(
     function: Callable[..., Any], *quantities: str, **functions: Callable[[Gibbs], PyTree[Array]]
 ) -> Callable[..., tuple[Any, Recording]]:
-    r"""A function that also returns what each free energy says that runs inside it.
+    r"""Transforms a function into one that also returns figures of each free energy that runs inside it.
 
     $$f(x) \quad\to\quad \bigl(f(x),\; (F_i, H_i, \dots)_i\bigr)$$
 
@@ -48,31 +48,30 @@ def record(
         out, seen = jax.vmap(ea.record(model, "entropy"))(batch)
 
     It is a transformation of functions like `jax.grad`: pure, differentiable in both modes (a penalty on
-    what is seen trains the model), and free to stand inside or outside `jax.jit`, `vmap`, `grad` and
-    `jax.shard_map`. What runs inside `function` is found inside these, too:
+    the figures trains the model), and composable with `jax.jit`, `vmap`, `grad` and
+    `jax.shard_map`. Calls inside of these transformations are recorded, too:
 
-    - under `jit`, `jax.checkpoint` and on a mesh, values are what they are outside;
-    - `jax.vmap` inside `function` puts its axis in front of the values, `lax.scan` its steps;
-    - inside `jax.shard_map` values get an axis in front, with an entry for each device along its axes;
-    - of the branches of `lax.cond`, those not taken have values of NaN (under `vmap`, where the
-      condition is mapped, JAX runs all branches, and all are seen);
-    - inside a function with a derivative of its own (`jax.custom_jvp`, `jax.custom_vjp`), the values
-      have that of the function itself;
-    - of `jax.grad` inside `function`, the forward pass is seen;
+    - `jit`, `jax.checkpoint` and a mesh do not change the values;
+    - `jax.vmap` inside `function` adds its axis in front of the values, `lax.scan` an axis of steps;
+    - `jax.shard_map` adds an axis in front, with an entry for each device along its axes;
+    - branches of `lax.cond` that are not taken have values of NaN (under `vmap` with a mapped
+      condition, JAX runs all branches, and all are recorded);
+    - inside a `jax.custom_jvp` or `jax.custom_vjp`, the values have the derivative of the function itself;
+    - of `jax.grad` inside `function`, the forward pass is recorded;
     - a loop of unknown length (`lax.while_loop`) raises.
 
-    Nothing changes in a function that is not recorded. Under `jit` energies are of the same pass as the
-    attention that they belong to; other figures, and the gradients of what is seen, take passes of their own.
+    Under `jit`, energies come from the same pass as attention; other figures, and the gradients of figures, take
+    passes of their own.
 
     Args:
         function: any function or Equinox module, or a method of one. It is compiled as by
             `equinox.filter_jit`.
-        *quantities: what to record of each energy: `"energy"`, `"entropy"`, `"heat_capacity"`,
-            `"variance"`, `"effective_keys"`, as in an [`energy_report`][energy_attn.energy_report], or the name
-            of a method of [`Gibbs`][energy_attn.Gibbs] that needs no arguments, as `"score_max"`. If
-            there are none, nor functions: the five figures.
-        **functions: others, by a name for each: a function of the call's `Gibbs` that returns
-            arrays. A call at a source gives the measure tilted by it.
+        *quantities: names of figures: `"energy"`, `"entropy"`, `"heat_capacity"`,
+            `"variance"`, `"effective_keys"`, as in an [`energy_report`][energy_attn.energy_report], or of
+            methods of [`Gibbs`][energy_attn.Gibbs] that need no arguments, as `"score_max"`. Without
+            quantities and functions: the five figures.
+        **functions: functions of the call's `Gibbs` that return arrays, by name. The measure of a call at a source
+            is tilted by the source.
 
     Returns:
         A function with the arguments of `function` that returns `(out, seen)`. `seen` is an ordered
@@ -89,7 +88,7 @@ def record(
         TypeError: `function` is not callable, or a quantity not a name or function.
         ValueError: an unknown quantity; when called: no free energy runs.
         NotImplementedError: when called: a free energy runs inside a `lax.while_loop`, or inside a
-            primitive of which JAX does not say what it does with its function.
+            primitive whose function JAX does not describe.
 
     Source: `oryx.core.harvest` (sow and reap), for the transformation.
 
@@ -189,7 +188,7 @@ def _run(
 
 
 def names_of(recorded: Sequence[Recorded]) -> list[str]:
-    """A name for each call: the name of its energy, with a number from the second call on."""
+    """A name for each call: the name of its energy, numbered from the second call on."""
     count: collections.Counter[str] = collections.Counter()
     names = []
     for x in recorded:
@@ -199,21 +198,21 @@ def names_of(recorded: Sequence[Recorded]) -> list[str]:
 
 
 def _named(function: Any) -> Any:
-    """The function with a name for each energy that is in it and has none: its path."""
+    """Names each energy in a function after its path, unless it has a name."""
 
-    def one(path: Any, x: Any) -> Any:
+    def named(path: Any, x: Any) -> Any:
         if not isinstance(x, FreeEnergy) or x.name is not None:
             return x
         where = _WRAPPER.sub("", jax.tree_util.keystr(path))
         return with_name(x, where or None)
 
     return jax.tree_util.tree_map_with_path(
-        one, function, is_leaf=lambda x: isinstance(x, FreeEnergy)
+        named, function, is_leaf=lambda x: isinstance(x, FreeEnergy)
     )
 
 
 def recorder(names: tuple[str, ...], functions: dict[str, Callable[[Gibbs], Any]]) -> Recorder:
-    """The recorder of quantities, which are checked; of the figures if there are none."""
+    """The recorder of checked quantities and functions; by default of the five figures."""
     for name in names:
         if not isinstance(name, str):
             raise TypeError(

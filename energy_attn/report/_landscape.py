@@ -61,8 +61,8 @@ def landscape(
             directions. None is 3 / σ and 3 σ, where σ is the standard deviation of the values along
             a direction, under the attention weights.
         points: the number of grid points along each direction.
-        energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of the row: its scale, masks (the query is at
-            position 0), kernel and mesh. None is `FreeEnergy()`.
+        energy: the [`FreeEnergy`][energy_attn.FreeEnergy] of the row, whose query is at position 0; None is
+            `FreeEnergy()`.
 
     Returns:
         A module of arrays in float32 (float64), which [`plot.landscape`][energy_attn.plot.landscape] draws.

@@ -18,7 +18,7 @@ from energy_attn.kernels.masks import AbstractMask
 
 from ..core._gibbs import Gibbs
 from ..core._module import measure_at, measure_of
-from ..functional._options import EnergyOptions
+from ..functional._free_energy import EnergyOptions
 from ..nn._multihead import MultiheadAttention
 from ..observables._entropy import RowObservables, row_observables
 from ..record._lift import Recorded
@@ -90,7 +90,7 @@ def energy_report(
     $$F, \qquad H = F - \mathbb{E}_P[s], \qquad \mathrm{Var}_P(s), \qquad
       \mathrm{tr}\,\Sigma = \sum_a P_a \|v_a - \mathrm{out}\|^2, \qquad e^H$$
 
-    of each row of attention, or their means over the queries that see a key. It costs about three
+    The figures of each row of attention, or their means over the queries that see a key. It costs about three
     flash passes for each layer, without a matrix of weights. It is a pure function of arrays: it works
     inside `jax.jit`, in a training step, and is differentiable.
 
@@ -102,18 +102,18 @@ def energy_report(
       batch axis before them; `process_heads`, positions and the lengths of padded rows
       (`query_seq_lengths`, `key_value_seq_lengths`) are options. Dropout is off;
     - `energy_report(model, tokens, positions=None, cache=None, **options)` for a decoder, such as
-      [`Llama`][energy_attn.models.Llama]: inputs as in its call; options besides `parallel` are
-      those of `free_energy`;
-    - `energy_report(function, *inputs, **options)` for any function or module in which free energies
-      run, as [`record`][energy_attn.record] finds them, called with these arguments. Each call is a
-      layer, and so is each step of a `lax.scan` around it; means are also over what `jax.vmap` maps. Where
+      [`Llama`][energy_attn.models.Llama]: inputs as in its call; options are `parallel` and
+      the options of `free_energy`;
+    - `energy_report(function, *inputs, **options)` for any function or module that calls free energies,
+      as for [`record`][energy_attn.record]. Each call is a
+      layer, and so is each step of a `lax.scan` around it; means are also over the axes of `jax.vmap`. Where
       a layer has fewer heads than another, or is in a branch that was not taken, figures are NaN.
 
     Args:
         model: a `Gibbs`, a `MultiheadAttention`, a decoder, or another function.
         *inputs: the arguments of its call.
         per_query: whether to return figures for each query instead of the means.
-        **options: see above.
+        **options: options of the four forms.
 
     Returns:
         A pytree of arrays `[layers, heads]`, or `[layers, B, T, heads]` with `per_query` (without `B` if the inputs
@@ -146,8 +146,8 @@ def energy_report(
         >>> ea.energy_report(model, tokens, per_query=True).entropy.shape
         (2, 1, 8, 4)
         >>> layer = ea.nn.MultiheadAttention(4, 16, key=jax.random.key(0))
-        >>> own = lambda x: layer(x, x, layer(x, x, x))  # a model of one's own
-        >>> ea.energy_report(own, jnp.ones((7, 16))).entropy.shape
+        >>> custom = lambda x: layer(x, x, layer(x, x, x))  # a custom model
+        >>> ea.energy_report(custom, jnp.ones((7, 16))).entropy.shape
         (2, 4)
     """
     from ..models import AbstractDecoder  # `import energy_attn` loads no models
@@ -171,7 +171,7 @@ def energy_report(
 
 
 def _check_inputs(run: Callable[..., Rows], model: Any, *inputs: Any, **options: Any) -> None:
-    """Raises `TypeError` for inputs that a kind of model does not take, by the names that it takes."""
+    """Raises `TypeError`, with the names of inputs, unless inputs fit a kind of model."""
     signature = inspect.signature(run)
     try:
         signature.bind(model, *inputs, **options)
@@ -182,7 +182,7 @@ def _check_inputs(run: Callable[..., Rows], model: Any, *inputs: Any, **options:
 
 
 def _of_call(name: str, seen: Recorded, per_query: bool) -> EnergyReport:
-    """The report of one call in a function: of one layer, or of one for each step of the loops around it."""
+    """The report of one call in a function: of one layer, or of a layer for each step of the loops around it."""
     steps = [i for i, axis in enumerate(seen.axes) if axis == "scan"]
     figures = [jnp.moveaxis(seen.values[x], steps, range(len(steps))) for x in _FIGURES]
     shape = figures[0].shape[: len(steps)]
@@ -207,7 +207,6 @@ def _summary(rows: Rows, per_query: bool, names: tuple[str, ...] | None = None) 
 
 
 def _joined(reports: list[EnergyReport]) -> EnergyReport:
-    """One report of the layers of several."""
     heads = max(x.energy.shape[-1] for x in reports)
     names = tuple(name for x in reports for name in x.names or ())
 
@@ -266,7 +265,7 @@ def _of_decoder(
     def attend(
         query: Array, key: Array, value: Array, *, return_energy: bool, **call: Any
     ) -> tuple[Array, Rows]:
-        del return_energy  # as a report
+        del return_energy  # the report takes its place
         measure = measure_of(query, key, value, **call, **options)
         *rows, out = row_observables(*measure._prepared())
         return out.astype(query.dtype), tuple(rows)

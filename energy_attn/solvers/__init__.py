@@ -1,7 +1,7 @@
-"""The solvers of iterative functions: what `solver=` takes.
+"""The solvers of iterative functions, for `solver=`.
 
-A solver is a value: frozen, hashable, equal to another with the same fields, and a pytree without leaves.
-A program is compiled once for all that are equal. Each function says which of them it takes.
+A solver is frozen, hashable, equal to another with the same fields, and a pytree without leaves.
+A program is compiled once for equal solvers. Each function names the solvers that it takes.
 
 Examples:
     >>> import jax

@@ -19,8 +19,8 @@ class AbstractSolver(abc.ABC):
 
     Attributes:
         max_steps: the largest number of steps of a row.
-        tolerance: the largest residual that counts as converged; the function that is called says of
-            what, and relative to what. None is 1e-10 in float64, and in float32 2e-6 (of `FixedPoint` 1e-5).
+        tolerance: the largest residual that counts as converged; each function defines its residual.
+            None is 1e-10 in float64, and in float32 2e-6 (1e-5 for `FixedPoint`).
 
     Raises:
         TypeError: a field of the wrong type.
@@ -199,7 +199,7 @@ class FixedPoint(AbstractSolver):
 
     Args:
         max_steps: the largest number of steps.
-        tolerance: the longest step that counts as none; None is 1e-10 in float64 and 1e-5 in float32.
+        tolerance: the longest step that counts as converged; None is 1e-10 in float64 and 1e-5 in float32.
 
     Errors: see [`AbstractSolver`][energy_attn.solvers.AbstractSolver].
 
@@ -226,8 +226,8 @@ def check_solver(x: object, calls: Calls, *known: type[Solver]) -> Solver:
     Raises `NotImplementedError` for Optax's methods on explicit mesh axes, where their branches cannot be batched.
     """
     if not isinstance(x, known):
-        wanted = " or ".join(f"energy_attn.solvers.{kind.__name__}(...)" for kind in known)
-        raise TypeError(f"solver: wanted {wanted}, got {checks.received(x)}")
+        names = " or ".join(f"energy_attn.solvers.{kind.__name__}(...)" for kind in known)
+        raise TypeError(f"solver: wanted {names}, got {checks.received(x)}")
     plans = [call.plan for call in calls if call.plan is not None]
     if isinstance(x, (Optax, Optimistic)) and any(is_explicit(y.mesh, y.axes) for y in plans):
         raise NotImplementedError(

@@ -43,12 +43,11 @@ class Tsallis:
 
     $$p_a = \big[(\alpha - 1)\, s_a - \tau\big]_+^{1/(\alpha - 1)}$$
 
-    which is exactly zero for keys whose score is too low. As $\alpha \to 1$ this is the free energy; 2 is
-    sparsemax. The threshold $\tau$ is the root of $\sum_a p_a = 1$: Newton's method from the left, where it
-    never overshoots, each of whose steps sums two numbers a row over the keys, also over a mesh. Derivatives,
-    of any order and in both modes, are those of the root, by the support.
+    which is exactly zero for keys with low scores. As $\alpha \to 1$ this is the free energy; 2 is sparsemax. The
+    threshold $\tau$ is the root of $\sum_a p_a = 1$, found by Newton's method from the left, which never overshoots. A
+    step sums two numbers per row over the keys, also over a mesh. Derivatives of any order are those of the root.
 
-    For [`FreeEnergy(regulariser=)`][energy_attn.FreeEnergy], whose call and `attention` take it; `at` does not.
+    For [`FreeEnergy(regulariser=)`][energy_attn.FreeEnergy], its call and its `attention`; `at` raises.
 
     Attributes:
         alpha: $\alpha$, above 1 and up to 2.
@@ -84,7 +83,7 @@ def tsallis_state(
     for call in calls:
         if "blockwise" not in call.policy.kernels:
             raise NotImplementedError(
-                "implementation: wanted 'blockwise' or None beside a regulariser, got "
+                "implementation: wanted 'blockwise' or None with a regulariser, got "
                 f"{call.policy.kernels}"
             )
         if call.plan is not None and call.plan.local:
@@ -95,7 +94,7 @@ def tsallis_state(
     cite("entmax")
     dtype = parts[0].value.dtype
     calls, parts = sinks_as_keys(calls, promoted(parts))
-    # the threshold is found by XLA's operations, whatever else the call may be computed by
+    # the threshold is computed by XLA's operations, whatever implementation the call names
     calls = tuple(x._replace(policy=CallPolicy(("blockwise",))) for x in calls)
     args = parts, None if source is None else jnp.asarray(source)
     threshold = autodiff.function_call(_FindThreshold(regulariser, calls), args)
@@ -103,15 +102,16 @@ def tsallis_state(
     term = HashablePartial(_moments, (regulariser.alpha,))
     result = _sums(term, width + 2, calls, args, threshold)
     seen, alpha = holds_keys(threshold.largest), regulariser.alpha
-    # The sum of the weights is 1 but for rounding; without any, as where a score is NaN, this is NaN.
+    # the sum of the weights is 1 up to rounding; without a weight, as where a score is NaN, this is NaN
     out = result[..., :-2] / jnp.where(seen[..., None], result[..., -1:], 1.0)
-    above = (threshold.below + 1 / alpha) / (alpha - 1) + result[..., -2] / alpha
-    energy = threshold.largest + jnp.where(seen, above, 0.0)
+    # F = max s + (t + 1/α) / (α - 1) + Σ [(α - 1) s - τ]₊^{α / (α - 1)} / α
+    excess = (threshold.below + 1 / alpha) / (alpha - 1) + result[..., -2] / alpha
+    energy = threshold.largest + jnp.where(seen, excess, 0.0)
     return AttentionState(jnp.where(seen[..., None], out, 0.0).astype(dtype), energy)
 
 
 class _Threshold(NamedTuple):
-    r"""$\tau = (\alpha - 1) \max_a s_a + t$ of each row, whose sum is rounded by more than the weights are."""
+    r"""The terms of $\tau = (\alpha - 1) \max_a s_a + t$ of each row, whose sum would lose accuracy."""
 
     largest: Array  # $\max_a s_a$, held constant in derivatives; -inf in a fully masked row
     below: Array  # $t$, from -1 to 0, with the derivatives of $\tau$
@@ -119,7 +119,7 @@ class _Threshold(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _FindThreshold(autodiff.AbstractFunction):
-    r"""The root $\tau$ of $\sum_a p_a = 1$ in each row, of parts and a source."""
+    r"""The root $\tau$ of $\sum_a p_a = 1$ in each row."""
 
     regulariser: Tsallis
     calls: Calls
@@ -158,7 +158,7 @@ class _FindThreshold(autodiff.AbstractFunction):
         return threshold, unmoved(threshold)._replace(below=below)
 
     def sums(self, args: tuple[Parts, Array | None], threshold: _Threshold) -> tuple[Array, Array]:
-        r"""$\sum_a p_a$, and how fast it falls with $\tau$, $\frac{1}{\alpha - 1} \sum_a p_a^{2 - \alpha}$."""
+        r"""$\sum_a p_a$ and its slope $-d/d\tau$, $\frac{1}{\alpha - 1} \sum_a p_a^{2 - \alpha}$."""
         term = HashablePartial(_mass_and_slope, (self.regulariser.alpha,))
         result = _sums(term, 2, self.calls, args, threshold)
         return result[..., 0], result[..., 1]
@@ -176,14 +176,14 @@ def _sums(
     return sum_over_keys(calls, source, parts, term, width, *rows)
 
 
-# Block terms: of scores `[B, rows, keys]`, values `[B, keys, W]`, and the two numbers of thresholds `[B, rows, 1]`.
+# Block terms, from scores `[B, rows, keys]`, values `[B, keys, W]` and the terms of thresholds `[B, rows, 1]`.
 def _powers(alpha: float, scores: Array, threshold: _Threshold, *exponents: float) -> list[Array]:
-    r"""$[(\alpha - 1) s_a - \tau]_+$ to given powers, zero outside of the support, as are derivatives."""
+    r"""Powers of $[(\alpha - 1) s_a - \tau]_+$; zero outside of the support, with zero derivatives."""
     hidden = jnp.isneginf(scores)
     gaps = unfused(jnp.where(hidden, 0.0, scores)) - safe_shift(threshold.largest)
-    above = (alpha - 1) * gaps - threshold.below
-    outside = hidden | (above <= 0)  # not what is NaN
-    safe = jnp.where(outside, 1.0, above)
+    excess = (alpha - 1) * gaps - threshold.below
+    outside = hidden | (excess <= 0)  # NaN counts as inside
+    safe = jnp.where(outside, 1.0, excess)
 
     def power(exponent: float) -> Array:
         whole = exponent == int(exponent)

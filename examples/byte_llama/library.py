@@ -54,12 +54,12 @@ def standard_library(root: str | Path | None = None) -> Text:
 
 def _readable(paths: Iterable[Path]) -> list[bytes]:
     """The content of the files, without dangling links, pipes (which would block) and unreadable files."""
-    found = []
+    contents = []
     for path in paths:
         with contextlib.suppress(OSError):
             if path.is_file():
-                found.append(path.read_bytes())
-    return found
+                contents.append(path.read_bytes())
+    return contents
 
 
 def _joined(files: list[bytes]) -> np.ndarray:

@@ -54,8 +54,8 @@ def pieces(text: np.ndarray, count: int, size: int) -> jax.Array:
 def held_out(model: Llama, text: np.ndarray, size: int) -> float:
     """The loss over a text read in pieces of `size` bytes, in nats a byte."""
     losses = jax.jit(surprise)
-    found = [losses(model, piece[None]) for piece in pieces(text, len(text) // size, size)]
-    return float(jnp.concatenate(found).mean())
+    nats = [losses(model, piece[None]) for piece in pieces(text, len(text) // size, size)]
+    return float(jnp.concatenate(nats).mean())
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -52,7 +52,7 @@ def main() -> None:
         begin = time.perf_counter()
         for _ in range(args.steps):
             query, energy = step(query, key, value)
-        found = fetch(energy)
+        energies = fetch(energy)
         seconds = (time.perf_counter() - begin) / args.steps
 
     if jax.process_index() == 0:
@@ -60,7 +60,7 @@ def main() -> None:
             f"{jax.process_count()} processes, {jax.device_count()} devices, mesh {dict(mesh.shape)}"
         )
         print(f"{key.shape[1]} keys, {1e3 * seconds:.2f} ms a step")
-        print(f"energy of the first head: {found[0, 0, 0]:.4f} nats")
+        print(f"energy of the first head: {energies[0, 0, 0]:.4f} nats")
 
 
 if __name__ == "__main__":

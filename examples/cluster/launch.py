@@ -124,7 +124,7 @@ class Worker:
 
 
 def _status(workers: list[Worker]) -> int:
-    """The exit status of the first that failed, which is named.
+    """The exit status of the first process that failed; prints which.
 
     The peers of a process that dies fail within milliseconds, and may be gone before it. But the
     system closes its output before its connections: the output that ended first is the cause's. On a busy machine

@@ -20,8 +20,8 @@ def draw_example(example: dict[str, Any]) -> Figure:
     left.scatter(along, weights, 22, color=BLUE)
     for rank, i in enumerate(np.argsort(along)):  # alternating sides, as neighbours may be near
         offset, side = ((-4, -2), "right") if rank % 2 else ((4, 3), "left")
-        place = along[i], weights[i]
-        left.annotate(tokens[i], place, offset, textcoords="offset points", ha=side, fontsize=8)
+        point = along[i], weights[i]
+        left.annotate(tokens[i], point, offset, textcoords="offset points", ha=side, fontsize=8)
     left.margins(x=0.12)
     left.axvline(0, color="0.6", linewidth=0.8)
     left.set(yscale="log", ylabel="weight", title=f"where “{example['query']}” looks")
@@ -31,10 +31,10 @@ def draw_example(example: dict[str, Any]) -> Figure:
     top = 1.15 * max(example["rate"])
     middle.plot(distance, distance**2 / (2 * largest), "--", color=ORANGE, label="y² / 2λ")
     for end in (0, -1):
-        place = int(np.argmin(np.abs(along - distance[end])))
-        middle.plot(distance[end], -np.log(weights[place]), "o", color=BLUE, markersize=5)
+        point = int(np.argmin(np.abs(along - distance[end])))
+        middle.plot(distance[end], -np.log(weights[point]), "o", color=BLUE, markersize=5)
         middle.annotate(
-            tokens[place],
+            tokens[point],
             (distance[end], example["rate"][end]),
             (4 if end == 0 else -4, 5),
             textcoords="offset points",

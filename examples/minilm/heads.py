@@ -24,7 +24,7 @@ def by_head(
     of the embedding with the one that the model computes where the head's output is zero, or its mean over all tokens.
     """
     encoded = encode(model, encodings)
-    given = jnp.asarray([x.ids for x in encodings], jnp.int32), encoded.lengths
+    inputs = jnp.asarray([x.ids for x in encodings], jnp.int32), encoded.lengths
     layers = [
         _layer(layer.attention, encoded.states[:, i], encoded.lengths)
         for i, layer in enumerate(model.layers)
@@ -34,16 +34,16 @@ def by_head(
         for name in layers[0]
     }
     count = np.asarray(encoded.lengths)[:, None]
-    real, out = np.arange(given[0].shape[1]) < count, rows.pop("out")
-    found = {
+    real, out = np.arange(inputs[0].shape[1]) < count, rows.pop("out")
+    results = {
         name: np.where(real[:, None, None], x, 0).sum(-1) / count[..., None]
         for name, x in rows.items()
     }
     mean = out[np.nonzero(real)[0], ..., np.nonzero(real)[1], :].mean(0)
     for name, instead in (("zero", 0 * mean), ("mean", mean)):
-        costs = _costs(model, given, jnp.asarray(instead, jnp.float32))
-        found[name] = np.moveaxis(np.asarray(costs, np.float64), -1, 0)
-    return found, out, real
+        costs = _costs(model, inputs, jnp.asarray(instead, jnp.float32))
+        results[name] = np.moveaxis(np.asarray(costs, np.float64), -1, 0)
+    return results, out, real
 
 
 @eqx.filter_jit
@@ -68,12 +68,12 @@ def _layer(layer: ea.nn.MultiheadAttention, x: Array, lengths: Array) -> dict[st
 
 
 @eqx.filter_jit
-def _costs(model: Bert, given: tuple[Array, Array], instead: Array) -> Float[Array, "L N B"]:
+def _costs(model: Bert, inputs: tuple[Array, Array], instead: Array) -> Float[Array, "L N B"]:
     embed = jax.vmap(lambda model, *x: pooled(model(*x)[-1], x[1]), in_axes=(None, 0, 0))
-    whole = embed(model, *given)
+    whole = embed(model, *inputs)
 
     def cost(kept: Array) -> Array:
-        return 1 - (whole * embed(ablated(model, kept, instead), *given)).sum(-1)
+        return 1 - (whole * embed(ablated(model, kept, instead), *inputs)).sum(-1)
 
     return jax.lax.map(cost, all_but_one(*instead.shape[:2])).reshape(*instead.shape[:2], -1)
 
@@ -84,7 +84,7 @@ def all_but_one(layers: int, heads: int) -> Bool[Array, "L*N L N"]:
 
 
 def ablated(model: Bert, kept: Bool[Array, "L N"], instead: Float[Array, "L N H"]) -> Bert:
-    """The model in which heads that are not `kept` say `instead` at every token, by its output projections."""
+    """The model in which heads that are not `kept` have the output `instead`, by its output projections."""
 
     def projection(layer: eqx.nn.Linear, stays: Array, other: Array) -> eqx.nn.Linear:
         stays = jnp.repeat(stays, other.shape[-1])

@@ -56,10 +56,7 @@ def energy_report(model: Bert, encoded: Encoded) -> PyTree[Array]:
 
 
 def weights_of(model: Bert, encoded: Encoded) -> Float[Array, "layers B T heads S"]:
-    """The weights of all rows.
-
-    They are attention to values that are the rows of a unit matrix, which is feasible for short sentences.
-    """
+    """The weights of all rows, which short sentences have room for."""
     return jnp.stack([_layer_weights(*at) for at in _layers(model, encoded)])
 
 
@@ -80,16 +77,9 @@ def _layer_report(layer: ea.nn.MultiheadAttention, x: Array, lengths: Array) -> 
 
 @eqx.filter_jit
 def _layer_weights(layer: ea.nn.MultiheadAttention, x: Array, lengths: Array) -> Array:
-    query, key, _ = jax.vmap(lambda x: layer.project(x, x, x))(x)
-    return ea.attention(
-        query, key, one_hot(key), query_seq_lengths=lengths, key_value_seq_lengths=lengths
-    )
-
-
-def one_hot(key: Float[Array, "*B S heads H"]) -> Float[Array, "*B S heads S"]:
-    """Values that are the rows of a unit matrix, for these keys."""
-    *batch, size, heads, _ = key.shape
-    return jnp.broadcast_to(jnp.eye(size, dtype=key.dtype)[:, None], (*batch, size, heads, size))
+    query, key, value = jax.vmap(lambda x: layer.project(x, x, x))(x)
+    padding = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    return ea.FreeEnergy().at(query, key, value, **padding).weights()
 
 
 def looks_at(model: Bert, encoded: Encoded) -> dict[str, np.ndarray]:
@@ -99,9 +89,9 @@ def looks_at(model: Bert, encoded: Encoded) -> dict[str, np.ndarray]:
     over the queries that have them.
     """
     weights = np.asarray(weights_of(model, encoded), np.float64)
-    place = np.arange(weights.shape[-1])
+    positions = np.arange(weights.shape[-1])
     lengths = np.asarray(encoded.lengths)[:, None, None]
-    query, key = place[:, None], place
+    query, key = positions[:, None], positions
     real = (query < lengths) & (key < lengths)  # [B, T, S]
     chosen = {
         "first": key == 0 * query,
@@ -138,13 +128,13 @@ def worked_example(model: Bert, directory: Path) -> dict[str, Any]:
         layer, (one, two) = _doubled(
             (model.layers[LAYER].attention, encode(model, encodings).states[:, LAYER])
         )
-        report, found = _row(layer, one, indices)
+        report, arrays = _row(layer, one, indices)
         _, other = _row(layer, two, indices)
     names = {"sentence": SENTENCE, "tokens": tokens, "query": WORD, "layer": LAYER, "head": HEAD}
     numbers = {name: x.item() for name, x in arrays_of(report).items()}
-    towards = dict(zip(TOWARDS, found.pop("towards"), strict=True))
+    towards = dict(zip(TOWARDS, arrays.pop("towards"), strict=True))
     other = dict(zip(TOWARDS, other["weights"][indices[1:]], strict=True))
-    return names | numbers | found | {"towards": towards, "other": other}
+    return names | numbers | arrays | {"towards": towards, "other": other}
 
 
 def _doubled(tree: Any) -> Any:
@@ -162,7 +152,7 @@ def _row(
     query = query[indices[:1]]
     F = ea.FreeEnergy().at(query, key, value)
     report = ea.energy_report(F, per_query=True)
-    weights = ea.attention(query, key, one_hot(key))[0, 0]
+    weights = F.weights()[0, 0]
     out = F.attention()[0]  # [1, width]
     sizes, directions = jnp.linalg.eigh(F.covariance()[0, 0])
     along = (value[:, 0] - out) @ directions[:, -1]

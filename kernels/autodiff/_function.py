@@ -82,13 +82,13 @@ def jvp_of_some(
     f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, Any]:
     """`jax.jvp` of `f(*primals)` in the directions that are not None, at least one."""
-    moved = [i for i, x in enumerate(tangents) if x is not None]
+    indices = [i for i, x in enumerate(tangents) if x is not None]
 
     def run(*some: Any) -> Any:
-        given = dict(zip(moved, some, strict=True))
-        return f(*(given.get(i, x) for i, x in enumerate(primals)))
+        by_index = dict(zip(indices, some, strict=True))
+        return f(*(by_index.get(i, x) for i, x in enumerate(primals)))
 
-    return jax.jvp(run, [primals[i] for i in moved], [tangents[i] for i in moved])
+    return jax.jvp(run, [primals[i] for i in indices], [tangents[i] for i in indices])
 
 
 def run_compiled(primitive: Primitive, static: tuple[str, ...]) -> Callable[..., Any]:
@@ -143,9 +143,8 @@ class _UnderVmap:
     size: int
 
     def each(self, method: Callable[..., Any], in_axes: Sequence[Any], *args: PyTree) -> Any:
-        return jax.vmap(method, in_axes=tuple(in_axes), axis_name=self.name, axis_size=self.size)(
-            *args
-        )
+        mapped = jax.vmap(method, tuple(in_axes), axis_name=self.name, axis_size=self.size)
+        return mapped(*args)
 
 
 class _MappedFunction(_UnderVmap, AbstractFunction):
@@ -170,11 +169,11 @@ class _MappedMap(_UnderVmap, AbstractLinearMap):
         def one(fixed: PyTree, cotangent: PyTree) -> Any:
             return self.call.owner.transpose(fixed, moving, cotangent)
 
-        found = self.each(one, (self.call.split(self.axes)[0], 0), fixed, cotangent)
+        cotangents = self.each(one, (self.call.split(self.axes)[0], 0), fixed, cotangent)
         tree, axes = self.call.args[1], self.axes[self.call.args[0].num_leaves :]
         taken = (
             None if x is None else x.sum(0) if axis is None else jnp.moveaxis(x, 0, axis)
-            for x, axis in zip(tree.flatten_up_to(found), axes, strict=True)
+            for x, axis in zip(tree.flatten_up_to(cotangents), axes, strict=True)
         )
         return tree.unflatten(taken)
 
@@ -197,11 +196,11 @@ def _operation(name: str, mapped: type[_UnderVmap]) -> Primitive:
         call: TreeCall,
     ) -> tuple[list[Any], list[int | None]]:
         if all(x is None for x in axes):
-            found = primitive.bind(*flat, program=program, call=call)
-            return found, [None] * len(found)
+            result = primitive.bind(*flat, program=program, call=call)
+            return result, [None] * len(result)
         owner = mapped(call, tuple(axes), axis.name, axis.size)
-        found = jax.tree.leaves(_call(primitive, owner, *call.split(flat)))
-        return found, [0] * len(found)
+        result = jax.tree.leaves(_call(primitive, owner, *call.split(flat)))
+        return result, [0] * len(result)
 
     batching.fancy_primitive_batchers[primitive] = batch
     return primitive
@@ -220,10 +219,10 @@ def _jvp_of_function(
 ) -> tuple[list[Any], list[Any]]:
     del program
     (args,), (changes,) = call.split(primals), call.split(map(_unless_symbolic, tangents))
-    found, change = call.owner.jvp(args, changes)
-    results = jax.tree.leaves(found)
-    pairs = zip(results, call.result.flatten_up_to(change), strict=True)
-    return results, [_zero(x) if t is None else t for x, t in pairs]
+    result, change = call.owner.jvp(args, changes)
+    leaves = jax.tree.leaves(result)
+    pairs = zip(leaves, call.result.flatten_up_to(change), strict=True)
+    return leaves, [_zero(x) if t is None else t for x, t in pairs]
 
 
 def _zero(x: Any) -> Any:
@@ -234,19 +233,19 @@ def _zero(x: Any) -> Any:
 def _jvp_of_map(
     primals: Sequence[Array], tangents: Sequence[Any], *, program: ClosedJaxpr, call: TreeCall
 ) -> tuple[list[Any], list[Any]]:
-    found = linear_call_p.bind(*primals, program=program, call=call)
+    result = linear_call_p.bind(*primals, program=program, call=call)
     number = call.args[0].num_leaves
     changes = list(map(_unless_symbolic, tangents))
     # d(L(x) u) = L(x) du where x has no tangent
     if all(x is None for x in changes[:number]):
         fixed, moving = call.split([*primals[:number], *changes[number:]])
-        return found, jax.tree.leaves(linear_call(call.owner, fixed, moving))
+        return result, jax.tree.leaves(linear_call(call.owner, fixed, moving))
 
     # d(L(x) u) = L(x) du + (dL(x)) u: both terms in one pass of the plain function
     def plain(*flat: Array) -> list[Any]:
         return jax.tree.leaves(call.owner.plain(*call.split(flat)))
 
-    return found, jvp_of_some(plain, primals, changes)[1]
+    return result, jvp_of_some(plain, primals, changes)[1]
 
 
 def _transpose_of_map(
@@ -256,10 +255,11 @@ def _transpose_of_map(
     number = call.args[0].num_leaves
     types = [x.aval for x in flat[number:]]
     fixed, moving = call.split([*flat[:number], *types])
+    # the cotangent of u in L(x) u is L(x)^T times that of the result
     cotangent = call.result.unflatten(map(_unless_symbolic, cotangents))
-    found = call.args[1].flatten_up_to(call.owner.transpose(fixed, moving, cotangent))
-    zeros = map(ad.Zero, types)
-    return [None] * number + [z if x is None else x for x, z in zip(found, zeros, strict=True)]
+    result = call.args[1].flatten_up_to(call.owner.transpose(fixed, moving, cotangent))
+    pairs = zip(result, map(ad.Zero, types), strict=True)
+    return [None] * number + [zero if x is None else x for x, zero in pairs]
 
 
 ad.primitive_jvps[function_call_p] = _jvp_of_function

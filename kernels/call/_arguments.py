@@ -93,15 +93,15 @@ def check_arrays(
     """Checks query, key and value against each other. Raises as `check_call`."""
     query = jnp.asarray(check_floating("query", query))
     named: Any = ("key", key, scales.key), ("value", value, scales.value)
-    given: list[Array] = []
+    checked: list[Array] = []
     for name, x, scale in named:
         array = jnp.asarray(check_floating(name, x) if scale is None else x)
         if scale is None and array.dtype != query.dtype:
             raise TypeError(
                 f"{name}: wanted the dtype of query, {query.dtype}, got {received(array)}"
             )
-        given.append(array)
-    key, value = given
+        checked.append(array)
+    key, value = checked
     if query.ndim not in (3, 4):
         raise ValueError(f"query: wanted shape (B, T, N, H) or (T, N, H), got {received(query)}")
     *lead, _, heads, width = query.shape
@@ -147,8 +147,8 @@ def check_scored(
     sink = options.get("sink")
     if sink is not None:
         sink = check_sink(sink, query.shape[0 if batched else 1 : -1])
-    given: Any = query, key, value, bias, mask, tokens, rules.arrays, score_arrays
-    operands = Operands(*given, scales=scales, sink=sink)
+    fields: Any = query, key, value, bias, mask, tokens, rules.arrays, score_arrays
+    operands = Operands(*fields, scales=scales, sink=sink)
     scale = options.get("scale")
     if scale is None:
         scale = query.shape[-1] ** -0.5
@@ -223,7 +223,7 @@ def _scaled(operands: Operands, scale: float | Array, reproducible: bool) -> tup
     """Multiplies an array `scale` into the query; returns the operands and the number that remains."""
     if isinstance(scale, jax.Array) and reproducible:
         raise NotImplementedError(
-            "scale: wanted a number beside reproducible=True; scores.Temperature takes an array of one for each "
+            "scale: wanted a number with reproducible=True; scores.Temperature takes an array of one for each "
             f"head, got {received(scale)}"
         )
     scale, dtype = check_scale(scale), lse_dtype(operands.query.dtype)

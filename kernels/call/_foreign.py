@@ -30,10 +30,9 @@ def as_state(
     | FlashInfer | `[T, N]`, of base 2 | minus infinity | `base=2` |
     | vLLM's `merge_attn_states` | `[N, T]`, natural | either infinity | `empty=jnp.inf, layout="BNT"` |
 
-    A row holds no keys if its `lse` is `empty` or minus infinity. Any other value that is not finite
-    becomes NaN, and so does every state it is merged with. With `empty` plus infinity, a row whose
-    `out` is not finite also becomes NaN: FlashAttention-2 writes the same `lse` for no keys and for
-    a NaN among the scores.
+    A row holds no keys if its `lse` is `empty` or minus infinity. Any other value that is not finite becomes NaN, and
+    so does every state it is merged with. With `empty` plus infinity, a row whose `out` is not finite also becomes NaN:
+    FlashAttention-2 writes the same `lse` for no keys and for a NaN among the scores.
 
     Args:
         out: attention over some keys, `[..., H]`, usually `[B, T, N, H]`; any floating dtype.
@@ -49,8 +48,7 @@ def as_state(
 
     Raises:
         TypeError: `out` or `lse` is not a floating array, `base` or `empty` is not a number.
-        ValueError: shapes do not fit, `base` is not above 0 or is 1, `empty` is finite, or the
-            layout is unknown.
+        ValueError: shapes do not fit, `base` is not above 0 or is 1, `empty` is finite, or the layout is unknown.
 
     Source: FlashAttention-2 (Dao, arXiv 2307.08691), FlashInfer (Ye et al., arXiv 2501.01005).
 
@@ -86,7 +84,7 @@ def as_state(
     lse = lse.astype(lse_dtype(out.dtype))
     if math.isnan(empty):
         without_keys = jnp.isnan(lse)
-    else:  # a NaN among the scores shows in `out`
+    else:  # a NaN among the scores shows in `out` (https://github.com/Dao-AILab/flash-attention/pull/978)
         without_keys = (lse == float(empty)) & jnp.isfinite(out).all(-1)
     without_keys |= lse == -jnp.inf
     lse = jnp.where(lse == jnp.inf, jnp.nan, lse * math.log(base))

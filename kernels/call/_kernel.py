@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._private import private_names
+from .._imports import private_names
 from ..masks._abstract import AbstractMask
 from ..masks._ready import All, Lengths
 from ._operands import KernelCall, Operands, dequantized, differentiated, map_some, with_moved
@@ -21,10 +21,9 @@ from ._state import AttentionState, divided, holds_keys
 class AbstractKernel(abc.ABC):
     """Computes the state `(out, lse)` of a call, and its derivative in both modes.
 
-    The methods take a [`KernelCall`][energy_attn.kernels.KernelCall], whose operands may be
-    `jax.ShapeDtypeStruct`s in `check`; elsewhere they are arrays, traced or not. The other methods are called only
-    if `check` passes. A kernel of JAX's operations is an
-    [`AbstractJAXKernel`][energy_attn.kernels.AbstractJAXKernel], which needs `forward` alone.
+    The methods take a [`KernelCall`][energy_attn.kernels.KernelCall], whose operands may be `jax.ShapeDtypeStruct`s in
+    `check`; elsewhere they are arrays, traced or not. The other methods are called only if `check` passes. A kernel of
+    JAX's operations is an [`AbstractJAXKernel`][energy_attn.kernels.AbstractJAXKernel], which needs `forward` alone.
 
     Attributes:
         name: its name in `implementation=`.
@@ -32,8 +31,7 @@ class AbstractKernel(abc.ABC):
             GPUs). Empty for kernels made of XLA's operations, which run everywhere and which JAX
             batches and partitions over devices; these alone get segment ids of 64 bits.
         interpreted: other platforms on which it runs slowly, if asked for by name.
-        exported: whether JAX guarantees that later versions run a program with it, serialised by
-            `jax.export`.
+        exported: whether JAX guarantees that later versions run a program with it, serialised by `jax.export`.
         masks: the classes of masks that it knows, `All` among them. A call with any other is not
             given to it. `AbstractMask` stands for all masks. With `Lengths` among them it gets
             the lengths of `tokens` as they are; otherwise positions in their place.
@@ -113,6 +111,7 @@ class AbstractKernel(abc.ABC):
 
         By default divides by the exponential of the rest where the kernel has a `forward_and_rest` of its own.
         """
+        # Σ_a e^{s_a - lse} = e^{rest}
         if type(self).forward_and_rest is AbstractKernel.forward_and_rest:
             return cotangent
         return divided(cotangent, jnp.exp(-rest))
@@ -122,13 +121,12 @@ class AbstractKernel(abc.ABC):
     ) -> AttentionState | None:
         r"""Derivative of the state in a direction; `backward` is its transpose.
 
-        `directions` has the form of the operands; None for what does not move, which masks,
-        positions and segments never do. With $\dot s_a = \mathrm{scale}\,(\dot q \cdot k_a +
-        q \cdot \dot k_a) + \dot b_a$ (a score multiplies the first term by $g'$ and adds
-        $\dot\theta\, \partial g/\partial\theta$), the derivative of `lse` is $\dot F = \sum_a P_a \dot s_a$,
-        and that of `out` is $\sum_a P_a (\dot s_a - \dot F)\, v_a + \sum_a P_a \dot v_a$, in
-        their dtypes. Fully masked rows get zeros. By default None: that of the blockwise
-        implementation is taken.
+        `directions` has the form of the operands; None for what does not move, which masks, positions and segments
+        never do. With $\dot s_a = \mathrm{scale}\,(\dot q \cdot k_a + q \cdot \dot k_a) + \dot b_a$ (a score multiplies
+        the first term by $g'$ and adds $\dot\theta\, \partial g/\partial\theta$), the derivative of `lse` is
+        $\dot F = \sum_a P_a \dot s_a$, and that of `out` is
+        $\sum_a P_a (\dot s_a - \dot F)\, v_a + \sum_a P_a \dot v_a$, in their dtypes. Fully masked rows get zeros. By
+        default None: that of the blockwise implementation is taken.
         """
         del call, state, directions
         return None
@@ -181,20 +179,20 @@ class AbstractJAXKernel(AbstractKernel):
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         """JAX's derivative of `forward`. Rows without keys pass nothing on."""
-        found, pull = jax.vjp(
+        state_again, pull = jax.vjp(
             functools.partial(self._of_moved, call), differentiated(call.operands)
         )
         if cotangent.lse is None:
-            cotangent = cotangent._replace(lse=jnp.zeros_like(found.lse))
+            cotangent = cotangent._replace(lse=jnp.zeros_like(state_again.lse))
         return pull(of_rows_with_keys(state, cotangent))[0]
 
     def tangent(
         self, call: KernelCall, state: AttentionState, directions: Operands
     ) -> AttentionState:
         """JAX's derivative of `forward`, which is often NaN in rows without keys: there it is zero."""
-        given = map_some(lambda _, x: x, directions, call.operands)
+        primals = map_some(lambda _, x: x, directions, call.operands)
         run = functools.partial(self._of_moved, call)
-        return of_rows_with_keys(state, jax.jvp(run, (given,), (directions,))[1])
+        return of_rows_with_keys(state, jax.jvp(run, (primals,), (directions,))[1])
 
     def _of_moved(self, call: KernelCall, moved: Operands) -> AttentionState:
         return self.forward(call._replace(operands=with_moved(call.operands, moved)))
@@ -319,10 +317,10 @@ def target_capability() -> Capability | None:
 
 
 def check_capability(name: str, least: Capability, below: Capability | None = None) -> None:
-    found = target_capability()
-    if found is None or (found >= least and (below is None or found < below)):
+    capability = target_capability()
+    if capability is None or (capability >= least and (below is None or capability < below)):
         return
-    text = ["on" if x is None else ".".join(map(str, x)) for x in (least, below, found)]
+    text = ["on" if x is None else ".".join(map(str, x)) for x in (least, below, capability)]
     end = text[1] if below is None else f"to below {text[1]}"
     raise NotImplementedError(
         f"{name}: wanted a GPU of compute capability from {text[0]} {end}, got {text[2]}"

@@ -104,8 +104,8 @@ class Operands(NamedTuple):
         return mapped._replace(tokens=tokens, scales=scales)
 
     def _mapped(self, f: Callable[[Array, int], Any], **axes: int) -> "Operands":
-        given = ((name, axis, getattr(self, name)) for name, axis in axes.items())
-        return self._replace(**{name: f(x, axis) for name, axis, x in given if x is not None})
+        fields = ((name, axis, getattr(self, name)) for name, axis in axes.items())
+        return self._replace(**{name: f(x, axis) for name, axis, x in fields if x is not None})
 
     def part_indices(self) -> tuple[Array, Array]:
         """Indices in the whole batch, `[B]`, and among all heads, `[N]`."""
@@ -120,8 +120,7 @@ class Needs(NamedTuple):
 
     Attributes:
         unrounded: whether `out` has the dtype of `lse`, for merging, instead of that of `value`.
-        score_grad: whether a backward has to compute the cotangents of the score's arrays; otherwise zeros
-            will do.
+        score_grad: whether a backward has to compute the cotangents of the score's arrays; otherwise zeros will do.
         bias_grad: whether it has to compute the cotangent of the bias.
         sink_grad: whether it has to compute the cotangent of the sink.
         part: whether the queries are a slice of a larger array: a kernel that needs another layout copies only

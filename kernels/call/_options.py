@@ -30,7 +30,7 @@ class ScoreOptions(TypedDict, total=False):
 
     implementation: Candidate | Sequence[Candidate] | None
     """A name of [`implementations`][energy_attn.kernels.implementations], `"xla"` for those that XLA
-    alone runs, an [`AbstractKernel`][energy_attn.kernels.AbstractKernel] of one's own, or several of
+    alone runs, an [`AbstractKernel`][energy_attn.kernels.AbstractKernel] of your own, or several of
     these to try in turn; None tries all."""
 
     reproducible: bool
@@ -53,7 +53,7 @@ class RowOptions(TypedDict, total=False):
     `0 … T-1`. Negative: the query is absent."""
 
     key_positions: Int[Array, "..."] | None
-    """`[B, S]` integers likewise; negative for unfilled cache slots."""
+    """`[B, S]` integers, as for queries; negative for unfilled cache slots."""
 
     query_segment_ids: Int[Array, "..."] | None
     """`[B, T]` integers: a query sees only the keys of its own segment, as for several documents packed
@@ -61,7 +61,7 @@ class RowOptions(TypedDict, total=False):
     kernels for one platform decline: cast to int32 what 32 bits hold."""
 
     key_segment_ids: Int[Array, "..."] | None
-    """`[B, S]` integers likewise."""
+    """`[B, S]` integers, as for queries."""
 
 
 class KernelOptions(ScoreOptions, RowOptions, total=False):
@@ -105,14 +105,14 @@ _MEANT = {name: said for said, names in _SAID_ELSEWHERE.items() for name in name
 
 
 def check_options(
-    given: Iterable[str], declared: type, *arguments: str, fields: type | None = None
+    names: Iterable[str], declared: type, *arguments: str, fields: type | None = None
 ) -> None:
     """Raises `TypeError` for a name that is none of the keys of the `TypedDict` `declared`.
 
     The error names what was meant: one of these keys or of the other `arguments`, or one of the `fields` of an energy.
     """
     known = (*arguments, *declared.__annotations__)
-    for name in given:
+    for name in names:
         if name not in known:
             meant = _meant(name, known, () if fields is None else tuple(fields.__annotations__))
             wanted = f"a known option (did you mean {meant}?)" if meant else ", ".join(known)

@@ -65,6 +65,8 @@ def with_sink(state: AttentionState, sink: Array, positions: Array | None) -> At
     $$F = \log(e^{F_{keys}} + e^b), \qquad \mathrm{out} = e^{F_{keys} - F}\, \mathrm{out}_{keys}, \qquad
       \frac{\partial F}{\partial b} = e^{b - F}$$
 
+    JAX differentiates it. In reproducible calls `AbstractCanonical` folds the sink and has its gradient.
+
     `positions`: positions of the queries, `[B or 1, T]`; a query of negative position is absent and has no sink.
     None: all are present.
     """

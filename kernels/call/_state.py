@@ -25,14 +25,12 @@ class AttentionState(NamedTuple):
     $$F_A = \log \sum_{a \in A} e^{s_a}, \qquad \nabla F_A = \sum_{a \in A} e^{s_a - F_A}\, v_a$$
 
     Attributes:
-        out: the gradient of the free energy in the source, which is attention over these keys
-            alone. Shape `[..., H]`, usually `[B, T, N, H]`; any floating dtype. Zero in fully
-            masked rows.
+        out: the gradient of the free energy in the source, which is attention over these keys alone. Shape `[..., H]`,
+            usually `[B, T, N, H]`; any floating dtype. Zero in fully masked rows.
         lse: the free energy itself, in nats (natural logarithm). The shape of `out` less its last
             axis; float32, or float64 where `out` is. Minus infinity in fully masked rows.
 
-    States of disjoint key sets form a commutative monoid under
-    [`merge`][energy_attn.kernels.merge] with identity
+    States of disjoint key sets form a commutative monoid under [`merge`][energy_attn.kernels.merge] with identity
     [`empty_state`][energy_attn.kernels.empty_state].
 
     Examples:
@@ -142,11 +140,10 @@ def empty_state(
 #
 #     m = max_i F_i,   w_i = e^{F_i - m},   F = m + log Σ w_i,   out = Σ w_i out_i / Σ w_i
 #
-# F does not depend on m, so m is held constant, and JAX differentiates these lines to any order in
-# either mode. They introduce no NaN: empty parts enter as (0, -inf), whose weight is e^{-inf} = 0
-# with derivative 0, and the divisor of an empty fold is replaced by 1. A NaN or an overflow in a
-# part is in the weights or in the sum, whatever a maximum over devices makes of it, and so reaches
-# the result.
+# F does not depend on m, so m is held constant, and JAX differentiates these lines to any order in either mode. They
+# introduce no NaN: empty parts enter as (0, -inf), whose weight is e^{-inf} = 0 with derivative 0, and the divisor of
+# an empty fold is replaced by 1. A NaN or an overflow in a part is in the weights or in the sum, whatever a maximum
+# over devices makes of it, and so reaches the result.
 def holds_keys(lse: Array) -> Array:
     """Whether parts hold keys: `lse` is not minus infinity. A NaN holds keys."""
     return lse != -jnp.inf
@@ -169,6 +166,7 @@ def unfused(scores: Array) -> Array:
     it may differ from its own maximum by more than an exponential can take. XLA fuses nothing across a select; this one
     changes no value, NaNs and derivatives included.
     """
+    # https://github.com/openxla/xla/issues/41579; NaN in a softmax: https://github.com/jax-ml/jax/issues/37234
     return jnp.where(scores == scores, scores, scores + scores)
 
 
@@ -180,8 +178,8 @@ def of_each(f: Callable[..., Array], *arrays: Array) -> Array:
     """
     size, shape = arrays[0].size, arrays[0].shape
     rows = [jnp.pad(x.reshape(-1), (0, -size % 8)) for x in arrays]
-    found = unfused(f(*lax.optimization_barrier(rows)))
-    return lax.optimization_barrier(found)[:size].reshape(shape)
+    result = unfused(f(*lax.optimization_barrier(rows)))
+    return lax.optimization_barrier(result)[:size].reshape(shape)
 
 
 def divided(cotangent: AttentionState, factor: Array) -> AttentionState:
@@ -209,12 +207,9 @@ def fold(
 
 
 def _weighed(state: AttentionState, shift: Array) -> tuple[Array, Array]:
-    """The terms of parts in the two sums of a fold.
-
-    Each is rounded before the sum. A compiler that computes a state twice, to keep and to send, may fuse another one of
-    its products with the sum each time, and two devices would then go on with numbers that differ in the last bit.
-    """
-    # w_i out_i and w_i, with w_i = e^{F_i - m}
+    # The terms of parts in the two sums of a fold: w_i out_i and w_i, with w_i = e^{F_i - m}.
+    # Each is rounded before the sum. A compiler that computes a state twice, to keep and to send, may fuse another one
+    # of its products with the sum each time, and two devices would then go on with numbers that differ in the last bit.
     weight = jnp.exp(state.lse - shift)
     out = jnp.where(holds_keys(state.lse)[..., None], state.out.astype(weight.dtype), 0.0)
     return unfused(out * weight[..., None]), weight
@@ -236,10 +231,9 @@ def merge(a: State, b: State) -> State:
     $$F = \log(e^{F_a} + e^{F_b}), \qquad
       \mathrm{out} = \mathrm{out}_a e^{F_a - F} + \mathrm{out}_b e^{F_b - F}$$
 
-    and for covariances as in [`merge_all`][energy_attn.kernels.merge_all]. A commutative monoid
-    with identity $(0, -\infty)$; empty merged with empty is empty, forward and backward, without a
-    NaN. A part whose `lse` is minus infinity holds no keys, whatever its `out`; any other value
-    that is not finite makes the result NaN.
+    and for covariances as in [`merge_all`][energy_attn.kernels.merge_all]. A commutative monoid with identity
+    $(0, -\infty)$; empty merged with empty is empty, forward and backward, without a NaN. A part whose `lse` is minus
+    infinity holds no keys, whatever its `out`; any other value that is not finite makes the result NaN.
 
     Args:
         a: the state of the first key set, an `AttentionState` or a `CovarianceState`.
@@ -290,6 +284,7 @@ def merge(a: State, b: State) -> State:
     merged = _divided(numerator, denominator, shift, a.out.dtype)
     if isinstance(a, AttentionState):
         return merged
+    # the law of total covariance, as in `merge_all`
     covariance = covariance_term(first, merged) + covariance_term(second, merged)
     return CovarianceState(covariance.astype(a.covariance.dtype), *merged)
 
@@ -306,8 +301,7 @@ def merge_all(stacked: State, axis: int = 0) -> State:
 
     Args:
         stacked: states stacked along one axis of `lse`, and along the same axis of the others.
-        axis: that axis, as an axis of `lse`; may be negative. If its length is 0, the result is the
-            empty state.
+        axis: that axis, as an axis of `lse`; may be negative. If its length is 0, the result is the empty state.
 
     Returns:
         The merged state, with `axis` removed.
@@ -355,12 +349,15 @@ def covariance_term(part: CovarianceState, whole: AttentionState) -> Array:
     some = holds_keys(part.lse)[..., None]
     out = jnp.where(some, part.out.astype(dtype), 0.0)
     covariance = jnp.where(some[..., None], part.covariance.astype(dtype), 0.0)
-    apart = out - whole.out.astype(dtype)
-    return (covariance + apart[..., :, None] * apart[..., None, :]) * portion[..., None, None]
+    deviation = out - whole.out.astype(dtype)
+    return (covariance + deviation[..., :, None] * deviation[..., None, :]) * portion[
+        ..., None, None
+    ]
 
 
 def _sum(x: Array, axis: int) -> Array:
-    # XLA:CPU on JAX 0.10.2 sums a first axis of 8, of 16 million numbers, in 161 ms, and slices in 3; on 0.12.0 in 6.
+    # XLA:CPU on JAX 0.10.2 sums a first axis of 8, of 16 million numbers, in 161 ms, and slices in 3; on 0.12.0 in 6
+    # (https://github.com/jax-ml/jax/issues/25187).
     count = x.shape[axis]
     if not 1 <= count <= 16:
         return x.sum(axis, keepdims=True)
@@ -379,7 +376,7 @@ def check_state(name: str, state: object) -> None:
     wanted = lse_dtype(state.out.dtype)
     if state.lse.dtype not in (wanted, jnp.float64):
         raise TypeError(
-            f"{name}.lse: wanted {wanted} or wider beside {state.out.dtype} outputs, "
+            f"{name}.lse: wanted {wanted} or wider with {state.out.dtype} outputs, "
             f"got {received(state.lse)}"
         )
     if isinstance(state, CovarianceState):

@@ -77,8 +77,8 @@ class Tokens(NamedTuple):
         return self._mapped(f, "key_positions", "key_segments")
 
     def _mapped(self, f: Callable[[Array], Any], *names: str) -> "Tokens":
-        given = ((name, getattr(self, name)) for name in names)
-        return self._replace(**{name: f(x) for name, x in given if x is not None})
+        fields = ((name, getattr(self, name)) for name in names)
+        return self._replace(**{name: f(x) for name, x in fields if x is not None})
 
 
 NO_TOKENS = Tokens()
@@ -90,7 +90,7 @@ def check_tokens(
     if (options.get("query_segment_ids") is None) != (options.get("key_segment_ids") is None):
         side = "query" if options.get("query_segment_ids") is None else "key"
         raise ValueError(
-            f"{side}_segment_ids: wanted an integer array beside the other's, got None"
+            f"{side}_segment_ids: wanted an integer array, as the other side has one, got None"
         )
 
     def numbers(name: str, size: int, narrow: Callable[[Any], Any]) -> Array | None:
@@ -161,13 +161,13 @@ def check_leaves(positions: Int[Array, "b keys"] | None) -> None:
             continue
         if count.max() > 1:
             raise ValueError(
-                "key_positions: wanted one key of each position beside reproducible=True, got "
+                "key_positions: wanted one key of each position with reproducible=True, got "
                 f"{count.max()} of {present[count.argmax()]}; documents have segment ids and positions that go on"
             )
         leaves, most = present[-1] // LEAF - present[0] // LEAF + 1, leaves_for(len(row))
         if leaves > most:
             raise ValueError(
-                f"key_positions: wanted at most {most} times {LEAF} positions for {len(row)} keys beside "
+                f"key_positions: wanted at most {most} times {LEAF} positions for {len(row)} keys with "
                 f"reproducible=True, got {leaves}; append keys of position -1 up to {(leaves - 2) * LEAF + 1}"
             )
 
@@ -179,12 +179,12 @@ class Masks(NamedTuple):
     array: Any
 
 
-def join_masks(own: AbstractMask | None, mask: object) -> Any:
+def join_masks(energy_mask: AbstractMask | None, mask: object) -> Any:
     """Joins the mask of an energy, or None, with the `mask=` of a call; `split_mask` takes the result."""
-    given, array = split_mask(mask)
-    if own is None:
+    call_mask, array = split_mask(mask)
+    if energy_mask is None:
         return mask
-    both = own if given is None else own & given
+    both = energy_mask if call_mask is None else energy_mask & call_mask
     return both if array is None else Masks(both, array)
 
 
@@ -230,8 +230,7 @@ def position_rules(
     """Returns the conjunction of a mask, causality and a window, in the form that most kernels take.
 
     Of the masks that `&` joins, `Causal` and `Window` become one; `Lengths` and the first `Segments` are returned for
-    the tokens,
-    unless `tokens` already have segments.
+    the tokens, unless `tokens` already have segments.
     """
     left, right = window or (None, None)
     right = 0 if is_causal else right
@@ -309,15 +308,15 @@ def _with_segments(mask: Segments, tokens: Tokens, query_len: int, key_len: int)
         )
     tokens = tokens.with_positions(query_len, key_len)
 
-    def result(ids: Array, positions: Any) -> tuple[Array, Array]:
+    def ids_at(ids: Array, positions: Any) -> tuple[Array, Array]:
         (batch,) = jnp.broadcast_shapes(ids.shape[:1], positions.shape[:1])
         segments, inside = jax.vmap(looked_up)(
             *(jnp.broadcast_to(x, (batch, x.shape[1])) for x in (ids, positions))
         )
         return segments, jnp.where(inside, positions, -1)
 
-    query_segments, query_positions = result(of_queries, tokens.query_positions)
-    key_segments, key_positions = result(of_keys, tokens.key_positions)
+    query_segments, query_positions = ids_at(of_queries, tokens.query_positions)
+    key_segments, key_positions = ids_at(of_keys, tokens.key_positions)
     return Tokens(query_positions, key_positions, query_segments, key_segments)
 
 

@@ -134,6 +134,7 @@ class Tangent(AbstractLinearMap):
         return self.derivative.plain().tangent(fixed, moving)
 
     def transpose(self, fixed: Saved, moving: Operands, cotangent: AttentionState) -> Operands:
+        # (dout, dF) = J dx, and J^T is the backward
         needs_grad = jax.tree.map(lambda _: True, moving)
         return linear_call(Pullback(self.derivative, needs_grad), fixed, cotangent)
 
@@ -163,6 +164,7 @@ class Pullback(AbstractLinearMap):
     def transpose(
         self, fixed: Saved, moving: AttentionState, cotangent: Operands
     ) -> AttentionState:
+        # (J^T)^T = J
         result = linear_call(Tangent(self.derivative), fixed, cotangent)
         kept = zip(moving, result, strict=True)
         return AttentionState._make(None if x is None else y for x, y in kept)
@@ -172,10 +174,9 @@ class Pullback(AbstractLinearMap):
 class Attention(AbstractFunction):
     """The state by the first of `kernels` that fits; `out` and `lse` are differentiable, in both modes.
 
-    `has_rest`: whether the rounding error of `lse`, a constant for derivatives, is returned, too. First derivatives
-    are the kernel's own
-    `tangent` and `backward`, each of which is the transpose of the other; derivatives of higher order are JAX's, of
-    the blockwise ones. Raises as `run_when_lowered`.
+    `has_rest`: whether the rounding error of `lse`, a constant for derivatives, is returned, too. First derivatives are
+    the kernel's own `tangent` and `backward`, each of which is the transpose of the other; derivatives of higher order
+    are JAX's, of the blockwise ones. Raises as `run_when_lowered`.
     """
 
     kernels: Kernels
@@ -265,8 +266,7 @@ class EightBits(AbstractFunction):
     """The state of operands with scales, by the first of `kernels` that fits.
 
     Few queries on a TPU or a GPU read keys and values of eight bits as they are stored. Derivatives in both modes are
-    those of
-    `attend(names, settings, operands)` at the dequantized operands.
+    those of `attend(names, settings, operands)` at the dequantized operands.
     """
 
     attend: Attend
@@ -297,10 +297,8 @@ class EightBits(AbstractFunction):
 
 
 def _pays(operands: Operands) -> bool:
-    """Whether the scores take at most a quarter of the memory that dequantized keys and values would.
-
-    In float16 weights times a scale would underflow; float64 is no dtype of TPUs.
-    """
+    # Whether the scores take at most a quarter of the memory that dequantized keys and values would. In float16 weights
+    # times a scale would underflow; float64 is no dtype of TPUs.
     query, key, value = operands.qkv
     if query.dtype.name not in ("bfloat16", "float32") or not is_static(*query.shape, *key.shape):
         return False

@@ -96,7 +96,7 @@ def why_unfit(kernel: AbstractKernel, program: Program) -> str | None:
     if program.partitioned:
         return (
             "XLA cannot split it over devices; wanted a call in a jax.shard_map over all axes of "
-            "the mesh, or beside it one of XLA's operations"
+            "the mesh, or a further implementation of XLA's operations"
         )
     if program.symbolic:
         return "wanted sizes that are known, got symbolic ones"
@@ -128,6 +128,7 @@ def _run(
         call = as_read(kernel, KernelCall(operands, settings, platform))
         return jax.tree.leaves(method(kernel, call, *others))
 
+    # JAX maps XLA's operations; a hand-written kernel gets a larger batch, or one call after the other
     if kernel.platforms and levels and _is_one_batch(settings, tree.unflatten(flat), flat):
         return _as_one_batch(run, levels, flat)
     for axes in levels:
@@ -136,11 +137,9 @@ def _run(
 
 
 def _is_one_batch(settings: Settings, args: Sequence[Any], flat: Sequence[Array]) -> bool:
-    """Whether vmapped calls with these arguments are one call with a larger batch, which is not empty.
-
-    A score counts the entries of its own call, and its arrays and the numbers of its heads have no batch axis. Each
-    call has its own cotangent of a bias with batch axis 1.
-    """
+    # Whether vmapped calls with these arguments are one call with a larger batch, which is not empty. A score counts
+    # the entries of its own call, and its arrays and the numbers of its heads have no batch axis. Each call has its own
+    # cotangent of a bias with batch axis 1.
     is_forward = len(args) == 1
     plain = settings.score is None and (is_forward or args[0].bias is None)
     return plain and all(x.size for x in flat)
@@ -149,16 +148,15 @@ def _is_one_batch(settings: Settings, args: Sequence[Any], flat: Sequence[Array]
 def _one_by_one(
     run: Callable[..., list[Any]], axes: tuple[int | None, ...]
 ) -> Callable[..., list[Any]]:
-    """`jax.vmap(run, in_axes=axes)` as a loop, for kernels that JAX does not batch."""
-
+    # `jax.vmap(run, in_axes=axes)` as a loop, for kernels that JAX does not batch.
     def mapped(*flat: Array) -> list[Any]:
         pairs = zip(flat, axes, strict=True)
-        moved = [None if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
+        in_front = [None if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in pairs]
 
         def one(some: list[Any]) -> list[Any]:
             return run(*(x if y is None else y for x, y in zip(flat, some, strict=True)))
 
-        return jax.lax.map(one, moved)
+        return jax.lax.map(one, in_front)
 
     return mapped
 
@@ -173,9 +171,9 @@ def _as_one_batch(
             x = jnp.expand_dims(x, place) if axis is None else jnp.moveaxis(x, place + axis, place)
         return x
 
-    moved = [forward(x, axes) for x, axes in zip(flat, zip(*levels, strict=True), strict=True)]
+    in_front = [forward(x, axes) for x, axes in zip(flat, zip(*levels, strict=True), strict=True)]
     depth = len(levels) + 1
-    lead = tuple(max(sizes) for sizes in zip(*(x.shape[:depth] for x in moved), strict=True))
+    lead = tuple(max(sizes) for sizes in zip(*(x.shape[:depth] for x in in_front), strict=True))
 
     def flatten_batch(x: Array) -> Array:
         # an array with batch axis 1 broadcasts over the larger batch, too, unless the batch itself is 1
@@ -184,7 +182,7 @@ def _as_one_batch(
         x = jnp.broadcast_to(x, (*lead, *x.shape[depth:]))
         return x.reshape(-1, *x.shape[depth:])
 
-    return [x.reshape(*lead, *x.shape[1:]) for x in run(*map(flatten_batch, moved))]
+    return [x.reshape(*lead, *x.shape[1:]) for x in run(*map(flatten_batch, in_front))]
 
 
 attention_kernel_p = Primitive("attention_kernel")
@@ -281,7 +279,6 @@ def _operands(
 
 
 def lower_by_platform(primitive: Primitive, lower: Callable[..., Any]) -> None:
-    """Registers `lower(ctx, *flat, on=platform, ...)` for each platform."""
     for platform in PLATFORMS:
         mlir.register_lowering(primitive, functools.partial(lower, on=platform), platform=platform)
 

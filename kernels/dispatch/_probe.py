@@ -58,13 +58,13 @@ def _try(kernel: AbstractKernel, platform: str) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # lowering the user's program shows them
-            found = jax.eval_shape(run, operands)
+            lowered = jax.eval_shape(run, operands)
             jax.jit(run).trace(operands).lower(lowering_platforms=(platform,))
     except Exception as reason:
         # any exception: the code called is not ours, and the next kernel can take the call
         return f"wanted a JAX that lowers it, got {jax.__version__}: {reason or type(reason)}"
-    if _types(found) != _types(wanted):
-        return f"wanted a JAX that makes {_types(wanted)} of it, got {_types(found)}"
+    if _types(lowered) != _types(wanted):
+        return f"wanted a JAX that makes {_types(wanted)} of it, got {_types(lowered)}"
     return None
 
 

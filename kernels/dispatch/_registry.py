@@ -69,12 +69,11 @@ def implementations() -> tuple[str, ...]:
     | `blockwise` | all | XLA's operations | any call, memory O(T·block) |
     | `reference` | all | XLA's operations | any call, with the whole score matrix; derivatives in both modes |
 
-    "Plain": full, causal or windowed attention, with positions that count from 0, and without arrays
-    of masks, biases or positions; `cudnn` and `splash` take lengths, and `splash` takes segments. Those for one
-    platform know the masks [`Causal`][energy_attn.kernels.masks.Causal] and
-    [`Window`][energy_attn.kernels.masks.Window], and `Segments` and `Lengths` joined to them by `&`;
-    those for all platforms know every mask, and those made of Pallas all that compare numbers of a query with
-    numbers of a key.
+    "Plain": full, causal or windowed attention, with positions that count from 0, and without arrays of masks, biases
+    or positions; `cudnn` and `splash` take lengths, and `splash` takes segments. Those for one platform know the masks
+    [`Causal`][energy_attn.kernels.masks.Causal] and [`Window`][energy_attn.kernels.masks.Window], and `Segments` and
+    `Lengths` joined to them by `&`; those for all platforms know every mask, and those made of Pallas all that compare
+    numbers of a query with numbers of a key.
 
     `"xla"`, as in `jax.nn`, stands for those made of XLA's operations. Kernels for another platform
     than the one a program is lowered for are skipped, and so are those "only by name", which no hardware
@@ -128,34 +127,34 @@ def candidates(
     if check_flag("reproducible", reproducible):
         if implementation is not None:
             raise ValueError(
-                f"implementation: wanted None beside reproducible=True, got {received(implementation)}"
+                f"implementation: wanted None with reproducible=True, got {received(implementation)}"
             )
         return reproducible_kernels()
     if implementation is None:
         return tried()
-    one = isinstance(implementation, (str, AbstractKernel))
-    given = (implementation,) if one else implementation
+    is_single = isinstance(implementation, (str, AbstractKernel))
+    choices = (implementation,) if is_single else implementation
     if not (
-        isinstance(given, Sequence)
-        and given
-        and all(isinstance(x, (str, AbstractKernel)) for x in given)
+        isinstance(choices, Sequence)
+        and choices
+        and all(isinstance(x, (str, AbstractKernel)) for x in choices)
     ):
         raise TypeError(
             f"implementation: wanted a name, a kernel, several of these or None, "
             f"got {received(implementation)}"
         )
-    return tuple(x for each in given for x in _named(each))
+    return tuple(x for each in choices for x in _named(each))
 
 
-def _named(given: Candidate) -> Sequence[Candidate]:
-    if given == "xla":
+def _named(candidate: Candidate) -> Sequence[Candidate]:
+    if candidate == "xla":
         return [name for name, kernel in _REGISTRY.items() if not kernel.platforms]
-    if isinstance(given, AbstractKernel):
-        _check_kernel(given)
-    elif given not in _REGISTRY:
+    if isinstance(candidate, AbstractKernel):
+        _check_kernel(candidate)
+    elif candidate not in _REGISTRY:
         known = ", ".join(map(repr, _REGISTRY))
-        raise ValueError(f"implementation: wanted one of {known} or 'xla', got {given!r}")
-    return [given]
+        raise ValueError(f"implementation: wanted one of {known} or 'xla', got {candidate!r}")
+    return [candidate]
 
 
 def _check_kernel(kernel: AbstractKernel) -> None:
@@ -298,15 +297,13 @@ def accepting(
         kernels.append(kernel)
         if not kernel.platforms:
             break
-    if all(
-        kernel.platforms for kernel in kernels
-    ):  # otherwise the last kernel runs everywhere, and slower ones are not needed
+    # otherwise the last kernel runs everywhere, and slower ones are not needed
+    if all(kernel.platforms for kernel in kernels):
         kernels += slower
     if kernels:
         return tuple(kernels), {name: str(reason) for name, reason in reasons}
-    if len(reasons) == 1 or is_reproducible(
-        names
-    ):  # the last canonical kernel takes every call that the others take
+    # the last canonical kernel takes every call that the others take
+    if len(reasons) == 1 or is_reproducible(names):
         raise reasons[-1][1]
     raise ExceptionGroup(
         f"no implementation of {', '.join(x for x, _ in reasons)} takes this call",

@@ -1,4 +1,4 @@
-"""Programs with deterministic results, independent of what they are fused with; one primitive until lowered."""
+"""Deterministic programs, whose results do not depend on fusion; one primitive until they are lowered."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,13 +25,13 @@ def computed(function: Callable[..., Any], *args: Any) -> Any:
     return evaluate_by(evaluated, function, *args)
 
 
-def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr so that the bits of each entry do not depend on the surrounding program.
 
     Raises `NotImplementedError`, when it is lowered for a TPU or a GPU, for operations whose order of summation XLA
     chooses.
     """
-    return _tile_program_p.bind(*consts, *given, jaxpr=jaxpr)
+    return _tile_program_p.bind(*consts, *args, jaxpr=jaxpr)
 
 
 _tile_program_p = Primitive("tile_program")
@@ -56,8 +56,8 @@ def _types(*flat: jax.core.ShapedArray, jaxpr: Jaxpr) -> list[Any]:
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, jaxpr: Jaxpr) -> tuple[Any, Any]:
     tangents = list(map(ad.instantiate_zeros, tangents))
-    moved = jax.jvp(function_of(jaxpr), tuple(primals), tuple(tangents))[1]
-    return _tile_program_p.bind(*primals, jaxpr=jaxpr), moved
+    out_tangents = jax.jvp(function_of(jaxpr), tuple(primals), tuple(tangents))[1]
+    return _tile_program_p.bind(*primals, jaxpr=jaxpr), out_tangents
 
 
 def _batch(

@@ -94,27 +94,27 @@ class AbstractSchedule(abc.ABC):
         return width
 
     @functools.cached_property
-    def held(self) -> PositionSlots:
+    def key_slots(self) -> PositionSlots:
         positions: Any = self.operands.tokens.key_positions
         return PositionSlots(positions, LEAF, self.counted, self._in_order)
 
     @functools.cached_property
-    def asked(self) -> PositionSlots:
+    def query_slots(self) -> PositionSlots:
         positions: Any = self.operands.tokens.query_positions
         return PositionSlots(positions, self.query_tile, self.counted, False)
 
     @functools.cached_property
     def key_ids(self) -> Ids:
-        return self._in_slots(self.held, self.operands.tokens.key_segments)
+        return self._in_slots(self.key_slots, self.operands.tokens.key_segments)
 
     @functools.cached_property
     def query_ids(self) -> Ids:
-        return self._in_slots(self.asked, self.operands.tokens.query_segments)
+        return self._in_slots(self.query_slots, self.operands.tokens.query_segments)
 
-    def _in_slots(self, held: PositionSlots, segments: Array | None) -> Ids:
-        return held.positions, None if segments is None else held.spread(segments, -1)
+    def _in_slots(self, slots: PositionSlots, segments: Array | None) -> Ids:
+        return slots.positions, None if segments is None else slots.spread(segments, -1)
 
-    def met(self, rows: Ids) -> Bool[Array, "_ tiles leaves"]:
+    def meets(self, rows: Ids) -> Bool[Array, "_ tiles leaves"]:
         """Whether a tile of rows may see a key of a leaf."""
         (positions, of_rows), (at, of_keys) = rows, self.key_ids
         segments = None if of_rows is None or of_keys is None else (of_rows, of_keys)
@@ -137,16 +137,16 @@ class AbstractSchedule(abc.ABC):
 
     def node_numbers(self, leaves: int) -> Int[Array, "b nodes"]:
         """The number of one leaf per run of `leaves` leaves; -1 for a run without keys."""
-        held = self.held
-        numbers = jnp.where((held.positions >= 0).any(-1), held.numbers, -1)
-        numbers = jnp.pad(numbers, ((0, 0), (0, -held.tiles % leaves)), constant_values=-1)
+        key_slots = self.key_slots
+        numbers = jnp.where((key_slots.positions >= 0).any(-1), key_slots.numbers, -1)
+        numbers = jnp.pad(numbers, ((0, 0), (0, -key_slots.tiles % leaves)), constant_values=-1)
         numbers = numbers.reshape(len(numbers), -1, leaves).max(-1)
         return jnp.broadcast_to(numbers, (self.batch, numbers.shape[1]))
 
     def at_keys(self, x: Array) -> Array:
         """Sums over queries `[B, slots, ...]` of the keys in slots, `[B, S, ...]`."""
-        x = jax.vmap(self.held.taken)(x, jnp.arange(len(x), dtype=jnp.int32))
-        return self.asked.checked(self.held.checked(x))
+        x = jax.vmap(self.key_slots.taken)(x, jnp.arange(len(x), dtype=jnp.int32))
+        return self.query_slots.checked(self.key_slots.checked(x))
 
 
 def rounded(arrays: PyTree[Array]) -> Any:
@@ -154,7 +154,7 @@ def rounded(arrays: PyTree[Array]) -> Any:
     return jax.tree.map(lambda x: unfused(x) if floating(x) else x, arrays)
 
 
-def given(**arrays: Array | None) -> Blocks:
+def not_none(**arrays: Array | None) -> Blocks:
     return {name: x for name, x in arrays.items() if x is not None}
 
 

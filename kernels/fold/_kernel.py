@@ -2,8 +2,7 @@
 
 A leaf holds the keys of `LEAF` successive positions. A tile of rows meets a leaf in one program, whose rows do not
 depend on how many they are, and leaves are merged by the binary tree over their numbers. A leaf of which a row sees
-nothing is the identity of a merge in every bit. So neither other rows nor the
-places of keys in an array change a bit.
+nothing is the identity of a merge in every bit. So neither other rows nor the places of keys in an array change a bit.
 """
 
 import abc
@@ -28,7 +27,7 @@ from ..call._state import AttentionState
 from ..call._tokens import LEAF
 from . import _programs as programs
 from . import _tree as tree
-from ._call import AbstractRowsFold, AbstractSchedule, empty_like, given
+from ._call import AbstractRowsFold, AbstractSchedule, empty_like, not_none
 from ._programs import Blocks, without_signs
 
 
@@ -38,7 +37,7 @@ class AbstractCanonical(AbstractKernel):
 
     It knows the keys of its call alone: methods that merge the states of several devices' keys do so in another
     order. It takes the sink of a call, the last partial of a row's fold. Derivatives of second order raise
-    `NotImplementedError`. In its methods, `given` are the state and its cotangent.
+    `NotImplementedError`. In its methods, `states` are the state and its cotangent.
 
     Attributes:
         run: the length of runs of keys. The present keys of a run have successive positions from a multiple of `run`
@@ -81,7 +80,7 @@ class AbstractCanonical(AbstractKernel):
         def state(out: Array, lse: Array, *rest: Array) -> tuple[AttentionState, Array]:
             return AttentionState(out, lse), rest[0] if rest else jnp.zeros_like(lse)
 
-        rows = {"query": operands.query} | given(sink=of.sink())
+        rows = {"query": operands.query} | not_none(sink=of.sink())
         return of.over_keys(of, program, rows, _keys(operands), width, state)
 
     def backward(
@@ -105,19 +104,19 @@ class AbstractCanonical(AbstractKernel):
         result = cotangents(to_query, *to_keys, others.bias, others.score_arrays, others.sink)
         return map_some(lambda x, like: without_signs(x.astype(like.dtype)), result, operands)
 
-    def query_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
+    def query_cotangent(self, call: KernelCall, *states: AttentionState) -> Array:
         if _is_empty(call.operands):
             return self.schedule(call, False).empty(*call.operands.query.shape)
-        return self.query_fold(call, *given).whole()
+        return self.query_fold(call, *states).whole()
 
-    def query_fold(self, call: KernelCall, *given: AttentionState) -> AbstractRowsFold:
+    def query_fold(self, call: KernelCall, *states: AttentionState) -> AbstractRowsFold:
         # dQ_i = scale Σ_a ds_ia k_a
         of, width = self.schedule(call, self.in_order), call.operands.query.shape[-1]
         program = programs.to_queries(of.arithmetic, of.scores(), of.width_of(width))
-        rows, keys = backward_rows(call.operands, *given), _keys(call.operands)
+        rows, keys = backward_rows(call.operands, *states), _keys(call.operands)
         return of.over_keys(of, program, rows, keys, width, lambda x: x)
 
-    def key_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Array, Array]:
+    def key_cotangents(self, call: KernelCall, *states: AttentionState) -> tuple[Array, Array]:
         """The gradients of keys and values, in the dtype of the scores: folded over tiles of queries."""
         # dK_a = scale Σ_i ds_ia q_i and dV_a = Σ_i P_ia dout_i: sums over queries alone, so keys are read in place
         of, (_, key, value) = self.schedule(call, True), call.operands.qkv
@@ -125,37 +124,38 @@ class AbstractCanonical(AbstractKernel):
             return of.empty(*key.shape), of.empty(*value.shape)
         widths = [of.width_of(x.shape[-1]) for x in (key, value)]
         program = programs.to_keys(of.arithmetic, of.scores(), widths)
-        rows = backward_rows(call.operands, *given)
+        rows = backward_rows(call.operands, *states)
         to_key, to_value = of.over_queries(program, rows, _keys(call.operands))
         return to_key[..., : key.shape[-1]], to_value[..., : value.shape[-1]]
 
-    def sink_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
-        result = self.sink_sums(call, self.sink_terms(call, *given))
+    def sink_cotangent(self, call: KernelCall, *states: AttentionState) -> Array:
+        # db = -Σ_i e^{b - F_i} δ_i over the rows of a head, and over the batch if the batch shares b
+        result = self.sink_sums(call, self.sink_terms(call, *states))
         sums, sink = tree.PerHeadSums(result, tree.unit_numbers(call.operands)), call.operands.sink
         return result if sink is not None and sink.ndim == 2 else sums.of_heads()
 
     def sink_terms(self, call: KernelCall, *state: AttentionState) -> Float[Array, "B T N"]:
         """Terms of rows in the gradient with respect to the sink, -e^{b - F} δ."""
         of = self.schedule(call, False)
-        rows = backward_rows(call.operands, *state) | given(sink=of.sink())
+        rows = backward_rows(call.operands, *state) | not_none(sink=of.sink())
         return of.of_rows(lambda x: programs.sink_terms(of.arithmetic, x), rows)
 
     def sink_sums(self, call: KernelCall, terms: Float[Array, "B T N"]) -> Float[Array, "B N"]:
         """Sums of one number per row; NaN where two queries have one position."""
         of = self.schedule(call, False)
-        asked, there = of.asked, of.asked.positions >= 0
-        terms = jnp.where(there[..., None], asked.spread(terms), 0.0)
+        query_slots, present = of.query_slots, of.query_slots.positions >= 0
+        terms = jnp.where(present[..., None], query_slots.spread(terms), 0.0)
         result = of.computed(lambda x: x.sum(2), terms)
-        numbers = jnp.where(there.any(-1), asked.numbers, -1)
+        numbers = jnp.where(present.any(-1), query_slots.numbers, -1)
         numbers = jnp.broadcast_to(numbers, result.shape[:2])
-        return asked.checked(without_signs(jax.vmap(tree.tree_sum)(numbers, result)))
+        return query_slots.checked(without_signs(jax.vmap(tree.tree_sum)(numbers, result)))
 
-    def bias_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
+    def bias_cotangent(self, call: KernelCall, *states: AttentionState) -> Array:
         """The gradient of the bias, if the kernel takes one."""
         raise NotImplementedError("bias: wanted None, got an array")
 
     @abc.abstractmethod
-    def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
+    def array_cotangents(self, call: KernelCall, *states: AttentionState) -> tuple[Any, ...]:
         """The gradients of the score's arrays. May raise `NotImplementedError`."""
 
     def tangent(
@@ -173,9 +173,9 @@ class AbstractCanonical(AbstractKernel):
         scores = of.scores(directions)
         program = programs.along(of.arithmetic, scores, of.width_of(width), state.out.dtype)
         rows = {"query": call.operands.query, "out": state.out, "lse": state.lse}
-        rows |= given(d_sink=of.of_heads(directions.sink, 0.0), d_query=directions.query)
-        rows |= given(sink=of.sink())
-        keys = _keys(call.operands) | given(d_key=directions.key, d_value=directions.value)
+        rows |= not_none(d_sink=of.of_heads(directions.sink, 0.0), d_query=directions.query)
+        rows |= not_none(sink=of.sink())
+        keys = _keys(call.operands) | not_none(d_key=directions.key, d_value=directions.value)
         return of.over_keys(of, program, rows, keys, width, AttentionState)
 
 
@@ -190,7 +190,7 @@ def _keys(operands: Operands) -> Blocks:
 def backward_rows(operands: Operands, state: AttentionState, cotangent: AttentionState) -> Blocks:
     d_out = cotangent.out.astype(operands.value.dtype)
     rows = {"query": operands.query, "d_out": d_out, "out": state.out, "lse": state.lse}
-    return rows | given(d_lse=cotangent.lse)
+    return rows | not_none(d_lse=cotangent.lse)
 
 
 def check_whole(settings: Settings) -> None:
@@ -201,4 +201,4 @@ def check_whole(settings: Settings) -> None:
             "order of its own"
         )
     if settings.scored_width is not None:
-        raise NotImplementedError("source: wanted None beside a score, got an array")
+        raise NotImplementedError("source: wanted None with a score, got an array")

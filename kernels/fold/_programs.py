@@ -1,8 +1,16 @@
 """Fold programs: the partial result of two tiles, and how partials are merged and finished.
 
+A fold keeps a tile of one side and iterates over the tiles of the other:
+
+| program | kept side | iterated side | results |
+|---|---|---|---|
+| `softmax`, `along` | queries | keys and values | out and lse; their tangents |
+| `to_queries` | queries | keys and values | dQ |
+| `to_keys` | keys and values | queries | dK and dV |
+
 A schedule runs them: XLA's loop on a CPU, and kernels of Pallas on TPUs and GPUs. Tiles are `[..., rows, width]`;
-numbers of each row or key are `[..., 1, rows]`, and within a partial `[..., rows, 1]`. Scores are `[..., own, other]`.
-A program is the same for calls of all lengths: none of these functions takes a length.
+numbers of each row or key are `[..., 1, rows]`, and within a partial `[..., rows, 1]`. Scores are
+`[..., kept, iterated]`. A program is the same for calls of all lengths: none of these functions takes a length.
 """
 
 import abc
@@ -24,27 +32,27 @@ Pullback = Callable[[Array], Array]
 
 
 class FoldResult(NamedTuple):
-    """A result: `[own, width]`, or one number per row if `width` is None."""
+    """A result: `[kept, width]`, or one number per row if `width` is None."""
 
     width: int | None
     dtype: DTypeLike
 
 
 class FoldProgram(NamedTuple):
-    """A fold of one partial for each tile of the other side."""
+    """A fold over iterated tiles: `finish` of their merged `term`s, from `identity` on."""
 
     name: str  # of the kernel
-    # (q-side tile, kv-side tile, pairs, partial so far in the same leaf or None) to the partial
+    # (kept tile, iterated tile, pairs, partial so far in the same leaf or None) to the partial
     term: Callable[..., Partial]
     # merges two partials; merging `identity` changes no bit
     merge: Callable[[Partial, Partial], Partial]
-    # (own tile, folded partial) to the results
+    # (kept tile, folded partial) to the results
     finish: Callable[[Blocks, Partial], tuple[Array, ...]]
     identity: tuple[float, ...]  # the numbers that fill the partial of nothing
     widths: tuple[int | None, ...]  # widths of the arrays of a partial; None: one number per row
     results: tuple[FoldResult, ...]  # their types
-    to_partials: bool = False  # results are partials; those of absent rows are arbitrary
-    of_partials: bool = False  # the kv side holds such results
+    to_partials: bool = False  # results are partials, arbitrary for absent rows
+    of_partials: bool = False  # the iterated side holds such partials, to be merged
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -114,11 +122,11 @@ def softmax(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeL
         # s = g(scale q·k) + b; m = max(m_before, max s), w = e^{s - m}
         # l = e^{m_before - m} l_before + Σ w,  o = e^{m_before - m} o_before + Σ w v
         raw = a.rounded(a.dot(rows["query"], keys["key"], (1, 1)) * scores.scale)
-        found = scores.masked(raw, rows, pairs)
-        maximum = a.maximum(found)
+        tile_scores = scores.masked(raw, rows, pairs)
+        maximum = a.maximum(tile_scores)
         if before is not None:
             maximum = jnp.maximum(maximum, before[0])
-        weights = a.alone(jnp.exp(found - safe_shift(maximum)))
+        weights = a.alone(jnp.exp(tile_scores - safe_shift(maximum)))
         value = keys["value"]
         sums = a.total(weights), a.dot(weights.astype(value.dtype), value, (1, 0))
         if before is not None:
@@ -127,9 +135,8 @@ def softmax(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeL
         return maximum, *sums
 
     def merge(left: Partial, right: Partial) -> Partial:
-        # m = max(m_x, m_y), l = e^{m_x - m} l_x + e^{m_y - m} l_y, o likewise (Tree Attention, arXiv 2408.04093,
-        # section 5);
-        # exactly one of the partials where the other is the identity
+        # m = max(m_x, m_y), l = e^{m_x - m} l_x + e^{m_y - m} l_y, o as l (Tree Attention, arXiv 2408.04093,
+        # section 5); exactly one of the partials where the other is the identity
         maximum = jnp.maximum(left[0], right[0])
         x, y = _decay(a, left[0], maximum), _decay(a, right[0], maximum)
         # each rounded, so that a node has the same bits in all kernels
@@ -161,7 +168,7 @@ def softmax(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeL
 
 
 def _decay(a: Arithmetic, old: Array, new: Array) -> Array:
-    """Factor of sums when the maximum changes from `old` to `new`; exactly 1 where both are equal."""
+    # Factor of sums when the maximum changes from `old` to `new`; exactly 1 where both are equal.
     at_most = jnp.where(holds_keys(old), a.each(jnp.exp, old - safe_shift(new)), 0.0)
     return jnp.where(old == new, 1.0, at_most)
 
@@ -183,27 +190,27 @@ def score_changes(
     rows: Blocks,
     keys: Blocks,
     pairs: Any,
-    rows_own: bool = True,
+    rows_kept: bool = True,
     pulled: bool = True,
 ) -> ScoreChanges:
-    """The cotangents `[own, other]` of the scores of a tile of rows and a tile of keys.
+    """The cotangents `[kept, iterated]` of the scores of a tile of rows and a tile of keys.
 
     `pulled`: whether `pullback` maps them to cotangents of the scaled products.
     """
     query, d_out, lse, delta = _backward(a, rows)
 
     def products(x: Array, y: Array) -> Array:
-        return a.dot(x, y, (1, 1)) if rows_own else a.dot(y, x, (1, 1))
+        return a.dot(x, y, (1, 1)) if rows_kept else a.dot(y, x, (1, 1))
 
     # P = e^{s - F},  ds = P (dout·v - δ): FlashAttention-2 (arXiv 2307.08691), algorithm 2
     raw = a.rounded(products(query, keys["key"]) * scores.scale)
     if pulled:
-        found, pullback = scores.with_pullback(raw, rows, pairs)
+        tile_scores, pullback = scores.with_pullback(raw, rows, pairs)
     else:
-        found, pullback = scores.masked(raw, rows, pairs), lambda change: change
-    weights = a.alone(jnp.exp(found - (lse if rows_own else lse.mT)))
+        tile_scores, pullback = scores.masked(raw, rows, pairs), lambda change: change
+    weights = a.alone(jnp.exp(tile_scores - (lse if rows_kept else lse.mT)))
     to_values = products(d_out, keys["value"])
-    change = a.alone(weights * (to_values - (delta if rows_own else delta.mT)))
+    change = a.alone(weights * (to_values - (delta if rows_kept else delta.mT)))
     return ScoreChanges(query, d_out, raw, weights, change, pullback)
 
 
@@ -212,8 +219,8 @@ def to_queries(a: Arithmetic, scores: AbstractTileScores, width: int) -> FoldPro
 
     def term(rows: Blocks, keys: Blocks, pairs: Any, before: Partial | None = None) -> Partial:
         # dq = scale Σ_a g'(x_a) ds_a k_a; `finish` multiplies by the scale
-        found = score_changes(a, scores, rows, keys, pairs)
-        change = found.pullback(found.change).astype(keys["key"].dtype)
+        changes = score_changes(a, scores, rows, keys, pairs)
+        change = changes.pullback(changes.change).astype(keys["key"].dtype)
         return _added(before, (a.dot(change, keys["key"], (1, 0)),))
 
     def finish(rows: Blocks, partial: Partial) -> tuple[Array, ...]:
@@ -229,10 +236,10 @@ def to_keys(a: Arithmetic, scores: AbstractTileScores, widths: Sequence[int]) ->
 
     def term(keys: Blocks, rows: Blocks, pairs: Any, before: Partial | None = None) -> Partial:
         # dk = scale Σ_i g'(x_i) ds_i q_i,  dv = Σ_i P_i dout_i
-        found = score_changes(a, scores, rows, keys, pairs, rows_own=False)
-        change = found.pullback(found.change)
-        to_value = a.dot(found.weights.astype(found.d_out.dtype), found.d_out, (1, 0))
-        to_key = a.dot(change.astype(found.query.dtype), found.query, (1, 0))
+        changes = score_changes(a, scores, rows, keys, pairs, rows_kept=False)
+        change = changes.pullback(changes.change)
+        to_value = a.dot(changes.weights.astype(changes.d_out.dtype), changes.d_out, (1, 0))
+        to_key = a.dot(change.astype(changes.query.dtype), changes.query, (1, 0))
         return _added(before, (to_key, to_value))
 
     def finish(keys: Blocks, partial: Partial) -> tuple[Array, ...]:
@@ -262,8 +269,8 @@ def along(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeLik
         if "d_key" in keys:
             moves.append(a.alone(a.dot(query, keys["d_key"], (1, 1))))
         change = a.rounded(sum(moves[1:], moves[0]) * scores.scale) if moves else None
-        found, change = scores.along(raw, change, rows, pairs)
-        weights = a.rounded(jnp.exp(found - jnp.where(some, lse, jnp.inf)))
+        tile_scores, change = scores.along(raw, change, rows, pairs)
+        weights = a.rounded(jnp.exp(tile_scores - jnp.where(some, lse, jnp.inf)))
         # partials of Σ P (ds v + dv), Σ P ds and Σ P
         outs = []
         energy = jnp.zeros_like(lse)
@@ -299,7 +306,7 @@ def along(a: Arithmetic, scores: AbstractTileScores, width: int, dtype: DTypeLik
 
 
 def sink_terms(a: Arithmetic, rows: Blocks) -> Array:
-    r"""Terms $-e^{b - F} \delta$ of rows in the gradient of a sink $b$, `[..., 1, rows]`."""
+    r"""Terms $-e^{b - F} \delta$ of rows in the gradient of a sink $b$, which a kernel sums: `[..., 1, rows]`."""
     *_, lse, delta = _backward(a, rows)
     return unfused(a.each(jnp.exp, rows["sink"] - lse.mT) * -delta.mT)
 

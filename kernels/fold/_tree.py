@@ -94,16 +94,17 @@ def fold_live(
     return result(lax.while_loop(lambda carry: carry[0] < stop, step, begin)[1], merge)
 
 
-def following(met: Bool[Array, "*b y"]) -> Int[Array, "*b z"]:
+def following(meets: Bool[Array, "*b y"]) -> Int[Array, "*b z"]:
     """Index of the next tile that is met, at or after each `y`; `len` if there is none. Has `len + 1` entries."""
-    count, axis = met.shape[-1], met.ndim - 1
-    numbers = jnp.where(met, lax.broadcasted_iota(jnp.int32, met.shape, axis), count)
+    count, axis = meets.shape[-1], meets.ndim - 1
+    numbers = jnp.where(meets, lax.broadcasted_iota(jnp.int32, meets.shape, axis), count)
     numbers = jnp.pad(numbers, [(0, 0)] * axis + [(0, 1)], constant_values=count)
     return lax.cummin(numbers, axis=axis, reverse=True)
 
 
 def is_below(low: Array, high: Array) -> Array:
     """Whether the highest bit of `low` is below the highest bit of `high`."""
+    # low ^ high is below low where both have the same highest bit
     return (low < high) & (low < (low ^ high))
 
 
@@ -134,19 +135,18 @@ HEADS = 1 << 12  # most heads: number `batch * HEADS + head` in the tree
 class PerHeadSums(NamedTuple):
     """Sums per head and batch entry, `[B, N, ...]`, with their numbers in the tree over heads and batch entries."""
 
-    found: PyTree[Array]
+    sums: PyTree[Array]
     numbers: Int[Array, "B N"]
 
     def summed(self) -> Any:
-        found, numbers = jax.tree.map(lambda x: lax.collapse(x, 0, 2), self)
-        return tree_sum(numbers, found)
+        sums, numbers = jax.tree.map(lambda x: lax.collapse(x, 0, 2), self)
+        return tree_sum(numbers, sums)
 
     def of_heads(self) -> Any:
-        return jax.vmap(tree_sum, (1, 1))(self.numbers, self.found)
+        return jax.vmap(tree_sum, (1, 1))(self.numbers, self.sums)
 
 
 def tree_sum(numbers: Int[Array, " items"], items: PyTree[Array]) -> Any:
-    """The sum of numbered items, by the canonical tree."""
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x[0]), items)
     return folded(numbers, items, zeros, add)
 
@@ -163,12 +163,12 @@ def unit_indices(operands: Operands) -> tuple[Int[Array, " B"], Int[Array, " N"]
     if heads > HEADS or batch > (1 << 31) // HEADS:
         raise NotImplementedError(
             f"query: wanted at most {(1 << 31) // HEADS} entries of the batch and {HEADS} heads for gradients of "
-            f"sinks, biases and scores beside reproducible=True, got {batch} and {heads}"
+            f"sinks, biases and scores with reproducible=True, got {batch} and {heads}"
         )
     return operands.part_indices()
 
 
-Share = tuple[Array | int, int]  # the index of a part, and the number of parts
+Part = tuple[Array | int, int]  # index of a part of the heads, and the number of parts
 Arrays = TypeVar("Arrays")
 
 
@@ -176,8 +176,7 @@ class PositionSlots:
     """The token of an array in each slot of each tile.
 
     By default tokens may be in any order, and tokens of negative position have no slot; there is one tile more than
-    they
-    fill, as they may begin inside a tile. In an array in the order of positions, token `i` is in slot `i`.
+    they fill, as they may begin inside a tile. In an array in the order of positions, token `i` is in slot `i`.
     """
 
     positions: Int[Array, "_ tiles size"]  # of the tokens, -1 for an empty slot
@@ -206,8 +205,9 @@ class PositionSlots:
         entries = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], positions.shape)
         token = jnp.full((batch, slots), -1, jnp.int32)
         token = token.at[entries, self._place].set(tokens, mode="drop")
-        found = jnp.take_along_axis(token, jnp.minimum(self._place, slots - 1), 1)
-        self._sound = (~present | (inside & (found == tokens))).all(1)
+        kept_token = jnp.take_along_axis(token, jnp.minimum(self._place, slots - 1), 1)
+        # the slot of a token holds another one if both have one position
+        self._sound = (~present | (inside & (kept_token == tokens))).all(1)
         token = token.reshape(batch, self.tiles, size)
         self.tokens = jnp.maximum(token, 0)
         self.numbers = base + number
@@ -229,7 +229,7 @@ class PositionSlots:
         return x.reshape(len(x), self.tiles, self._size, *x.shape[2:])
 
     def read(
-        self, arrays: Arrays, batch: Array, tile: Array, dtype: jnp.dtype, part: Share = (0, 1)
+        self, arrays: Arrays, batch: Array, tile: Array, dtype: jnp.dtype, part: Part = (0, 1)
     ) -> Arrays:
         """A tile `[K, size, W]` of each array `[B, S, K, W]`, or part of its last axis; zeros in empty slots."""
         present, size = entry(self.positions, batch)[tile] >= 0, self._size

@@ -59,10 +59,9 @@ class AbstractMask(eqx.Module):
     does not recompile; all else is static and hashable. Tokens of negative position are absent: no mask,
     and no `~`, makes them visible. A mask has no truth value: `and`, `or` and `not` raise `TypeError`.
 
-    The methods take positions that broadcast, and see arrays of one batch entry; where an array has a batch
-    axis, they are mapped over it. Subclass this to define your own mask. Vendors' kernels decline it; kernels
-    made of XLA's operations compute it, and so do Pallas kernels if it compares numbers of a query with
-    numbers of a key.
+    The methods take positions that broadcast, and see arrays of one batch entry; where an array has a batch axis, they
+    are mapped over it. Subclass this to define your own mask. Vendors' kernels decline it; kernels made of XLA's
+    operations compute it, and so do Pallas kernels if it compares numbers of a query with numbers of a key.
 
     Attributes:
         by_intervals: whether `any_visible` decides which blocks of keys are read. Otherwise `visible` is
@@ -76,6 +75,15 @@ class AbstractMask(eqx.Module):
         >>> mask = masks.Causal() & ~masks.Prefix(1)
         >>> mask.visible(jnp.array([[2]]), jnp.array([[0, 1, 2, 3]])).tolist()
         [[False, True, True, False]]
+
+        A custom mask:
+
+        >>> class Strided(masks.AbstractMask):
+        ...     ranks = ()  # it has no arrays
+        ...     def visible(self, query, key):
+        ...         return (query - key) % 2 == 0
+        >>> (masks.Causal() & Strided()).visible(jnp.array([[2]]), jnp.array([[0, 1, 2, 3]])).tolist()
+        [[True, False, True, False]]
     """
 
     by_intervals: ClassVar[bool] = False
@@ -176,14 +184,12 @@ def _inner(mask: AbstractMask) -> list[AbstractMask]:
 
 def _of_each(method: str, of: str | None = None) -> Any:
     """A method of joined masks, which joins the results of the method `of` (by default the same) of each."""
-    asked = of or method
+    inner = of or method
 
     @functools.wraps(getattr(AbstractMask, method), updated=())
     def joined(self: "_Joined", query: Array | Interval, key: Array | Interval) -> Array:
-        found = []
-        for name in self._masks:
-            found.append(getattr(getattr(self, name), asked)(query, key))
-        return self._join(*found)
+        masks = (getattr(self, name) for name in self._masks)
+        return self._join(*(getattr(mask, inner)(query, key) for mask in masks))
 
     return joined
 
@@ -283,8 +289,7 @@ class Function(AbstractMask):
             function is the same program, and a new `lambda` a new one.
         *parameters: integers or booleans, or arrays of them. Traced values have to be passed here, as
             values that the function closes over are constants.
-        batched: whether all parameters have a first axis of the batch, 1 or `B`, of which the function
-            gets an entry.
+        batched: whether all parameters have a first axis of the batch, 1 or `B`, of which the function gets an entry.
 
     Raises:
         TypeError: no function, one that takes other arguments, or a parameter that is no array of

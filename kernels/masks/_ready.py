@@ -94,7 +94,7 @@ class Window(AbstractComparison):
 
     Attributes:
         left: how far before a query its keys may lie; None: any distance.
-        right: how far after it, likewise.
+        right: how far after it its keys may lie; None: any distance.
 
     Raises:
         TypeError: a side is neither an int nor None.
@@ -112,7 +112,8 @@ class Window(AbstractComparison):
 
     def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
         """Whether the interval of the keys meets the windows of the queries."""
-        # Differences of positions cannot overflow; the sum of a position and a window might.
+        # min p_i - left <= max p_j and min p_j <= max p_i + right. Differences of positions cannot overflow; the sum of
+        # a position and a window might.
         left, right = sides(self)
         return (key.high - query.low >= -left) & (key.low - query.high <= right)
 
@@ -133,7 +134,7 @@ class Lengths(AbstractComparison):
 
     Attributes:
         keys: $n$, an int or an integer array: a scalar for all rows, or `[B]`.
-        queries: $m$, likewise, by keyword only; None: all queries take part.
+        queries: $m$, as `keys`, by keyword only; None: all queries take part.
 
     Raises:
         TypeError: a length of another type.
@@ -193,13 +194,12 @@ class Prefix(AbstractComparison):
 class Segments(AbstractMask):
     r"""A query sees the keys of its own segment: $s(p_i) = s'(p_j)$.
 
-    The ids are a table by position, as in `Causal() & Segments(documents)` for documents packed into one
-    row. A position past its end is in no segment. `query_segment_ids=` and `key_segment_ids=` say the
-    same of indices.
+    The ids are a table by position, as in `Causal() & Segments(documents)` for documents packed into one row. A
+    position past its end is in no segment. `query_segment_ids=` and `key_segment_ids=` say the same of indices.
 
     Attributes:
         query_ids: $s$, integers `[L]` for all rows, or `[B, L]`.
-        key_ids: $s'$, likewise; None: the same table.
+        key_ids: $s'$, as `query_ids`; None: the same table.
 
     Raises:
         TypeError: ids of another type.

@@ -130,10 +130,8 @@ def _compare_pairs(
     keys: Int[Array, "#B y keys"],
     result: Literal["blocks", "keys"],
 ) -> Bool[Array, "b _ _"]:
-    """Whether pairs of blocks have a visible pair, `[b, x, y]`, or keys are seen by any query, `[b, y, keys]`.
-
-    One block of pairs is in memory at a time, and is evaluated only if intervals do not determine it.
-    """
+    # Whether pairs of blocks have a visible pair, `[b, x, y]`, or keys are seen by any query, `[b, y, keys]`. One block
+    # of pairs is in memory at a time, and is evaluated only if intervals do not determine it.
     mask, queries, keys = vary_together((mask, queries, keys))
     rows, columns = interval(queries), interval(keys)
     may = may_meet(mask, *facing(rows, columns))
@@ -177,7 +175,7 @@ class BlockTable(AbstractMask):
         mask: the mask. If its arrays are replaced, the table is wrong; make another.
         some: how many blocks before a corner have a visible pair, $\sum_{i<x,\,j<y} \mathrm{some}_{ij}$:
             int32 `[x + 1, y + 1]`, or `[B, x + 1, y + 1]` where the mask's arrays have a batch axis.
-        whole: how many have no hidden pair, likewise.
+        whole: how many blocks before a corner have no hidden pair, in the same form.
         block: the number of queries, and of keys, in a block.
         query_len: the number of query positions in the table.
         key_len: the number of key positions.
@@ -236,6 +234,7 @@ class BlockTable(AbstractMask):
         for (low, high), size in zip((query, key), sums.shape, strict=True):
             first = jnp.clip(low // self.block, 0, size - 1)
             sides.append((first, jnp.clip(high // self.block + 1, first, size - 1)))
+        # the sum over [x0, x1) × [y0, y1) is S(x1, y1) - S(x0, y1) - S(x1, y0) + S(x0, y0)
         (top, bottom), (left, right) = sides
         total = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
         return total, (bottom - top) * (right - left)

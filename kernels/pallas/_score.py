@@ -21,7 +21,7 @@ def score_of(operands: Operands, settings: Settings, target: Target) -> ScorePro
         return None
     if settings.scored_width is not None:
         raise NotImplementedError(
-            f"score: wanted None beside a source, got {settings.score.name} (blockwise takes it)"
+            f"score: wanted None with a source, got {settings.score.name} (blockwise takes it)"
         )
     types = tuple((x.shape, jnp.dtype(x.dtype)) for x in operands.score_arrays)
     return score_program(settings.score, types, target, jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
@@ -41,6 +41,7 @@ def score_directions(
     directions_of_arrays = directions.score_arrays
     if program is None or all(x is None for x in directions_of_arrays):
         return None
+    # dn = ∂n/∂θ dθ
     numbers_of, arrays = _moving_numbers(operands, program)
     pairs = ((directions_of_arrays[i], x) for i, x in arrays.items())
     tangents = [jnp.zeros_like(x) if d is None else d.astype(x.dtype) for d, x in pairs]
@@ -53,6 +54,7 @@ def score_cotangents(
     """Returns the cotangents of the score's arrays, from per-row cotangents `[B, T, N]` of numbers and tables."""
     if program is None:
         return ()
+    # dθ = (∂n/∂θ)^T Σ_i dn_i, over the rows i that share a number
     numbers_of, arrays = _moving_numbers(operands, program)
     numbers, pullback = jax.vjp(numbers_of, list(arrays.values()))
 

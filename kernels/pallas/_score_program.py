@@ -141,8 +141,8 @@ class ScoreProgram:
         def one(places: dict[str, Array], numbers: Numbers) -> list[Array]:
             values = self._inputs_of(places, numbers)
             run([x for x in self._inside if x.reads <= _POSITIONS], values, bind_in_kernel)
-            found = (value_of(values, x.place) for x in self._lookups)
-            return [jnp.broadcast_to(x, ()).astype(jnp.int32) for x in found]
+            starts = (value_of(values, x.place) for x in self._lookups)
+            return [jnp.broadcast_to(x, ()).astype(jnp.int32) for x in starts]
 
         indices = jax.vmap(jax.vmap(one))(places, numbers)
         return [

@@ -80,14 +80,8 @@ def sizes_of(operands: Operands) -> dict[str, Any]:
     """Returns the fields of a plan that are sizes of the call."""
     batch, query_len, heads, width = operands.query.shape
     _, key_len, kv_heads, value_width = operands.value.shape
-    lengths = {"batch": batch, "query_len": query_len, "key_len": key_len}
-    group = heads // kv_heads
-    return lengths | {
-        "kv_heads": kv_heads,
-        "group": group,
-        "width": width,
-        "value_width": value_width,
-    }
+    sizes = {"batch": batch, "query_len": query_len, "key_len": key_len, "kv_heads": kv_heads}
+    return sizes | {"group": heads // kv_heads, "width": width, "value_width": value_width}
 
 
 def visibility_of(operands: Operands, plan: TilePlan) -> Visibility:
@@ -168,33 +162,34 @@ def counted_bounds(plan: TilePlan, tile: Array, *, of_keys: bool) -> Bounds:
     The bounds are NumPy numbers if they are static.
     """
     sides = (plan.row_times, plan.query_len), (plan.keys, plan.key_len)
-    (own_block, own_len), (other_block, other_len) = sides[::-1] if of_keys else sides
+    (kept_block, kept_len), (block, length) = sides[::-1] if of_keys else sides
     unit = plan.head_tiles if of_keys else 1
     if not plan.settings.mask.constrains:
         # rows mask the keys that pad the last tile; keys need not mask the rows that do
-        all_visible = -(-other_len // other_block) if of_keys else other_len // other_block
-        known = 0, -(-other_len // other_block), 0, all_visible
+        all_visible = -(-length // block) if of_keys else length // block
+        known = 0, -(-length // block), 0, all_visible
         return Bounds(*(np.int32(unit * x) for x in known))
     # a query sees the keys of a window around it, and a key is seen by those of its reflection
-    left, right = (min(side, own_len + other_len) for side in plan.settings.mask.window)
+    left, right = (min(side, kept_len + length) for side in plan.settings.mask.window)
     if of_keys:
         left, right = right, left
-    least, most = tile * own_block, jnp.minimum((tile + 1) * own_block, own_len) - 1
-    first, _ = divide(jnp.maximum(least - left, 0), other_block)
-    stop, _ = divide(jnp.minimum(most + right + 1, other_len) + (other_block - 1), other_block)
-    begin, _ = divide(jnp.maximum(most - left, 0) + (other_block - 1), other_block)
-    end, _ = divide(jnp.minimum(least + right + 1, other_len), other_block)
+    least, most = tile * kept_block, jnp.minimum((tile + 1) * kept_block, kept_len) - 1
+    first, _ = divide(jnp.maximum(least - left, 0), block)
+    stop, _ = divide(jnp.minimum(most + right + 1, length) + (block - 1), block)
+    begin, _ = divide(jnp.maximum(most - left, 0) + (block - 1), block)
+    end, _ = divide(jnp.minimum(least + right + 1, length), block)
     return Bounds(*(unit * x for x in (jnp.minimum(first, stop), stop, begin, end)))
 
 
-def own_share(plan: TilePlan, bounds: Bounds, split: Array) -> Bounds:
+def split_bounds(plan: TilePlan, bounds: Bounds, split: Array) -> Bounds:
     first, stop, begin, end = bounds
     if plan.splits > 1:
-        share, _ = divide(jnp.asarray(stop - first + (plan.splits - 1), jnp.int32), plan.splits)
-        first = first + split * share
-        stop = jnp.minimum(first + share, stop)
+        # the same number of consecutive tiles for each program, fewer for the last
+        steps, _ = divide(jnp.asarray(stop - first + (plan.splits - 1), jnp.int32), plan.splits)
+        first = first + split * steps
+        stop = jnp.minimum(first + steps, stop)
     if not isinstance(first, np.integer):
-        # the run is within the share, even if either is empty
+        # the run is within the part, even if either is empty
         begin = jnp.minimum(jnp.maximum(begin, first), jnp.maximum(first, stop))
         end = jnp.maximum(jnp.minimum(end, stop), begin)
     return Bounds(first, stop, begin, end)
@@ -214,6 +209,7 @@ def dot(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "i j"]:
     kinds = {x.dtype.name for x in (a, b)}
     if kinds == {"bfloat16", "float32"}:
         wide, narrow = (a, b) if a.dtype == jnp.float32 else (b, a)
+        # x = a + b + c of 8 bits each: x y = c y + b y + a y.
         # 0 · inf is NaN and smaller parts may be 0, so only the last, largest part multiplies non-finite entries
         finite = jnp.where(jnp.abs(narrow.astype(jnp.float32)) < jnp.inf, narrow, 0)
         pairs = zip(_thirds(wide), (finite, finite, narrow), strict=True)

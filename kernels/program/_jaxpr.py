@@ -56,14 +56,14 @@ def interpret(
         return constant(x.val, x.aval) if isinstance(x, Literal) else values[x]
 
     for equation in jaxpr.eqns:
-        given = list(map(read, equation.invars))
+        args = list(map(read, equation.invars))
         if equation.primitive.name in calls:
             params = equation.params
             inner = closed(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"])
             options: Any = {"calls": calls, "constant": constant}
-            outputs = interpret(inner.jaxpr, inner.consts, given, rule, **options)
+            outputs = interpret(inner.jaxpr, inner.consts, args, rule, **options)
         else:
-            outputs = rule(equation, given)
+            outputs = rule(equation, args)
         values |= zip(equation.outvars, outputs, strict=True)
     return list(map(read, jaxpr.outvars))
 
@@ -83,9 +83,9 @@ def bind(
 ) -> list[Any]:
     """The rule of JAX: the outputs of an equation's primitive, with its own or other parameters."""
     primitive = equation.primitive
-    given: Any = primitive.get_bind_params(equation.params if params is None else params)
+    bound: Any = primitive.get_bind_params(equation.params if params is None else params)
     # JAX before 0.9 returns functions separately from the parameters
-    functions, static = given if isinstance(given, tuple) else ((), given)
+    functions, static = bound if isinstance(bound, tuple) else ((), bound)
     result: Any = primitive.bind(*functions, *inputs, **static)
     return list(result) if primitive.multiple_results else [result]
 
@@ -187,13 +187,13 @@ def operations_of(
     """
     operations: list[Operation] = []
 
-    def add(equation: JaxprEqn, given: list[ProgramValue]) -> tuple[ProgramValue, ...]:
-        outputs = tuple(ProgramValue(x.aval, reads(given)) for x in equation.outvars)
-        operations.append(Operation(equation, tuple(given), outputs))
+    def add(equation: JaxprEqn, args: list[ProgramValue]) -> tuple[ProgramValue, ...]:
+        outputs = tuple(ProgramValue(x.aval, reads(args)) for x in equation.outvars)
+        operations.append(Operation(equation, tuple(args), outputs))
         small = all(x.size <= foldable for x in outputs)
-        if small and not equation.effects and all(x.known is not None for x in given):
+        if small and not equation.effects and all(x.known is not None for x in args):
             with without_mesh(), jax.ensure_compile_time_eval():
-                result = bind(equation, [x.known for x in given])
+                result = bind(equation, [x.known for x in args])
             for output, x in zip(outputs, result, strict=True):
                 output.known = _constant(x, output)
         return outputs

@@ -20,14 +20,7 @@ from ..call._state import (
     precision,
 )
 from ..dispatch._registry import attend
-from ..xla._blocks import (
-    Arrays,
-    BlockedOperands,
-    outer,
-    product,
-    reduce_blocks,
-    reduced_of_nothing,
-)
+from ..xla._blocks import Arrays, BlockedOperands, outer, product, reduce_blocks, reduced_of_nothing
 from ..xla._grid import Index
 
 
@@ -185,7 +178,7 @@ def covariance(
     width = out.shape[-1]
     matrix = weighted_mean(_scatter, width * width, settings, operands, lse, out)
     matrix = matrix.reshape(*out.shape, width)
-    matrix = (matrix + matrix.swapaxes(-1, -2)) / 2
+    matrix = (matrix + matrix.swapaxes(-1, -2)) / 2  # rounding makes it unsymmetric
     origin = jnp.repeat(origin, out.shape[2] // operands.key.shape[2], axis=2)
     out = jnp.where(holds_keys(lse)[..., None], out + origin, 0.0)
     return CovarianceState(matrix.astype(out.dtype), out, lse)
@@ -238,14 +231,14 @@ def cross_sums(
     `mean_of_sums` divides by the last, which is 1 but for the rounding of `lse`.
     """
 
-    def terms(own: Array, weights: Array, apart: Callable[[], Array], seen: Any) -> Sequence[Array]:
+    def terms(scores: Array, weights: Array, rescored: Any, seen: Any) -> Sequence[Array]:
         del seen
-        scores = apart()
-        missing, hidden = jnp.isneginf(scores), jnp.isneginf(own)
+        others = rescored()
+        missing, hidden = jnp.isneginf(others), jnp.isneginf(scores)
         return (
             (missing & ~hidden).astype(weights.dtype),
-            weights * jnp.where(hidden, 0.0, own),
-            weights * jnp.where(missing | hidden, 0.0, scores),
+            weights * jnp.where(hidden, 0.0, scores),
+            weights * jnp.where(missing | hidden, 0.0, others),
             weights,
         )
 
@@ -261,8 +254,8 @@ def sums_over_seen(
 ) -> Float[Array, "B T N 2"]:
     r"""Sums of the weights $e^{s_a - \mathrm{lse}}$ over the keys that another call sees, and over all keys."""
 
-    def terms(own: Array, weights: Array, apart: Any, seen: Callable[[], Array]) -> Sequence[Array]:
-        del own, apart
+    def terms(scores: Array, weights: Array, rescored: Any, seen: Any) -> Sequence[Array]:
+        del scores, rescored
         return jnp.where(seen(), weights, 0.0), weights
 
     args = other_settings, settings, operands, other._replace(bias=None), lse
@@ -278,7 +271,7 @@ def _cross(
     other: Operands,
     lse: Array,
 ) -> Array:
-    """Sums of `terms(scores, weights, apart, seen)`, the latter two functions of the other call."""
+    """Sums of `terms(scores, weights, rescored, seen)`, the latter two functions of the other call."""
     operands, other, lse = vary_together((operands, other, lse))
     query_len, key_len = operands.query.shape[1], operands.key.shape[1]
     empty = reduced_of_nothing(operands, 0.0, (width,))
@@ -289,15 +282,15 @@ def _cross(
 
     def block_terms(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
         (shift, other_query), (other_key,) = rows, keys
-        own = blocks.scores_of(query, key, index)
+        scores = blocks.scores_of(query, key, index)
 
-        def apart() -> Array:
+        def rescored() -> Array:
             return others.scores_of(other_query, other_key, index)
 
         def seen() -> Array:
-            return ~jnp.isneginf(others.masked(jnp.zeros_like(own), None, index))
+            return ~jnp.isneginf(others.masked(jnp.zeros_like(scores), None, index))
 
-        result = terms(own, exp_from(own, shift), apart, seen)
+        result = terms(scores, exp_from(scores, shift), rescored, seen)
         return (jnp.stack([x.sum(-1) for x in result], -1),)
 
     # without the padding of blocks, which `reduce_blocks` adds again

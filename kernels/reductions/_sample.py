@@ -140,11 +140,11 @@ def weights_of_keys(
     index = index[0, 0, 0]
     if axes:
         index = index - lax.axis_index(axes).astype(index.dtype) * number
-    here = (index >= 0) & (index < number)
-    operands = take_keys(settings, operands, jnp.where(here, index, 0))
+    is_local = (index >= 0) & (index < number)
+    operands = take_keys(settings, operands, jnp.where(is_local, index, 0))
     operands = zero_absent(hide_unreachable(operands, settings))
     lse = jnp.where(holds_keys(lse), lse, jnp.inf)[..., None]
-    return jnp.where(here, jnp.exp(dense_scores(settings, operands) - lse), 0.0)
+    return jnp.where(is_local, jnp.exp(dense_scores(settings, operands) - lse), 0.0)
 
 
 def take_rows(settings: Settings, operands: Operands, index: Int[Array, " rows"]) -> Operands:

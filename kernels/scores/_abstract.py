@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._checks import (
-    check_array,
-    check_function,
-    check_integer,
-    check_nesting,
-    received,
-)
+from .._checks import check_array, check_function, check_integer, check_nesting, received
 
 
 class ScoreIndices(NamedTuple):
@@ -53,9 +47,8 @@ class AbstractScore(eqx.Module):
     modes and to any order; `__call__` gets them in the dtype of the scores. Python numbers among its
     fields are parameters that are not learnt. All else is static, and so hashable.
 
-    Define your own score as a subclass with a `__call__`, or as a
-    [`Function`][energy_attn.kernels.scores.Function]. Kernels that cannot compute it decline; those made of
-    XLA's operations compute any.
+    Define your own score as a subclass with a `__call__`, or as a [`Function`][energy_attn.kernels.scores.Function].
+    Kernels that cannot compute it decline; those made of XLA's operations compute any.
 
     Attributes:
         uses_positions: whether it reads the positions `at.query` and `at.key`, which are None otherwise.
@@ -91,9 +84,8 @@ class Function(AbstractScore):
     r"""The score that a function computes: $g(s) = f(s; i, a, h, \theta)$.
 
     Args:
-        function: `function(score, at, *parameters)`, elementwise, to an array of the shape and dtype of
-            `score`. It is part of the program: the same function is the same program, and a new
-            `lambda` a new one.
+        function: `function(score, at, *parameters)`, elementwise, to an array of the shape and dtype of `score`. It is
+            part of the program: the same function is the same program, and a new `lambda` a new one.
         *parameters: numbers and arrays; floating arrays are learnt. Traced values have to be passed here,
             as values that the function closes over are constants.
 
@@ -125,7 +117,6 @@ class Function(AbstractScore):
         check_function("function", function, "score", "at", *("parameter",) * len(parameters))
 
     def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
-        """The function's result."""
         return self.function(score, at, *self.parameters)
 
 
@@ -178,11 +169,9 @@ class Compose(AbstractScore):
         return any(x.uses_positions for x in self.scores)
 
     def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
-        """The scores of the last."""
         for g in self.scores:
             score = g(score, at)
         return score
 
     def per_head(self) -> tuple[Any, ...]:
-        """The arrays of all scores."""
         return sum((x.per_head() for x in self.scores), ())

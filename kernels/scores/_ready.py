@@ -58,7 +58,6 @@ class SoftCap(AbstractScore):
         check_positive("cap", self.cap)
 
     def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
-        """The capped scores."""
         return self.cap * jnp.tanh(score / self.cap)
 
 
@@ -92,11 +91,9 @@ class Temperature(AbstractScore):
         _check_floats("beta", self.beta, "N")
 
     def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
-        """The scaled scores."""
         return self.beta[at.head] * score
 
     def per_head(self) -> tuple[Any, ...]:
-        """The inverse temperatures."""
         return (self.beta,)
 
 
@@ -127,7 +124,6 @@ class Distance(AbstractScore):
         check_function("function", self.function, "distance", static=static)
 
     def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
-        """The scores, and the function of the distance."""
         return score + self.function((at.query - at.key).astype(score.dtype))
 
 
@@ -166,12 +162,10 @@ class ALiBi(AbstractScore):
         self.slopes = _check_floats("slopes", slopes, "N")
 
     def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
-        """The scores, less the distance times the slope."""
         distance = jnp.abs(at.query - at.key).astype(score.dtype)
         return score - self.slopes[at.head] * distance
 
     def per_head(self) -> tuple[Any, ...]:
-        """The slopes."""
         return (self.slopes,)
 
 
@@ -221,7 +215,6 @@ class RelativeBias(AbstractScore):
             )
 
     def __call__(self, score: Float[Array, "..."], at: ScoreIndices) -> Float[Array, "..."]:
-        """The scores, and the entry of the table for each."""
         distance = at.key - at.query
         if self.buckets is None:
             farthest = self.table.shape[1] // 2
@@ -231,7 +224,6 @@ class RelativeBias(AbstractScore):
         return score + self.table[at.head, index]
 
     def per_head(self) -> tuple[Any, ...]:
-        """The table."""
         return (self.table,)
 
     @staticmethod
@@ -292,7 +284,7 @@ class _T5Buckets:
         return first + index
 
     def _starts(self, exact: int, number: int) -> list[int]:
-        """The least distances of later buckets, as float32 rounds their logarithms."""
+        # The least distances of later buckets, as float32 rounds their logarithms.
         distances = np.arange(exact, self.max_distance + 1, dtype=np.float32)
         fraction = np.log(distances / np.float32(exact)) / np.log(self.max_distance / exact)
         buckets = exact + (fraction.astype(np.float32) * (number - exact)).astype(np.int64)

@@ -108,6 +108,7 @@ class BoundScore(NamedTuple):
 
     def vjp(self, raw: Array, at: ScoreIndices) -> tuple[Array, Any]:
         """The scores, and the pullback to the cotangents of the products and of the arrays."""
+        # dx = g'(x) ds, dθ = Σ ds ∂g/∂θ
         arrays = self._cast(raw.dtype)
 
         def scores(raw: Array, arrays: Sequence[Any] = arrays) -> Array:
@@ -116,8 +117,8 @@ class BoundScore(NamedTuple):
         result, pullback = jax.vjp(scores, *((raw, arrays) if self.needs_grad else (raw,)))
 
         def cotangents(cotangent: Array) -> tuple[Array, tuple[Any, ...]]:
-            d_raw, *given = pullback(cotangent)
-            d_arrays = given[0] if given else map(jnp.zeros_like, arrays)
+            d_raw, *rest = pullback(cotangent)
+            d_arrays = rest[0] if rest else map(jnp.zeros_like, arrays)
             pairs = zip(d_arrays, arrays, strict=True)
             return d_raw, tuple(d_array if floating(x) else None for d_array, x in pairs)
 
@@ -127,6 +128,7 @@ class BoundScore(NamedTuple):
         self, raw: Array, at: ScoreIndices, change: Array | None, changes: Sequence[Any]
     ) -> tuple[Array, Array | None]:
         """The scores, and their derivative in directions of products and arrays; None: no directions."""
+        # ds = g'(x) dx + ∂g/∂θ dθ
         tangents = change, *(x if x is None else x.astype(raw.dtype) for x in changes)
         if all(x is None for x in tangents):
             return self(raw, at), None

@@ -131,6 +131,7 @@ def vendor_state(out: Array, lse: Array, call: KernelCall) -> AttentionState:
     Rows that lengths mask fully get lse = -inf. `check_plain` lets through no other fully masked rows, so a
     non-finite lse is a NaN or an overflow, for which FlashAttention-2 writes +inf.
     """
+    # https://github.com/Dao-AILab/flash-attention/pull/978
     operands, broken = call.operands, ~jnp.isfinite(lse)
     lse = jnp.where(broken, jnp.nan, lse)
     out = jnp.where(broken[..., None], jnp.nan, out.astype(out_dtype(operands, call.settings)))
@@ -190,6 +191,7 @@ def push_forward(
 
 
 def _lse_operands(value: Array, out: Array, lse: Array) -> tuple[Array, Array, Array]:
+    # dout·v_a = high + low = dlse and dout·out = 0, so that a vendor's ds_a is P_a dlse
     dtype, width = lse.dtype, out.shape[-1]
     high = lse.astype(out.dtype)
     low = (lse - high.astype(dtype)).astype(out.dtype)

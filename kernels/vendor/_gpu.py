@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._private import private_names
+from .._imports import private_names
 from ..call._kernel import (
     Capability,
     capability_of,
@@ -38,9 +38,8 @@ BROKEN_CUDNN = (91000, 91001)
 class CuDNN(VendorGPU):
     """cuDNN's flash attention: 16 bits, plain or causal, with a window to the left, and rows of any length.
 
-    For GPUs of compute capability 8.0 or above. The gradients of queries are summed in an order
-    that changes from run to run, unless `--xla_gpu_exclude_nondeterministic_ops` is set. A cotangent
-    of lse takes a second backward.
+    For GPUs of compute capability 8.0 or above. The gradients of queries are summed in an order that changes from run
+    to run, unless `--xla_gpu_exclude_nondeterministic_ops` is set. A cotangent of lse takes a second backward.
     """
 
     name = "cudnn"
@@ -199,10 +198,8 @@ class FA4(VendorGPU):
 
 
 def _check_attached(capability: Capability) -> None:
-    """Raises `NotImplementedError` for GPUs without kernels, and for others than the attached one.
-
-    The package compiles its kernels for the GPU that JAX lists first.
-    """
+    # Raises `NotImplementedError` for GPUs without kernels, and for others than the attached one. The package compiles
+    # its kernels for the GPU that JAX lists first.
     attached = capability_of(jax.devices()[0])
     if capability != attached or capability[0] not in FA4_WIDEST:
         raise NotImplementedError(

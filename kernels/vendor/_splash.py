@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._private import private_names
+from .._imports import private_names
 from ..call._kernel import AbstractKernel
 from ..call._operands import KernelCall, Operands, Settings
 from ..call._state import AttentionState
@@ -52,7 +52,7 @@ class Splash(AbstractKernel):
     blocks: tuple[int, ...] = (1024, 512, 256, _LEAST)  # the first fitting that divides the rows
     computed: int = 512  # keys of a block that are multiplied at once
     fewest: int = (
-        8  # blocks larger than `computed` need this many among the keys that a query may see
+        8  # least number of blocks larger than `computed` in the keys that a query may see
     )
 
     name = "splash"
@@ -65,7 +65,7 @@ class Splash(AbstractKernel):
         operands, settings = call.operands, call.settings
         check_plain(self, call, widest=256)
         if operands.tokens.has_lengths and operands.tokens.query_segments is not None:
-            raise NotImplementedError("query_segment_ids: wanted None beside lengths, got an array")
+            raise NotImplementedError("query_segment_ids: wanted None with lengths, got an array")
         if operands.query.dtype != "bfloat16":
             raise NotImplementedError(f"query: wanted bfloat16, got {operands.query.dtype}")
         for name, x in (("query", operands.query), ("key", operands.key)):
@@ -93,6 +93,7 @@ class Splash(AbstractKernel):
         operands, (kernel, query, key, value) = call.operands, self._scaled(call)
         vendor_rows, cotangent = without_empty(operands, state, cotangent)
         d_out = cotangent.out.astype(value.dtype)
+        # δ = dout·out - dlse: one backward takes both cotangents
         rows = (vendor_rows.lse, d_out, backward_delta(vendor_rows, cotangent))
         with _splash_config():
             cotangents = jax.vmap(functools.partial(_backward, kernel))(
@@ -230,10 +231,8 @@ def _mask(masks: Any, window: tuple[int, int], shape: tuple[int, int]) -> Any:
 
 @contextlib.contextmanager
 def _splash_config() -> Iterator[None]:
-    """The configuration that these kernels expect: 32 bits, and free promotion of dtypes and ranks.
-
-    Their results do not state which mesh axes of a `jax.shard_map` they vary over, so that check is off.
-    """
+    # These kernels expect 32 bits, and free promotion of dtypes and ranks. Their results do not state which mesh axes
+    # of a `jax.shard_map` they vary over, so that check is off.
     with (
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),

@@ -1,8 +1,7 @@
 """The blockwise implementation: XLA's operations, memory O(T·block), any platform.
 
-Forward and backward iterate over blocks of scores and keep running statistics; the `T×S` matrix is
-never stored (online softmax: Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2: Dao,
-arXiv 2307.08691).
+Forward and backward iterate over blocks of scores and keep running statistics; the `T×S` matrix is never stored (online
+softmax: Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2: Dao, arXiv 2307.08691).
 """
 
 import dataclasses

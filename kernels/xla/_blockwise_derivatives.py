@@ -106,12 +106,12 @@ def cast_like(cotangents: Operands, operands: Operands) -> Operands:
 def backward_unrounded(
     operands: Operands,
     settings: Settings,
-    given: RowCotangents,
+    cotangent: RowCotangents,
     sizes: BlockSizes = BLOCK_SIZES,
 ) -> Operands:
     """`backward` with cotangents in the dtype of the scores, for further sums.
 
-    `given` may belong to a state of more keys than these; weights are then relative to all of them.
+    `cotangent` may belong to a state of more keys than these; weights are then relative to all of them.
     """
     (query, key, value), bias = operands.qkv, operands.bias
     dtype = lse_dtype(query.dtype)
@@ -119,7 +119,7 @@ def backward_unrounded(
     (batch, query_len), key_len = query.shape[:2], key.shape[1]
     if batch == 0 or query_len == 0 or key_len == 0:
         return zeros
-    rows = backward_rows(operands, settings, given)
+    rows = backward_rows(operands, settings, cotangent)
     blocks = BlockedOperands(operands._replace(query=rows.query), settings, sizes)
     g = blocks.grid
     outs = g.pad_queries(rows.d_out)

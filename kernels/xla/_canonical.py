@@ -57,28 +57,30 @@ class ScoreSums:
 
         There are two per share: leaves that begin inside a node fill one node more than there are shares.
         """
-        held = self._of.held
-        size = jnp.int32(1 << (-(-held.tiles // shares) - 1).bit_length())
-        begin = jnp.broadcast_to(held.numbers[:, 0], (self._of.batch,))
+        key_slots = self._of.key_slots
+        size = jnp.int32(1 << (-(-key_slots.tiles // shares) - 1).bit_length())
+        begin = jnp.broadcast_to(key_slots.numbers[:, 0], (self._of.batch,))
         places = share + jnp.arange(2, dtype=jnp.int32) * shares
 
         def node(place: Array) -> Any:
             def between(batch: Array) -> tuple[Array, Array]:
                 first = place * size - lax.rem(begin[batch], size)
-                return jnp.clip(first, 0, held.tiles), jnp.clip(first + size, 0, held.tiles)
+                tiles = key_slots.tiles
+                return jnp.clip(first, 0, tiles), jnp.clip(first + size, 0, tiles)
 
             return self._over_units(*self._arrays(between), True, True)
 
         return lax.map(node, places), lax.div(begin, size)[None] + places[:, None]
 
     def of_bias(self) -> Array:
-        of, asked = self._of, self._of.asked
+        of, query_slots = self._of, self._of.query_slots
         bias: Any = of.operands.bias
         with_batch, with_heads, with_queries, with_keys = (size > 1 for size in bias.shape)
         height, width = QUERIES if with_queries else 1, LEAF if with_keys else 1
-        tiles = asked.tiles if with_queries else 1
-        leaves = of.held.tiles if with_keys else 1
+        tiles = query_slots.tiles if with_queries else 1
+        leaves = of.key_slots.tiles if with_keys else 1
 
+        # db = Σ ds over the axes along which the bias broadcasts
         def to_bias(result: ScoreChanges, pairs: PairsOfTile) -> Array:
             del pairs
             change = result.change if with_keys else of.arithmetic.total(result.change)
@@ -90,8 +92,8 @@ class ScoreSums:
         def unit(batch: Array, head: Array) -> Array:
             x = over_leaves(batch, head).reshape(leaves, tiles, height, width)
             x = x.transpose(1, 2, 0, 3).reshape(tiles * height, leaves * width)
-            x = asked.taken(x, batch) if with_queries else x
-            return of.held.taken(x.T, batch).T if with_keys else x
+            x = query_slots.taken(x, batch) if with_queries else x
+            return of.key_slots.taken(x.T, batch).T if with_keys else x
 
         result = self._over_units(unit, of.empty(*bias.shape[2:]), with_batch, with_heads)
         return result.reshape(bias.shape)
@@ -100,6 +102,7 @@ class ScoreSums:
         of, arrays = self._of, self._of.operands.score_arrays
         zeros = tuple(of.empty(*x.shape) if floating(x) else None for x in arrays)
 
+        # dθ = Σ ds ∂g/∂θ
         def to_arrays(result: ScoreChanges, pairs: PairsOfTile) -> Any:
             return of.scores().pulled(result.raw, result.change, pairs)
 
@@ -123,33 +126,33 @@ class ScoreSums:
         between: Between | None = None,
     ) -> Unit:
         """`term` of all tiles of a head that meet: summed, or on axes, the leaves first."""
-        of, held, asked = self._of, self._of.held, self._of.asked
+        of, key_slots, query_slots = self._of, self._of.key_slots, self._of.query_slots
         keys_by_head = {n: lax.collapse(x, 2, 4)[:, :, None] for n, x in self._keys.items()}
-        sound = asked.checked(held.checked(of.empty(of.batch, 1)))[:, 0]
-        met = of.met(of.query_ids)
-        live_tiles = tree.following(met.swapaxes(1, 2))
-        live_leaves = tree.following(met.any(1))
-        of_leaf = _stacked(zeros, asked.tiles) if with_tiles else zeros
+        sound = query_slots.checked(key_slots.checked(of.empty(of.batch, 1)))[:, 0]
+        meets = of.meets(of.query_ids)
+        live_tiles = tree.following(meets.swapaxes(1, 2))
+        live_leaves = tree.following(meets.any(1))
+        of_leaf = _stacked(zeros, query_slots.tiles) if with_tiles else zeros
 
         def unit(batch: Array, head: Array) -> Any:
             def at_leaf(leaf: Array) -> Any:
-                share = lax.div(head, jnp.int32(of.group)), of.key_heads
-                keys, of_keys = of.leaf(keys_by_head, batch, leaf, share)
+                part = lax.div(head, jnp.int32(of.group)), of.key_heads
+                keys, of_keys = of.leaf(keys_by_head, batch, leaf, part)
 
                 def at_tile(index: Array) -> Any:
                     alone = head[None, None], (head, of.operands.query.shape[2])
                     rows, of_rows = of.queries_of(self._rows, batch, index, *alone)
                     pairs = of.pairs(batch, of_rows, of_keys)
-                    given = of.arithmetic, of.scores(), rows, keys, pairs
-                    return term(score_changes(*given, pulled=False), pairs)
+                    args = of.arithmetic, of.scores(), rows, keys, pairs
+                    return term(score_changes(*args, pulled=False), pairs)
 
                 live = entry(live_tiles, batch)[leaf]
-                numbers = entry(asked.numbers, batch)
-                return _over(numbers, at_tile, zeros, with_tiles, live, asked.depth)
+                numbers = entry(query_slots.numbers, batch)
+                return _over(numbers, at_tile, zeros, with_tiles, live, query_slots.depth)
 
-            live, numbers = entry(live_leaves, batch), entry(held.numbers, batch)
+            live, numbers = entry(live_leaves, batch), entry(key_slots.numbers, batch)
             bounds = None if between is None else between(batch)
-            result = _over(numbers, at_leaf, of_leaf, with_leaves, live, held.depth, bounds)
+            result = _over(numbers, at_leaf, of_leaf, with_leaves, live, key_slots.depth, bounds)
             return jax.tree.map(lambda x: x + sound[batch], result)
 
         return unit
@@ -212,12 +215,12 @@ class Canonical(AbstractCanonical):
         """Rounds the cotangent first: XLA would fold a constant factor of it into this one."""
         return divided(rounded(cotangent), of_each(jnp.exp, -rest))
 
-    def bias_cotangent(self, call: KernelCall, *given: AttentionState) -> Array:
-        return self.sums(call, *given).of_bias()
+    def bias_cotangent(self, call: KernelCall, *states: AttentionState) -> Array:
+        return self.sums(call, *states).of_bias()
 
-    def array_cotangents(self, call: KernelCall, *given: AttentionState) -> tuple[Any, ...]:
-        return self.sums(call, *given).of_arrays()
+    def array_cotangents(self, call: KernelCall, *states: AttentionState) -> tuple[Any, ...]:
+        return self.sums(call, *states).of_arrays()
 
-    def sums(self, call: KernelCall, *given: AttentionState) -> ScoreSums:
-        rows = backward_rows(call.operands, *given)
+    def sums(self, call: KernelCall, *states: AttentionState) -> ScoreSums:
+        rows = backward_rows(call.operands, *states)
         return ScoreSums(self.schedule(call, self.in_order), rows)

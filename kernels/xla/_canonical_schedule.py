@@ -14,7 +14,7 @@ from ..call._tokens import LEAF
 from ..fold import _tree as tree
 from ..fold._call import QUERIES, AbstractRowsFold, AbstractSchedule, Ids
 from ..fold._programs import Blocks, FoldProgram, Partial, without_signs
-from ..fold._tree import PositionSlots, Share, entry
+from ..fold._tree import Part, PositionSlots, entry
 from ..masks._visibility import visible
 from ..scores._abstract import ScoreIndices
 from ._canonical_tiles import CPUArithmetic, CPUScores, PairsOfTile, RowTiles, TokensOfTile
@@ -28,12 +28,12 @@ class FoldOverLeaves(AbstractRowsFold):
     of: "XLASchedule"
 
     def whole(self) -> Any:
-        fold, count = self._folds(), self.of.held.tiles
+        fold, count = self._folds(), self.of.key_slots.tiles
         return self._results(lambda n: fold(n, jnp.zeros_like(n), jnp.full_like(n, count)))
 
     def nodes(self, leaves: int) -> tuple[list[Array], Int[Array, "b nodes"]]:
         of, fold = self.of, self._folds()
-        count = -(-of.held.tiles // leaves)
+        count = -(-of.key_slots.tiles // leaves)
 
         def numbers_apart(partial: Partial) -> Any:
             pairs = zip(partial, self.program.widths, strict=True)
@@ -41,7 +41,7 @@ class FoldOverLeaves(AbstractRowsFold):
 
         def node(number: Array) -> Any:
             first = number * leaves
-            stop = jnp.minimum(first + leaves, of.held.tiles)
+            stop = jnp.minimum(first + leaves, of.key_slots.tiles)
             one = functools.partial(fold, first=first, stop=stop)
             return of.tiles.each(lambda n: numbers_apart(one(n)), of.operands.query)
 
@@ -62,10 +62,10 @@ class FoldOverLeaves(AbstractRowsFold):
     def _folds(self) -> Callable[..., Partial]:
         """The fold of the `n`-th tile over leaves from one number to another."""
         of, program, tiles = self.of, self.program, self.of.tiles
-        operands, held = of.operands, of.held
+        operands, key_slots = of.operands, of.key_slots
         ids: Any = operands.tokens.query_positions, operands.tokens.query_segments
         side: Any = tuple(None if x is None else tiles.spread(x) for x in ids)
-        live_after, identity = tree.following(of.met(side)), of.identity(program, tiles.rows)
+        live_after, identity = tree.following(of.meets(side)), of.identity(program, tiles.rows)
 
         def fold(n: Array, first: Array, stop: Array) -> Partial:
             batch, index, _ = tiles.place(n)
@@ -77,8 +77,8 @@ class FoldOverLeaves(AbstractRowsFold):
                 blocks, of_keys = of.leaf(self.keys, batch, leaf)
                 return program.term(row, blocks, of.pairs(batch, of_rows, of_keys))
 
-            live, numbers = entry(live_after, batch)[index], entry(held.numbers, batch)
-            args = identity, held.depth, program.merge, (first, stop)
+            live, numbers = entry(live_after, batch)[index], entry(key_slots.numbers, batch)
+            args = identity, key_slots.depth, program.merge, (first, stop)
             return tree.fold_live(live, numbers, term, *args)
 
         return fold
@@ -89,7 +89,7 @@ class FoldOverLeaves(AbstractRowsFold):
         def one(n: Array) -> tuple[Array, ...]:
             return of.finished(self.program, of.cut(self.rows, n), whole(n))
 
-        return self.wrap(*map(of.held.checked, of.tiles.each(one, of.operands.query)))
+        return self.wrap(*map(of.key_slots.checked, of.tiles.each(one, of.operands.query)))
 
 
 class XLASchedule(AbstractSchedule):
@@ -109,16 +109,17 @@ class XLASchedule(AbstractSchedule):
         return CPUScores(self, self.score, directions)
 
     def over_queries(self, program: FoldProgram, rows: Blocks, keys: Blocks) -> list[Array]:
-        held, asked, group = self.held, self.asked, self.group
-        met = jnp.repeat(self.met(self.query_ids).swapaxes(1, 2), group, axis=-1)
-        live_after = tree.following(met)
-        numbers = asked.numbers[:, :, None] * group + jnp.arange(group, dtype=jnp.int32)[None, None]
+        key_slots, query_slots, group = self.key_slots, self.query_slots, self.group
+        meets = jnp.repeat(self.meets(self.query_ids).swapaxes(1, 2), group, axis=-1)
+        live_after = tree.following(meets)
+        numbers = query_slots.numbers[:, :, None] * group
+        numbers = numbers + jnp.arange(group, dtype=jnp.int32)[None, None]
         numbers = lax.collapse(numbers, 1, 3)
         identity = self.identity(program, LEAF)
-        between = jnp.int32(0), jnp.int32(asked.tiles * group)
+        between = jnp.int32(0), jnp.int32(query_slots.tiles * group)
 
         def one_leaf(n: Array) -> Any:
-            batch, leaf = _digits(n, held.tiles)
+            batch, leaf = _digits(n, key_slots.tiles)
             blocks, of_keys = self.leaf(keys, batch, leaf)
 
             def term(index: Array) -> Partial:
@@ -128,7 +129,7 @@ class XLASchedule(AbstractSchedule):
                 return program.term(blocks, row, self.pairs(batch, of_rows, of_keys, False))
 
             live = entry(live_after, batch)[leaf]
-            args = identity, asked.depth + group.bit_length(), program.merge, between
+            args = identity, query_slots.depth + group.bit_length(), program.merge, between
             result = tree.fold_live(live, entry(numbers, batch), term, *args)
             return self.finished(program, blocks, result)
 
@@ -136,7 +137,8 @@ class XLASchedule(AbstractSchedule):
             x = x.swapaxes(1, 2).reshape(self.batch, -1, self.key_heads, x.shape[-1])
             return self.at_keys(x)
 
-        return [of_keys(x) for x in each(one_leaf, self.batch * held.tiles, self.operands.query)]
+        results = each(one_leaf, self.batch * key_slots.tiles, self.operands.query)
+        return [of_keys(x) for x in results]
 
     def of_rows(self, f: Callable[[Blocks], Array], rows: Blocks) -> Array:
         return self.tiles.each(lambda n: f(self.cut(rows, n))[:, 0], self.operands.query)
@@ -144,36 +146,36 @@ class XLASchedule(AbstractSchedule):
     def computed(self, f: Callable[..., Any], *args: Any) -> Any:
         return computed(f, *args)
 
-    def identity(self, program: FoldProgram, own: int) -> Partial:
+    def identity(self, program: FoldProgram, size: int) -> Partial:
         pairs = zip(program.identity, program.sizes, strict=True)
-        return tuple(self.empty(self.key_heads, own, size, fill=x) for x, size in pairs)
+        return tuple(self.empty(self.key_heads, size, width, fill=x) for x, width in pairs)
 
     def cut(self, rows: Blocks, n: Array) -> Blocks:
         return _blocks(jax.tree.map(lambda x: self.tiles.cut(x, n).astype(self.dtype), rows))
 
     def leaf(
-        self, keys: Blocks, batch: Array, leaf: Array, share: Share = (0, 1)
+        self, keys: Blocks, batch: Array, leaf: Array, part: Part = (0, 1)
     ) -> tuple[Blocks, TokensOfTile]:
-        """The keys of a leaf, or a share of their heads, and their tokens."""
-        blocks = self.held.read(keys, batch, leaf, self.dtype, share)
-        return blocks, _tokens(self.held, self.key_ids, batch, leaf)
+        """The keys of a leaf, or part of their heads, and their tokens."""
+        blocks = self.key_slots.read(keys, batch, leaf, self.dtype, part)
+        return blocks, _tokens(self.key_slots, self.key_ids, batch, leaf)
 
     def queries_of(
-        self, rows: Blocks, batch: Array, tile: Array, heads: Array, share: Share
+        self, rows: Blocks, batch: Array, tile: Array, heads: Array, part: Part
     ) -> tuple[Blocks, TokensOfTile]:
-        """The queries of a tile, of a share of the heads, which has these; and their tokens."""
+        """The queries of a tile, of the part of the heads that has these; and their tokens."""
         # inside the loop: otherwise XLA materialises the reshaped array in addition to the array
         by_head = {name: x.reshape(*x.shape[:2], len(heads), -1) for name, x in rows.items()}
-        result = self.asked.read(by_head, batch, tile, self.dtype, share)
+        result = self.query_slots.read(by_head, batch, tile, self.dtype, part)
         blocks = _blocks({n: x if rows[n].ndim == 4 else x[..., 0] for n, x in result.items()})
-        return blocks, _tokens(self.asked, self.query_ids, batch, tile, heads)
+        return blocks, _tokens(self.query_slots, self.query_ids, batch, tile, heads)
 
     def pairs(
-        self, batch: Array, rows: TokensOfTile, keys: TokensOfTile, rows_own: bool = True
+        self, batch: Array, rows: TokensOfTile, keys: TokensOfTile, rows_kept: bool = True
     ) -> PairsOfTile:
-        """The pairs of a row tile and a key tile. `rows_own`: rows are on the first axis."""
-        own, other = (lambda x: x[..., None]), (lambda x: x[..., None, :])
-        of_row, of_key = (own, other) if rows_own else (other, own)
+        """The pairs of a row tile and a key tile. `rows_kept`: rows are on the first axis."""
+        kept, iterated = (lambda x: x[..., None]), (lambda x: x[..., None, :])
+        of_row, of_key = (kept, iterated) if rows_kept else (iterated, kept)
         mask = jax.tree.map(lambda x: entry(x, batch)[None], self.mask)
         query, key = of_row(rows.positions), of_key(keys.positions)
         seen = visible(mask, query, key)
@@ -189,9 +191,9 @@ class XLASchedule(AbstractSchedule):
         at = (query[None], key[None]) if uses_positions else (None, None)
         return PairsOfTile(place, seen[None], ScoreIndices(batch, heads, *at))  # pyright: ignore[reportArgumentType]
 
-    def finished(self, program: FoldProgram, own: Blocks, partial: Partial) -> tuple[Array, ...]:
-        """The results of a fold, `[K, own, width]` or numbers `[K, own]`."""
-        pairs = zip(program.finish(own, partial), program.results, strict=True)
+    def finished(self, program: FoldProgram, kept: Blocks, partial: Partial) -> tuple[Array, ...]:
+        """The results of a fold, `[K, kept, width]` or numbers `[K, kept]`."""
+        pairs = zip(program.finish(kept, partial), program.results, strict=True)
         return tuple(
             without_signs((x[:, 0] if kind.width is None else x).astype(kind.dtype))
             for x, kind in pairs
@@ -199,9 +201,9 @@ class XLASchedule(AbstractSchedule):
 
 
 def _tokens(
-    held: PositionSlots, ids: Ids, batch: Array, tile: Array, heads: Array | None = None
+    slots: PositionSlots, ids: Ids, batch: Array, tile: Array, heads: Array | None = None
 ) -> TokensOfTile:
-    result: Any = [None if x is None else entry(x, batch)[tile] for x in (held.tokens, *ids)]
+    result: Any = [None if x is None else entry(x, batch)[tile] for x in (slots.tokens, *ids)]
     return TokensOfTile(*result, heads=heads)
 
 

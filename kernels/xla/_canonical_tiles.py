@@ -22,8 +22,7 @@ from ..fold._call import AbstractSchedule, rounded
 from ..fold._programs import AbstractTileScores, Arithmetic, Blocks, Pullback
 from ..scores._abstract import ScoreIndices
 from ..scores._structure import BoundScore
-from ._loops import hidden
-from ._products import row_maximum, row_sum
+from ._loops import hidden, row_maximum, row_sum
 from ._tile_program import computed
 
 DEPTH = 256  # products that are summed in one sweep
@@ -67,10 +66,8 @@ class CPUArithmetic(Arithmetic):
 
 
 def _product(a: Array, b: Array, over: tuple[int, int]) -> Array:
-    """The matrix products that contract these axes, of matrices that XLA fuses nothing with.
-
-    XLA:CPU cuts sums of more than `DEPTH` products in pieces, in some calls, so they are cut here.
-    """
+    # The matrix products that contract these axes, of matrices that XLA fuses nothing with. XLA:CPU cuts sums of more
+    # than `DEPTH` products in pieces, in some calls, so they are cut here.
     x, y = over
     depth = a.shape[x]
     cuts = [slice(first, first + DEPTH) for first in range(0, depth, DEPTH)] or [slice(0)]
@@ -100,7 +97,7 @@ class TokensOfTile(NamedTuple):
 
 
 class PairsOfTile(NamedTuple):
-    """The pairs of two tiles, in arrays that broadcast to `[K, own, other]`."""
+    """The pairs of two tiles, in arrays that broadcast to `[K, kept, iterated]`."""
 
     place: tuple[Array, ...]  # the entry of the batch, heads, indices of queries and of keys
     seen: Bool[Array, "..."]  # but for a mask array
@@ -126,6 +123,7 @@ class CPUScores(AbstractTileScores):
         return self._hidden(raw, pairs)
 
     def with_pullback(self, raw: Array, rows: Blocks, pairs: PairsOfTile) -> tuple[Array, Pullback]:
+        # dx = g'(x) ds; the slope g'(x) is the tangent in direction 1
         scores, slope = self._moved(raw, 1.0, (), pairs)
         if self._score is None:
             return scores, lambda change: change
@@ -134,16 +132,18 @@ class CPUScores(AbstractTileScores):
     def along(
         self, raw: Array, change: Array | None, rows: Blocks, pairs: PairsOfTile
     ) -> tuple[Array, Array | None]:
+        # ds = g'(x) dx + ∂g/∂θ dθ + db
         assert self._directions is not None
         scores, change = self._moved(raw, change, self._directions.score_arrays, pairs)
         if self._directions.bias is not None:
-            moved = jnp.broadcast_to(self._terms(self._directions.bias, pairs), raw.shape)
-            change = moved if change is None else change + moved
+            d_bias = jnp.broadcast_to(self._terms(self._directions.bias, pairs), raw.shape)
+            change = d_bias if change is None else change + d_bias
         return scores, change
 
     def pulled(self, raw: Array, change: Array, pairs: PairsOfTile) -> Any:
         score: Any = self._score
 
+        # dθ = Σ ds ∂g/∂θ
         def pull(raw: Array, change: Array) -> Any:
             return score.vjp(raw, pairs.at)[1](change)[1]
 

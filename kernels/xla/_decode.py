@@ -28,7 +28,7 @@ from ..call._state import AttentionState, divided, exp_from, lse_dtype, safe_shi
 from ..fold._tree import following
 from ..masks._abstract import AbstractMask
 from ._blockwise import Blockwise
-from ._products import PRODUCTS, Products, row_maximum, row_sum, scores_of, weighed_sum
+from ._loops import PRODUCTS, Products, row_maximum, row_sum, scores_of, weighed_sum
 from ._reference import dense_state, masked, normalised
 
 MOST_ROWS = 64  # queries times heads, of which all scores are in memory; chosen by measurement
@@ -49,6 +49,7 @@ class AbstractDecode(AbstractKernel):
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState
     ) -> Operands:
         """The blockwise backward, with energies recomputed from the same products that it computes."""
+        # P = e^{s - F} sums to 1 only if F is of the scores as the backward rounds them
         blockwise, operands = Blockwise(), call.operands
         no_values = call._replace(operands=operands._replace(value=operands.value[..., :0]))
         (_, lse), rounding = blockwise.forward_and_rest(no_values)
@@ -59,7 +60,7 @@ class AbstractDecode(AbstractKernel):
 class Decode(AbstractDecode):
     """XLA's operations, for at most 64 queries times heads; reads each key and value once.
 
-    Memory O(T·N·S), small beside the keys.
+    Memory O(T·N·S), small compared with the keys.
     """
 
     name = "decode"
@@ -83,8 +84,8 @@ class Decode(AbstractDecode):
             value = operands.value.astype(state.lse.dtype)  # so that sums are rounded once
             return dense_state(settings, operands._replace(value=value))
 
-        given = map_some(lambda _, x: x, directions, call.operands)
-        change = of_rows_with_keys(state, jax.jvp(state_of, (given,), (directions,))[1])
+        primals = map_some(lambda _, x: x, directions, call.operands)
+        change = of_rows_with_keys(state, jax.jvp(state_of, (primals,), (directions,))[1])
         return change._replace(out=change.out.astype(state.out.dtype))
 
 
@@ -96,7 +97,7 @@ def _check_rows(call: KernelCall, most: int) -> None:
             f"got {query_len} × {heads} = {query_len * heads}"
         )
     if call.settings.scored_width is not None:
-        raise NotImplementedError("source: wanted None beside a score, got an array")
+        raise NotImplementedError("source: wanted None with a score, got an array")
 
 
 class _OnlineSoftmax(NamedTuple):
@@ -175,10 +176,10 @@ class DecodeCPU(AbstractDecode):
         )
         first = jnp.int32(0) if live is None else live[0]
         _, sums = lax.while_loop(lambda carry: carry[0] < batch * blocks, add_block, (first, start))
-        total, lse, _ = normalised(sums.total, sums.maximum)
+        total, lse, _ = normalised(sums.total, sums.maximum)  # lse = m + log l
         total, lse = (x.reshape(batch, heads, query_len).transpose(0, 2, 1) for x in (total, lse))
         weighed = sums.weighed.reshape(batch, heads, query_len, width).transpose(0, 2, 1, 3)
-        out = weighed / total[..., None]
+        out = weighed / total[..., None]  # o / l
         return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
     def _added(
@@ -235,12 +236,9 @@ def _live_blocks(
 def _take_block(
     operands: Operands, row: Array, first: Array, size: int
 ) -> tuple[Operands, Callable[[], Array]]:
-    """The operands with `size` keys from `first` on of a row of the batch, and the values of all keys.
-
-    The second is the values of these keys, `[size, K, W]`, taken again by each call: otherwise XLA copies them for a
-    branch
-    that is seldom taken.
-    """
+    # The operands with `size` keys from `first` on of a row of the batch, and the values of all keys. The second is the
+    # values of these keys, `[size, K, W]`, taken again by each call: otherwise XLA copies them for a branch that is
+    # seldom taken.
     zero = jnp.zeros_like(row)
 
     def cut(x: Any, keys: int | None = None) -> Any:

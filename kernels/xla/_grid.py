@@ -147,10 +147,8 @@ def grid(operands: Operands, mask: MaskStructure, sizes: BlockSizes) -> Grid:
 
 
 def _cut(size: int, group: int, most: int, even: bool, unit: int | None) -> tuple[int, int]:
-    """The length of a block of at most `most // group`, and the number of blocks.
-
-    Blocks of a table, of `unit` tokens, are not cut; a unit may have up to twice as many rows.
-    """
+    # The length of a block of at most `most // group`, and the number of blocks. Blocks of a table, of `unit` tokens,
+    # are not cut; a unit may have up to twice as many rows.
     if unit is not None and is_static(size) and unit * group <= 2 * most and unit < size:
         length = max(most // group // unit, 1) * unit
         return min(length, size), math.ceil(size / length)

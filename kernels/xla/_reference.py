@@ -36,10 +36,9 @@ class Softmax(NamedTuple):
 def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
     r"""The softmax over an axis, where scores of minus infinity hide keys.
 
-    The maximum $m$ is held constant: $F = m + \log\sum e^{s - m}$ does not depend on it, so the
-    derivatives of these lines, of any order and in both modes, are those of $F$. A fully masked row
-    has $m = 0$ and a total of 1, and so is finite, derivatives included. A NaN or an overflow among
-    the scores makes the whole row NaN.
+    The maximum $m$ is held constant: $F = m + \log\sum e^{s - m}$ does not depend on it, so the derivatives of these
+    lines, of any order and in both modes, are those of $F$. A fully masked row has $m = 0$ and a total of 1, and so is
+    finite, derivatives included. A NaN or an overflow among the scores makes the whole row NaN.
     """
     # w = e^{s - m}, l = Σ w, F = m + log l
     maximum = lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf))
@@ -97,8 +96,7 @@ def dense_state(
     """The state by products batched over heads; keys and values of eight bits are cast inside the products.
 
     `normalise_first`: whether weights are divided by their total before they are rounded to the dtype of the values;
-    otherwise
-    the weighted sum is divided.
+    otherwise the weighted sum is divided.
     """
     (query, key, value), present = operands.qkv, zero_absent(operands)
     if operands.scales.value is None:
@@ -111,6 +109,7 @@ def dense_state(
     batch, query_len, heads, key_len = weights.shape
     kv_heads, width = value.shape[2:]
     weights = weights.reshape(batch, query_len, kv_heads, heads // kv_heads, key_len)
+    # out = Σ_a w_a v_a / l; of eight bits v_a = c_a v'_a, and the scale c_a multiplies the weight
     weights = _times(weights, present.scales.value).astype(value.dtype)
     out = _einsum("btkgs,bskv->btkgv", weights, value, query.dtype)
     out = out.reshape(batch, query_len, heads, width)
@@ -158,6 +157,7 @@ def masked(
 
     `added` are products that are added to the scores, not part of the score's argument. Positions may be None.
     """
+    # s = g(scale q·k) + ζ·v + b, minus infinity where hidden; ζ·v is a product of further features
     scores, score = products * settings.scale, bound_score(settings, operands)
     if score is not None:
         scores = score(scores, _score_index(operands, settings))

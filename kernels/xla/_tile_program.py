@@ -26,7 +26,7 @@ from ..program._jaxpr import (
     interpret,
     without_shardings,
 )
-from ._products import row_sum
+from ._loops import row_sum
 
 # XLA:CPU computes these differently in scalar and in vector instructions; the loop that they are fused into decides.
 _APPROXIMATED = {
@@ -43,40 +43,38 @@ def computed(function: Callable[..., Any], *args: Any) -> Any:
     return evaluate_by(evaluated, function, *args)
 
 
-def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+def evaluated(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr, with the programs below for its matrix products and sums."""
     options: Any = {"calls": CALLS_WITH_RULES, "constant": as_array}
-    return interpret(jaxpr, consts, given, _results, **options)
+    return interpret(jaxpr, consts, args, _results, **options)
 
 
-def _results(eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
+def _results(eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, without_shardings(eqn.params)
     if name == "reshard":  # to the mesh that the function was traced for
-        return given
-    given = vary_together(given)  # constants of the function do not
-    if name == "dot_general" and jnp.issubdtype(given[0].dtype, jnp.inexact):
-        a, b = given
+        return args
+    args = vary_together(args)  # constants of the function do not
+    if name == "dot_general" and jnp.issubdtype(args[0].dtype, jnp.inexact):
+        a, b = args
         return [_matrix_product(a, b, params)]
-    if name == "reduce_sum" and jnp.issubdtype(given[0].dtype, jnp.floating):
-        return [_sum(given[0], [int(axis) for axis in params["axes"]])]
+    if name == "reduce_sum" and jnp.issubdtype(args[0].dtype, jnp.floating):
+        return [_sum(args[0], [int(axis) for axis in params["axes"]])]
     if name in _APPROXIMATED:
         of_arrays = functools.partial(of_each, functools.partial(eqn.primitive.bind, **params))
-        return [_alone(of_arrays, *jnp.broadcast_arrays(*given))]
+        return [_alone(of_arrays, *jnp.broadcast_arrays(*args))]
     if name == "div":  # otherwise XLA multiplies by the inverse in some programs
-        given = list(lax.optimization_barrier(given))
-    result = bind(eqn, given, params)
+        args = list(lax.optimization_barrier(args))
+    result = bind(eqn, args, params)
     if name in _PRODUCTS and jnp.issubdtype(result[0].dtype, jnp.floating):
         return [unfused(result[0])]
     return result
 
 
 def _matrix_product(a: Array, b: Array, params: dict[str, Any]) -> Array:
-    """Computes `lax.dot_general` in a form that XLA:CPU sums in one order for any height.
-
-    Both operands become rows that contract their last axes, at least `_LEAST` of them. XLA:CPU's library packs the
-    second operand of this form always, and the order depends on its shape alone. In other forms the library packs it
-    only if the first operand has many rows; matrix-vector products are compiled by LLVM.
-    """
+    # Computes `lax.dot_general` in a form that XLA:CPU sums in one order for any height. Both operands become rows that
+    # contract their last axes, at least `_LEAST` of them. XLA:CPU's library packs the second operand of this form
+    # always, and the order depends on its shape alone. In other forms the library packs it only if the first operand
+    # has many rows; matrix-vector products are compiled by LLVM.
     (a_over, b_over), (a_batch, b_batch) = params["dimension_numbers"]
     x, y = _rows(a, a_batch, a_over), _rows(b, b_batch, b_over)
     batch = [*range(len(a_batch))]
@@ -105,7 +103,7 @@ def _others(x: Array, *axes: Sequence[int]) -> list[int]:
 
 
 def _alone(f: Callable[..., Array], *x: Array) -> Array:
-    """Computes `f(*x)` in a branch of an opaque condition, which XLA fuses with nothing outside."""
+    # Computes `f(*x)` in a branch of an opaque condition, which XLA fuses with nothing outside.
     kind: Any = jax.eval_shape(f, *x)
 
     def other(*x: Array) -> Array:

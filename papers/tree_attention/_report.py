@@ -56,7 +56,7 @@ def integers(text: str) -> list[int]:
 
 
 def write(path: Path, result: Result, draw: Callable[[Result, Path], None] | None = None) -> None:
-    """Writes a result as JSON, and its figure beside it."""
+    """Writes a result as JSON, and its figure with the same name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {path}")

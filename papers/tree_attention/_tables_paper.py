@@ -137,10 +137,7 @@ def bytes_of(tree: Any) -> int:
 
 
 def predict(system: System, prompt: int) -> dict[str, float]:
-    """Seconds by the cost model: of reading the prompt, and of a decode step by each method.
-
-    What is assumed, `ASSUMPTIONS` says.
-    """
+    """Seconds by the cost model, under `ASSUMPTIONS`: of reading the prompt, and of a decode step by each method."""
     config, topology = LLAMAS[system.model], system.topology
     model, layers = abstract(config), config.num_hidden_layers
     embedding = 0 if config.tie_word_embeddings else bytes_of(model.embed_tokens)
@@ -169,8 +166,8 @@ def predict(system: System, prompt: int) -> dict[str, float]:
     }
 
 
-def beside_measured() -> list[dict[str, Any]]:
-    """A row for each of the paper's: its times, what they leave for a step, and `predict`."""
+def paper_rows() -> list[dict[str, Any]]:
+    """Rows of the paper's tables: its times, the part of them that is a step's, and predicted times."""
     return [
         {
             "system": name,

@@ -15,7 +15,33 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from _network import die_with_parent
-from _problem import HEADS, WIDTH, Problem
+
+HEADS, WIDTH = 16, 64
+
+
+class Problem(NamedTuple):
+    """A query and evenly sharded keys; any process can make any shard."""
+
+    keys: int
+    devices: int
+
+    def query(self) -> np.ndarray:
+        """`[1, 1, N, H]`, in float32."""
+        return self._random(self.devices)(1)
+
+    def shard(self, device: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of one device, `[1, S/p, N, H]` in float32."""
+        random = self._random(device)
+        each = self.keys // self.devices
+        return random(each), random(each)
+
+    def _random(self, part: int) -> Callable[[int], np.ndarray]:
+        rng = np.random.default_rng((self.keys, self.devices, part))
+
+        def normal(length: int) -> np.ndarray:
+            return rng.standard_normal((1, length, HEADS, WIDTH), dtype=np.float32)
+
+        return normal
 
 
 class Plan(NamedTuple):

@@ -23,10 +23,12 @@ from typing import Any
 
 import numpy as np
 from _network import Network
-from _predicted import automatic, predict
-from _problem import HEADS, WIDTH, Problem
 from _report import draw_latency, integers, latency_table, machine, rows, write
-from _worker import Plan
+from _worker import HEADS, WIDTH, Plan, Problem
+from compare import automatic, predict
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from tests.support import problems, reference
 
 WORKER = Path(__file__).with_name("_worker.py")
 # The error of an answer in float32, in roundings of the terms of its sum, is at most this.
@@ -93,10 +95,10 @@ def arguments() -> argparse.Namespace:
 
 def measure(network: Network | None, hosts: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures all lengths over a number of hosts, in one group of processes."""
-    problems = [Problem(keys, hosts * args.devices) for keys in args.keys]
-    answers = [problem.answer() for problem in problems]
+    steps = [Problem(keys, hosts * args.devices) for keys in args.keys]
+    answers = [answer(step) for step in steps]
     with tempfile.TemporaryDirectory() as name:
-        by_keys = {str(p.keys): out for p, (out, _) in zip(problems, answers, strict=True)}
+        by_keys = {str(x.keys): out for x, (out, _) in zip(steps, answers, strict=True)}
         np.savez(Path(name, "answers.npz"), allow_pickle=False, **by_keys)
         with network or contextlib.nullcontext():
             measured = network.measure() if network else None
@@ -108,13 +110,22 @@ def measure(network: Network | None, hosts: int, args: argparse.Namespace) -> li
             "network": {"kind": kind, "measured": measured},
             "hosts": hosts,
             "devices": args.devices,
-            "keys": problem.keys,
-            "auto": automatic(problem.keys, hosts, args.devices),
+            "keys": step.keys,
+            "auto": automatic(step.keys, hosts, args.devices),
             "tolerance": ROUNDINGS * eps * size,
             "rows": rows([host[i] for host in measurements]),
         }
-        for i, (problem, (_, size)) in enumerate(zip(problems, answers, strict=True))
+        for i, (step, (_, size)) in enumerate(zip(steps, answers, strict=True))
     ]
+
+
+def answer(step: Problem) -> tuple[np.ndarray, float]:
+    """The output `[N, H]` in float64 by the judge of the tests, and the size of the terms of its sums."""
+    shards = [step.shard(device) for device in range(step.devices)]
+    arrays = step.query(), *(np.concatenate(x, axis=1) for x in zip(*shards, strict=True))
+    whole = problems.Problem("latency", *(x.astype(np.float64) for x in arrays))
+    out, lse = reference.dense(whole)
+    return out[0, 0], reference.magnitudes(whole, 0 * out, 0 * lse)["out"]
 
 
 def run_hosts(

@@ -83,14 +83,14 @@ def prepare(args: argparse.Namespace) -> None:
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the protocol on the devices of this process or in each group of processes."""
-    from _tables_paper import ASSUMPTIONS, TOKENS, beside_measured
+    from _tables_paper import ASSUMPTIONS, TOKENS, paper_rows
     from _tables_run import REPETITIONS, run
 
     runs = []
     for group_run in by_processes(args) if args.processes else [run(args.prompts)]:
         runs.append(group_run)
         print(run_table(group_run), flush=True)
-    paper = beside_measured()
+    paper = paper_rows()
     print(paper_table(paper), *ASSUMPTIONS, sep="\n- ")
     return {
         "model": "bytes",

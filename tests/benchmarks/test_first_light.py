@@ -4,12 +4,12 @@ import json
 import sys
 import time
 
-import draw_first_light
+import kernels_page
 import numpy as np
 import pytest
 
 from benchmarks.first_light import __main__ as command
-from benchmarks.first_light import _bench, _check, _process, _record, _steps, _summary
+from benchmarks.first_light import _bench, _check, _steps
 from benchmarks.runner import OURS
 from energy_attn.kernels import AttentionState
 from energy_attn.kernels.dispatch import _registry
@@ -18,11 +18,11 @@ from tests.support.flags import spawn
 from tests.support.selection import few
 
 CASES = [
-    _check.Case("causal", (1, 9, 2, 8), (1, 9, 1, 8), "float32", causal=True),
+    _check.Case("causal", (1, 9, 2, 8), (1, 9, 1, 8), "float32", options={"is_causal": True}),
     _check.Case("tangent", (1, 3, 2, 8), (1, 5, 2, 8), "float32", mode="tangent"),
     _check.Case(
         *("lengths", (2, 3, 2, 8), (2, 5, 1, 8), "bfloat16"),
-        arrays={"key_value_seq_lengths": np.array([4, 0], np.int32)},
+        options={"key_value_seq_lengths": np.array([4, 0], np.int32)},
     ),
 ]
 
@@ -86,15 +86,15 @@ def test_check(case, tmp_path, kernels, monkeypatch):
 
     And a later call that repeats what is known, or never repeats what failed.
     """
-    monkeypatch.setattr(_check, "_small", lambda bench: iter([case]))
-    put, sizes = _record.Record.put, []
+    monkeypatch.setattr(_check, "small_cases", lambda bench: iter([case]))
+    put, sizes = _bench.Bench.put, []
 
     def put_and_read(*args):
         put(*args)
         sizes.append(len(read(tmp_path)["check"]))
 
-    monkeypatch.setattr(_record.Record, "put", put_and_read)
-    assert _steps.measure(bench(tmp_path, "check")) == 0
+    monkeypatch.setattr(_bench.Bench, "put", put_and_read)
+    assert _steps.take(bench(tmp_path, "check")) == 0
     found = read(tmp_path)["check"]
     assert sizes == [*range(1, len(found) + 1)]  # on disk after each
     assert set(found) == {f"{case.label} {name}" for name in _bench.GPU_KERNELS}
@@ -110,7 +110,7 @@ def test_check(case, tmp_path, kernels, monkeypatch):
 
     made, compiled = [], _bench._compiled
     monkeypatch.setattr(_bench, "_compiled", lambda jobs, n: made.extend(jobs) or compiled(jobs, n))
-    _steps.measure(bench(tmp_path, "check"))
+    _steps.take(bench(tmp_path, "check"))
     assert [job.label for job in made] == [f"{case.label} raises"]
     assert read(tmp_path)["check"] == found
 
@@ -119,7 +119,9 @@ def test_check(case, tmp_path, kernels, monkeypatch):
 @pytest.mark.parametrize("mode", ["forward", "backward", "tangent"])
 def test_a_case_too_large_for_the_judge(mode, monkeypatch):
     """Heads in another order, a gradient of one head of a group, or an energy that is not in float64."""
-    case = _check.Case("all", (2, 5, 4, 8), (2, 7, 2, 8), "float32", causal=True, mode=mode)
+    case = _check.Case(
+        "all", (2, 5, 4, 8), (2, 7, 2, 8), "float32", mode, options={"is_causal": True}
+    )
     wanted = case.reference
     del case.__dict__["reference"]
     monkeypatch.setattr(_check, "MOST_SCORES", 0)
@@ -132,15 +134,17 @@ def test_a_case_too_large_for_the_judge(mode, monkeypatch):
 def test_an_energy_where_there_are_no_keys():
     """A state of no keys that is not, in a comparison of finite numbers alone."""
     wanted = {"lse": np.array([0.0, -np.inf])}
-    assert _check.errors_of({"lse": np.array([0.0, 1.0])}, wanted) == {"lse": np.inf}
-    assert _check.errors_of({"lse": np.array([0.5, -np.inf])}, wanted) == {"lse": 0.5}
+    found = _check.judged({"lse": np.array([0.0, 1.0])}, wanted, "float32")
+    assert found == {"good": False, "of_tolerance": np.inf, "lse": np.inf}
+    found = _check.judged({"lse": np.array([0.5, -np.inf])}, wanted, "float32")
+    assert not found["good"] and found["lse"] == pytest.approx(0.5)
 
 
 @pytest.mark.usefixtures("user_settings")
 def test_time_is_spent(tmp_path, kernels, monkeypatch):
     """A measurement that is begun too late; and one that is lost because of it."""
-    monkeypatch.setattr(_check, "_small", lambda bench: iter(CASES))
-    assert _steps.measure(bench(tmp_path, "check", seconds=-1)) == 0
+    monkeypatch.setattr(_check, "small_cases", lambda bench: iter(CASES))
+    assert _steps.take(bench(tmp_path, "check", seconds=-1)) == 0
     assert not (tmp_path / "first_light.json").exists()
 
 
@@ -149,27 +153,26 @@ import json, os, sys, time
 from benchmarks.first_light._bench import Bench
 
 bench = Bench(*json.loads(sys.argv[1]))
-record = bench.record
-labels = [x for x in ("ends", "hangs", "good") if not record.known("step", x)]
+labels = [x for x in ("ends", "hangs", "good") if not bench.known("step", x)]
 if not bench.alone:
-    record.begin("step", labels, 60)
+    bench.begin("step", labels, 60)
     os._exit(3)
 for label in labels:
-    record.begin("step", [label], 2)
+    bench.begin("step", [label], 2)
     if label == "ends":
         os._exit(4)
     if label == "hangs":
         time.sleep(600)
-    record.put("step", label, {"seconds": 1.0})
-record.end()
+    bench.put("step", label, {"seconds": 1.0})
+bench.end()
 """
 
 
 @pytest.mark.full
 def test_processes_that_end_or_hang(tmp_path):
     """A measurement that takes all others with it, is blamed for another's end, or is tried forever."""
-    command = (sys.executable, "-c", CHILD)
-    assert _process.supervise(bench(tmp_path, "about"), command) == 0
+    child = (sys.executable, "-c", CHILD)
+    assert command.supervise(bench(tmp_path, "about"), child) == 0
     assert read(tmp_path)["step"] == {
         "ends": {"error": "the process ended with status 4", "final": True},
         "hangs": {"error": "the process hung, and was killed", "final": True},
@@ -180,7 +183,7 @@ def test_processes_that_end_or_hang(tmp_path):
 
 def test_a_process_that_does_not_start(tmp_path, capsys):
     """One that is started again and again."""
-    assert _process.supervise(bench(tmp_path), (sys.executable, "-c", "raise SystemExit(7)")) == 1
+    assert command.supervise(bench(tmp_path), (sys.executable, "-c", "raise SystemExit(7)")) == 1
     assert "ended with status 7" in capsys.readouterr().out
 
 
@@ -210,10 +213,10 @@ def test_dry_run(tmp_path):
         assert all(x["good"] and not x["moved"] for x in ran), step
     assert {"copy", "read", "matmul", "nothing"} == set(found["roof"])
     assert all("error" in x for x in found["torch"].values())  # there is no GPU
-    said = "\n".join(_summary.summary(found))
+    said = "\n".join(command.summary(found))
     assert "WRONG: 0" in said and said in printed
-    draw_first_light.draw(found, tmp_path / "picture.svg")
-    assert "| `pallas_gpu` | " in draw_first_light.section(found)
+    kernels_page.draw(found, tmp_path / "picture.svg")
+    assert "| `pallas_gpu` | " in kernels_page.first_light(found)
 
 
 def test_wrong_options(capsys):
@@ -265,17 +268,21 @@ STEPS = {
 }
 
 
-def test_page(tmp_path):
+def test_page(tmp_path, monkeypatch):
     """A page with other numbers than the file's; a table that loses a kernel; a picture without a number."""
     (tmp_path / "benchmarks").mkdir()
     path = tmp_path / "kernels.md"
-    path.write_text(f"before\n{draw_first_light.BEGIN}old\n{draw_first_light.END}\nafter\n")
-    draw_first_light.main(tmp_path)
+    ((begin, end),) = parts = {
+        x: y for x, y in kernels_page.PARTS.items() if y is kernels_page.first_light
+    }
+    monkeypatch.setattr(kernels_page, "PARTS", parts)
+    path.write_text(f"before\n{begin}old\n{end}\nafter\n")
+    kernels_page.main(tmp_path)
     assert "Not measured yet" in path.read_text() and "old" not in path.read_text()
-    assert not (tmp_path / draw_first_light.PICTURE).exists()
-    (tmp_path / draw_first_light.FILE).write_text(json.dumps({"steps": STEPS}))
+    assert not (tmp_path / kernels_page.PICTURE).exists()
+    (tmp_path / kernels_page.FILE).write_text(json.dumps({"steps": STEPS}))
     for _ in range(2):  # the second call finds the first one's page
-        draw_first_light.main(tmp_path)
+        kernels_page.main(tmp_path)
     text = path.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n")
     for line in (
@@ -288,18 +295,8 @@ def test_page(tmp_path):
     ):
         assert line in text, line
     assert "Not measured" not in text
-    assert "</svg>" in (tmp_path / draw_first_light.PICTURE).read_text()
-    said = list(_summary.summary(STEPS))
+    assert "</svg>" in (tmp_path / kernels_page.PICTURE).read_text()
+    said = list(command.summary(STEPS))
     assert "== WRONG: 2" in said and "  s: k 512, l 99" in said
     assert "  s: fast: 100.0 us, 2.00 times as fast" in said
     assert not any("s: wrong: 10.0 us" in line for line in said)
-
-
-def test_the_page_is_that_of_the_file():
-    """A page that says measured where nothing is, or the other way around."""
-    docs, kept = draw_first_light.DOCS, draw_first_light.DOCS / draw_first_light.FILE
-    steps = json.loads(kept.read_text())["steps"] if kept.exists() else None
-    page = (docs / "kernels.md").read_text(encoding="utf-8")
-    assert draw_first_light.page(page, steps) == page
-    if steps:
-        assert (docs / draw_first_light.PICTURE).exists()

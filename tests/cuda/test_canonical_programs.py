@@ -9,8 +9,8 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from energy_attn import attention
 from energy_attn.kernels import AttentionState, local_attention, scores
-from energy_attn.kernels.pallas.canonical._kernel import CanonicalGPU
-from tests.support.cuda import allocated, nodes
+from energy_attn.kernels.internal import candidates
+from tests.support.cuda import allocated, entries, nodes
 from tests.support.reproducible_programs import (
     gradients_over_a_mesh,
     sent_in_nodes,
@@ -27,9 +27,8 @@ KERNELS = {f"{name}_{what}" for name in FOLDS for what in ("leaves", "parts")} |
 
 def derivatives(query, key, value, score=None):
     """The state of causal attention, its gradients and a tangent."""
-    run = functools.partial(
-        local_attention, is_causal=True, score=score, implementation=CanonicalGPU()
-    )
+    _, gpu, _ = candidates(None, reproducible=True)
+    run = functools.partial(local_attention, is_causal=True, score=score, implementation=gpu)
     state, back = jax.vjp(run, query, key, value)
     moved = jax.jvp(run, (query, key, value), (query, key, value))
     return state, back(AttentionState(state.out, state.lse)), moved
@@ -44,16 +43,6 @@ def compiled(run, capability, dtype, batch, queries, keys, folder):
     ]
     options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
     return jax.jit(run).lower(*arrays).compile(options)
-
-
-def code(folder):
-    """The PTX of the canonical kernels in a folder, by name."""
-    found = {}
-    for file in folder.glob("*.ptx"):
-        for entry in re.split(r"(?=\.visible \.entry )", file.read_text())[1:]:
-            if name := re.match(r"\.visible \.entry attention_canonical_(\w+)\(", entry):
-                found[name[1]] = entry
-    return found
 
 
 def of_a_block(entry):
@@ -92,7 +81,7 @@ def test_a_tile_is_one_program(capability, dtype, score, tmp_path):
     for number, call in enumerate((*CALLS, WHOLE)):
         (folder := tmp_path / str(number)).mkdir()
         compiled(run, capability, dtype, *call, folder)
-        texts.append(code(folder))
+        texts.append(dict(entries(folder, r"attention_canonical_(\w+)")))
     *in_parts, whole = texts
     assert in_parts[0].keys() == KERNELS
     assert in_parts[0] == in_parts[1]

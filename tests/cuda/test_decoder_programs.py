@@ -5,7 +5,7 @@ import re
 import pytest
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from tests.support.cuda import nodes
+from tests.support.cuda import entries, nodes
 from tests.support.reproducible_programs import compiled, of_xla, training
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
@@ -49,10 +49,8 @@ def test_over_a_mesh():
 def code(folder):
     """The PTX of the kernels of tiles, by name: one for each shape of weights."""
     found = {}
-    for file in folder.glob("*.ptx"):
-        for entry in re.split(r"(?=\.visible \.entry )", file.read_text())[1:]:
-            if name := re.match(r"\.visible \.entry (tile_program_[a-z]+)\w*\(", entry):
-                found.setdefault(name[1], set()).add(re.sub(name[1] + r"\w*", name[1], entry))
+    for name, entry in entries(folder, r"(tile_program_[a-z]+)\w*"):
+        found.setdefault(name, set()).add(re.sub(name + r"\w*", name, entry))
     return found
 
 

@@ -15,11 +15,12 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn import masks, scores
-from energy_attn.distributed import KVCache, SequenceParallel, collectives, sharded_attention
+from energy_attn.distributed import KVCache, SequenceParallel, sharded_attention
 from energy_attn.kernels import AttentionState, local_attention
-from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.pallas.gpu._plan import make_plan, need_of
 from tests.support.cuda import assembled, nodes
+from tests.support.problems import call_of
+from tests.support.programs import cache_and_query, sent
 from tests.support.selection import few, few_rows
 
 WIDTH = 128
@@ -47,22 +48,24 @@ def with_tangent(*arrays):
     return jax.jvp(run, arrays[:3], arrays[3:])
 
 
+def one(dtype, *shape):
+    """An array on one H200."""
+    sharding = SingleDeviceSharding(nodes(1, 1).devices.item())
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+
 class Compiled:
     """A program for one H200, and its assembled kernels."""
 
     def __init__(self, run, *shapes, dtype=jnp.bfloat16, folder=None):
-        sharding = SingleDeviceSharding(nodes(1, 1).devices.item())
-        arguments = [
-            jax.ShapeDtypeStruct(x, dtype, sharding=sharding) if isinstance(x, tuple) else x
-            for x in shapes
-        ]
+        arguments = [one(dtype, *x) if isinstance(x, tuple) else x for x in shapes]
         # newer versions of XLA write instructions only with a flag
         dump = {"xla_dump_to": str(folder), "xla_dump_emitter_re": ".*"}
         options = None if folder is None else dump
         program = jax.jit(run).lower(*arguments).compile(options)
         self.text = program.as_text()
         self.memory = program.memory_analysis()
-        self.sent = [(c.kind, c.bytes, c.count, c.groups) for c in collectives(program)]
+        self.sent = sent(program)
         self.folder = folder
 
     @property
@@ -105,9 +108,7 @@ def test_decode(heads):
 def test_decode_from_a_cache(heads):
     """The same with a length, which needs only positions: 4 bytes beside 4096 or more of a key and a value."""
     n, k = heads
-    length = jax.ShapeDtypeStruct(
-        (1,), jnp.int32, sharding=SingleDeviceSharding(nodes(1, 1).devices.item())
-    )
+    length = one(jnp.int32, 1)
 
     def run(query, key, value, length):
         return attend(query, key, value, key_value_seq_lengths=length)
@@ -168,7 +169,7 @@ KINDS = {
 def check_memory(name, kernel, rows, keys):
     """Stages that are not counted: tiles that a smaller GPU is given and has no memory for."""
     query, key = (np.broadcast_to(np.zeros((), jnp.bfloat16), x) for x in (rows, keys))
-    call = check_call(query, key, key)
+    call = call_of(query, key, key)
     plan = make_plan(call.operands, call.settings, KINDS[name])
     sides = (plan.keys, plan.rows) if KINDS[name] == "key" else (plan.rows, plan.keys)
     need = need_of(call.operands, call.settings, KINDS[name], None, None)
@@ -193,9 +194,7 @@ def test_prefill_and_backward(heads, tmp_path):
     every step; products without the tensor cores' instruction for groups of warps."""
     n, k = heads
     rows, keys = (1, PREFILL, n, WIDTH), (1, PREFILL, k, WIDTH)
-    dlse = jax.ShapeDtypeStruct(
-        rows[:-1], jnp.float32, sharding=SingleDeviceSharding(nodes(1, 1).devices.item())
-    )
+    dlse = one(jnp.float32, *rows[:-1])
     program = Compiled(with_gradients, rows, keys, keys, rows, dlse, folder=tmp_path)
     assert program.kernels == BACKWARD
     assert program.memory.temp_size_in_bytes <= 3 * 4 * PREFILL * n  # delta and two forms of lse
@@ -211,7 +210,7 @@ def test_prefill_and_backward(heads, tmp_path):
 def test_prefill_of_other_widths(width, tmp_path):
     """Sums that leave no registers for the products beside them, or scores by too few warps."""
     rows = (1, PREFILL, 8, width)
-    program = Compiled(with_gradients, *(rows,) * 4, float32(*rows[:-1]), folder=tmp_path)
+    program = Compiled(with_gradients, *(rows,) * 4, one(jnp.float32, *rows[:-1]), folder=tmp_path)
     found = program.assembled()
     assert set(found) == BACKWARD
     for name, kernel in found.items():
@@ -281,22 +280,11 @@ def step_over_a_cache(devices, queries, dtype, quantize="int8", folder=None):
     """A step of so many queries, of 32 heads, over a cache of eight, of `CACHED` tokens a device."""
     mesh = Mesh(nodes(1, devices).devices[0], ("device",))
     parallel = SequenceParallel("device", "tree", "allreduce") if devices > 1 else None
-
-    def empty():
-        return KVCache.empty(
-            1, devices * CACHED, 8, WIDTH, dtype=dtype, quantize=quantize, parallel=parallel
-        )
-
-    def placed(x):
-        spec = P(None, "device") if devices > 1 and x.ndim > 2 else P()
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
+    options = {"dtype": dtype, "quantize": quantize, "parallel": parallel}
+    empty = functools.partial(KVCache.empty, 1, devices * CACHED, 8, WIDTH, **options)
     with jax.set_mesh(mesh):
-        cache = jax.tree.map(placed, jax.eval_shape(empty))
-        query = jax.ShapeDtypeStruct(
-            (1, queries, 32, WIDTH), jnp.dtype(dtype), sharding=NamedSharding(mesh, P())
-        )
-        return Compiled(KVCache.attend, cache, query, folder=folder)
+        given = cache_and_query(mesh, empty, (1, queries, 32, WIDTH), dtype)
+        return Compiled(KVCache.attend, *given, folder=folder)
 
 
 @pytest.mark.toolkits
@@ -336,14 +324,10 @@ def test_eight_bits_over_a_node():
 def test_widths(dtype, width, value_width):
     """Shapes that Triton's compiler refuses, or never finishes: odd widths, a source, long programs for float32."""
     rows, keys, values = (2, 33, 6, width), (2, 1000, 2, width), (2, 1000, 2, value_width)
-    dlse = jax.ShapeDtypeStruct(
-        rows[:-1], jnp.float32, sharding=SingleDeviceSharding(nodes(1, 1).devices.item())
-    )
-    program = Compiled(
-        with_gradients, rows, keys, values, (*rows[:-1], value_width), dlse, dtype=jnp.dtype(dtype)
-    )
+    given = rows, keys, values, (*rows[:-1], value_width), one(jnp.float32, *rows[:-1])
+    program = Compiled(with_gradients, *given, dtype=dtype)
     assert program.kernels >= BACKWARD
-    program = Compiled(with_tangent, *(rows, keys, values) * 2, dtype=jnp.dtype(dtype))
+    program = Compiled(with_tangent, *(rows, keys, values) * 2, dtype=dtype)
     assert program.kernels >= TANGENT
 
 
@@ -389,19 +373,14 @@ def tangent_of_score(make):
     return run
 
 
-def float32(*shape):
-    sharding = SingleDeviceSharding(nodes(1, 1).devices.item())
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name, tmp_path):
     """A score that costs registers, copies or memory; and its derivatives, which hold more of a tile."""
     make, shape = SCORES[name]
     rows, keys = (1, PREFILL, 16, WIDTH), (1, PREFILL, 16, WIDTH)
-    given = rows, keys, keys, float32(*shape)
-    back = gradients_of_score(make), *given, rows, float32(*rows[:-1])
+    given = rows, keys, keys, one(jnp.float32, *shape)
+    back = gradients_of_score(make), *given, rows, one(jnp.float32, *rows[:-1])
     forward = tangent_of_score(make), *given, *given
     for kind, wanted, most in ((back, BACKWARD, 3), (forward, TANGENT, 1)):
         folder = tmp_path / str(most)
@@ -434,12 +413,12 @@ def test_functions_of_scores():
     """A function that the kernel promises, and Triton or CUDA's library lacks."""
 
     rows, keys = (1, 4, 4, 16), (1, 16, 2, 16)  # one small tile: each function is a long program
-    given = rows, keys, keys, float32(2, 4)
+    given = rows, keys, keys, one(jnp.float32, 2, 4)
 
     def make(x):
         return scores.Function(_every_function, x[0], jnp.broadcast_to(x[1][:, None], (4, 9)))
 
-    program = Compiled(gradients_of_score(make), *given, rows, float32(*rows[:-1]))
+    program = Compiled(gradients_of_score(make), *given, rows, one(jnp.float32, *rows[:-1]))
     assert program.kernels >= BACKWARD
     assert Compiled(tangent_of_score(make), *given, *given).kernels >= TANGENT
 

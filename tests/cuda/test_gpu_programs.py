@@ -3,61 +3,33 @@
 Needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 (`make test-cuda`). Programs are read, never run.
 """
 
-import functools
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from energy_attn.distributed import collectives, cost, methods, sharded_attention
 from tests.support.cuda import nodes
-from tests.support.programs import by_kind, check_documents, payload, trained, waits
+from tests.support.programs import (
+    by_kind,
+    check_documents,
+    decoding,
+    payload,
+    shape_of,
+    shards,
+    trained,
+    waits,
+)
 
-HEADS, WIDTH = 16, 128
-AXES = ("node", "device")
-SHARDED = P(None, AXES)
 NODES = cost.topology("dgx_h100", (8,), nodes=16)
 # XLA:GPU copies and pads a shard before its products unless its length is a multiple of about 1024.
 KEYS = (640 * 1024, 5120 * 1024)
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
 
 
-def shape_of(keys):
-    return cost.Shape(1, 1, keys, HEADS, HEADS, WIDTH)
-
-
-def mesh():
-    return nodes(16, 8)
-
-
-@functools.cache
 def compiled(f, keys, **options):
     """Decoding on all nodes: one query, and that many keys in total."""
-    arrays = [
-        jax.ShapeDtypeStruct(
-            (1, n, HEADS, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh(), spec)
-        )
-        for n, spec in ((1, P()), (keys, SHARDED), (keys, SHARDED))
-    ]
-    run = jax.shard_map(
-        functools.partial(f, axis_name=AXES, **options),
-        mesh=mesh(),
-        in_specs=(P(), SHARDED, SHARDED),
-        out_specs=P(),
-        check_vma=False,
-    )
-    with jax.set_mesh(mesh()):
-        return jax.jit(run).lower(*arrays).compile()
-
-
-def shards(program, keys):
-    """All memory that a program holds on a device, in shards of keys and values."""
-    used = program.memory_analysis()
-    total = used.argument_size_in_bytes + used.temp_size_in_bytes + used.output_size_in_bytes
-    return (total - used.alias_size_in_bytes) / (2 * keys // 128 * HEADS * WIDTH * 2)
+    return decoding(nodes(16, 8), f, keys, **options)
 
 
 def predicted(method, merge, keys):
@@ -72,7 +44,9 @@ def test_decode(merge, most):
     assert len(collectives(long)) <= most
     assert payload(long) == predicted("tree", merge, KEYS[1])
     assert payload(short) == payload(long)
-    assert shards(long, KEYS[1]) <= 1.02  # scores and weights of 16 rows are 1.2% of so many keys
+    assert (
+        shards(long, KEYS[1], 128) <= 1.02
+    )  # scores and weights of 16 rows are 1.2% of so many keys
 
 
 @pytest.mark.full

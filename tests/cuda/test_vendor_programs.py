@@ -15,20 +15,12 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.kernels import AttentionState, local_attention
-from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.vendor import _gpu
 from tests.support.cuda import nodes
 from tests.support.selection import few
 
 BATCH, ROWS, WIDTH = 2, 8192, 128
 heads = pytest.mark.parametrize("heads", few([(16, 16), (32, 8)], (32, 8)), ids=str)
 pytestmark = pytest.mark.usefixtures("user_settings")
-
-
-@pytest.fixture(autouse=True)
-def vendors(monkeypatch):
-    kernels = (_gpu.CuDNN(), _gpu.FlashAttn(), _gpu.FA4())
-    monkeypatch.setattr(_registry, "_REGISTRY", {kernel.name: kernel for kernel in kernels})
 
 
 @pytest.fixture
@@ -144,21 +136,25 @@ def test_cudnn_tangent():
     assert "attention_tangent" in program.as_text() and copies(program.as_text()) == []
 
 
-@pytest.mark.cuda
-def test_cudnn_in_shard_map():
-    """XLA that partitions again what each device runs by itself; or results of another type than JAX wants."""
-    mesh = nodes(1, 8)
-    spec = P("device")
+def in_shard_map(implementation):
+    """A program for a node whose devices share the rows, with gradients of both results."""
+    mesh, spec = nodes(1, 8), P("device")
     run = jax.shard_map(
-        functools.partial(with_gradients, lse=True, implementation="cudnn"),
+        functools.partial(with_gradients, lse=True, implementation=implementation),
         mesh=mesh,
         in_specs=spec,
         out_specs=(AttentionState(spec, spec), spec),
         axis_names={"node", "device"},
     )
     with jax.set_mesh(mesh):
-        arrays = operands((16, 16), NamedSharding(mesh, spec), batch=16)
-        text = jax.jit(run).lower(*arrays).compile().as_text()
+        return jax.jit(run).lower(*operands((16, 16), NamedSharding(mesh, spec), batch=16))
+
+
+@pytest.mark.cuda
+def test_cudnn_in_shard_map():
+    """XLA that partitions again what each device runs by itself; or results of another type than JAX wants."""
+    with jax.set_mesh(nodes(1, 8)):
+        text = in_shard_map("cudnn").compile().as_text()
     assert text.count('custom_call_target="__cudnn$fmhaSoftmax') == 3
     assert "CustomSPMDPartitioning" not in text
 
@@ -174,9 +170,8 @@ def test_cudnn_in_shard_map():
         ((7, 5), 64, set()),  # a T4: neither cuDNN nor Triton knows it
     ],
 )
-def test_by_capability(capability, width, wanted, monkeypatch):
+def test_by_capability(capability, width, wanted):
     """A kernel by the shapes alone, which XLA then fails to compile for this GPU; or by the GPU of the process."""
-    monkeypatch.undo()  # all implementations
     sharding = SingleDeviceSharding(nodes(1, 1, capability).devices.item())
     x = jax.ShapeDtypeStruct((2, 256, 2, width), jnp.bfloat16, sharding=sharding)
     run = functools.partial(with_gradients, lse=False, implementation=None)
@@ -207,19 +202,7 @@ def test_flash(heads, lse, multiprocessors):
 @pytest.mark.flash
 def test_flash_in_shard_map(multiprocessors):
     """The package's own partitioning, which ignores the share of a device."""
-    mesh = nodes(1, 8)
-    spec = P("device")
-    run = jax.shard_map(
-        functools.partial(with_gradients, lse=True, implementation="flash"),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=(AttentionState(spec, spec), spec),
-        axis_names={"node", "device"},
-    )
-    with jax.set_mesh(mesh):
-        arrays = operands((16, 16), NamedSharding(mesh, spec), batch=16)
-        text = jax.jit(run).lower(*arrays).as_text()
-    assert calls(text, "flash_mha_") == ["fwd", "bwd", "bwd"]
+    assert calls(in_shard_map("flash").as_text(), "flash_mha_") == ["fwd", "bwd", "bwd"]
 
 
 @pytest.fixture

@@ -61,9 +61,8 @@ def test_matched():
 def test_random_texts():
     """A first half with an earlier occurrence that should have none, or queries that differ."""
     texts = {name: np.asarray(x) for name, x in heads.random_texts().items()}
-    first, second = (
-        {name: x[:, half] for name, x in texts.items()} for half in (slice(47), slice(47, 94))
-    )
+    halves = slice(47), slice(47, 94)
+    first, second = ({name: x[:, half] for name, x in texts.items()} for half in halves)
     for name in texts:
         np.testing.assert_array_equal(second[name], second["repeated"])
     np.testing.assert_array_equal(first["repeated"], second["repeated"])
@@ -137,9 +136,8 @@ def test_matched_without(model, user_settings):
     found = heads.matched_without(model, texts, jnp.zeros((4, 4, 32)), (3, 0))
     for layer, head in ((1, 2), (0, 3)):
         weights = heads.record(without(model, layer, head), texts)["weights"][:, 3, 0]
-        np.testing.assert_allclose(
-            found[:, layer, head], heads.matched(weights).mean(-1), atol=1e-4
-        )
+        wanted = heads.matched(weights).mean(-1)
+        np.testing.assert_allclose(found[:, layer, head], wanted, atol=1e-4)
 
 
 def test_mean(model, user_settings):
@@ -147,9 +145,8 @@ def test_mean(model, user_settings):
     text = jnp.full((1, 65), ord("a"), jnp.int32)
     seen = heads.record(model, text[:, :-1])
     mean = seen["out"].mean((0, 3))
-    np.testing.assert_allclose(
-        seen["out"][0, 0], np.broadcast_to(mean[0][:, None], (4, 64, 32)), atol=1e-5
-    )
+    everywhere = np.broadcast_to(mean[0][:, None], (4, 64, 32))
+    np.testing.assert_allclose(seen["out"][0, 0], everywhere, atol=1e-5)
     _, restored, _ = heads.ablate(model, text, jnp.asarray(mean, jnp.float32))
     _, taken, _ = heads.ablate(model, text, jnp.zeros((4, 4, 32)))
     np.testing.assert_allclose(restored[0], 0, atol=1e-4)
@@ -208,27 +205,22 @@ def test_sentences(user_settings):
     encodings = bert.tokenize(directory, energies.SENTENCES)[:3]
     found, out, real = minilm.by_head(encoder, encodings)
     encoded = measure.encode(encoder, encodings)
-    weights = np.moveaxis(
-        np.asarray(measure.weights_of(encoder, encoded), np.float64), (1, 3), (0, 2)
-    )
+    weights = np.asarray(measure.weights_of(encoder, encoded), np.float64)
+    weights = np.moveaxis(weights, (1, 3), (0, 2))
     assert weights.shape[:4] == out.shape[:4]
     for i, length in enumerate(real.sum(1)):
         p = weights[i, :, :, :length, :length]
         rest = p[..., 1:] / p[..., 1:].sum(-1, keepdims=True)
-        entropy = -(rest * np.log(np.where(rest > 0, rest, 1))).sum(-1).mean(-1) / np.log(
-            length - 1
-        )
+        logs = np.log(np.where(rest > 0, rest, 1))
+        entropy = -(rest * logs).sum(-1).mean(-1) / np.log(length - 1)
         np.testing.assert_allclose(found["first"][i], p[..., 0].mean(-1), atol=1e-4)
-        usual = (
-            np.arange(12) != np.array([2] + 5 * [-1])[:, None]
-        )  # one row of that head has weight 0 elsewhere
+        # one row of that head has weight 0 elsewhere
+        usual = np.arange(12) != np.array([2] + 5 * [-1])[:, None]
         cost = -np.log(p[..., 1:].sum(-1)).mean(-1)
-        np.testing.assert_allclose(
-            found["cost_of_first"][i][usual], cost[usual], rtol=1e-3, atol=1e-4
-        )
-        np.testing.assert_allclose(
-            found["relative_entropy_of_others"][i][usual], entropy[usual], atol=1e-3
-        )
+        found_cost = found["cost_of_first"][i][usual]
+        np.testing.assert_allclose(found_cost, cost[usual], rtol=1e-3, atol=1e-4)
+        of_others = found["relative_entropy_of_others"][i][usual]
+        np.testing.assert_allclose(of_others, entropy[usual], atol=1e-3)
     kept, instead = np.ones((6, 12), bool), np.random.default_rng(0).normal(size=(6, 12, 32))
     same = minilm.ablated(encoder, jnp.asarray(kept), jnp.asarray(instead, jnp.float32))
     assert eqx.tree_equal(same, encoder)

@@ -89,8 +89,5 @@ def test_what_the_pages_say():
     for kind in (text, asked):
         assert all(x > 0.96 * y for x, y in zip(kind[half], kind["newest"], strict=True))
     sinks = f"first {eviction.FIRST} and newest"
-    assert all(
-        abs(x - y) < 0.011
-        for k in (text, asked)
-        for x, y in zip(k[sinks], k["newest"], strict=True)
-    )
+    pairs = ((x, y) for k in (text, asked) for x, y in zip(k[sinks], k["newest"], strict=True))
+    assert all(abs(x - y) < 0.011 for x, y in pairs)

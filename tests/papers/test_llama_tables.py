@@ -114,10 +114,8 @@ def test_what_is_sent(row):
 @pytest.mark.full
 def test_statistics(row):
     """Deviations for standard errors, a first repetition that counts, totals without the prompt."""
-    assert run.summary([1.0, 2.0, 3.0, 6.0]) == {
-        "mean": 3.0,
-        "error": pytest.approx(math.sqrt((4 + 1 + 0 + 9) / 3 / 4)),
-    }
+    error = pytest.approx(math.sqrt((4 + 1 + 0 + 9) / 3 / 4))
+    assert run.summary([1.0, 2.0, 3.0, 6.0]) == {"mean": 3.0, "error": error}
     for found in row["methods"].values():
         seconds = found["repetitions_s"]
         assert len(seconds) == REPETITIONS and min(seconds) > 0
@@ -128,15 +126,10 @@ def test_statistics(row):
 
 def test_papers_numbers():
     """Times that are not the paper's, whose tables have these ratios beside them."""
-    ratios = {
+    assert {
         name: [int(x.ring.mean / x.tree.mean + 0.5) for x in system.rows]
         for name, system in paper.SYSTEMS.items()
-    }
-    assert ratios == {
-        "8x H100": [4, 4, 2, 3],
-        "4x MI300X": [3, 3, 3, 2],
-        "2x RTX 4090": [4, 5, 5, 5],
-    }
+    } == {"8x H100": [4, 4, 2, 3], "4x MI300X": [3, 3, 3, 2], "2x RTX 4090": [4, 5, 5, 5]}
 
 
 def test_predictions():
@@ -165,10 +158,7 @@ def test_predictions():
 
 def test_models_are_the_published_ones():
     """Another model under the name: the numbers of weights that are published are 8.03 and 1.24 billion."""
-    numbers = {
-        name: paper.bytes_of(paper.abstract(config)) / 2e9 for name, config in paper.LLAMAS.items()
-    }
-    assert numbers == {
+    assert {name: paper.bytes_of(paper.abstract(x)) / 2e9 for name, x in paper.LLAMAS.items()} == {
         "Llama 3.1 8B": pytest.approx(8.03, abs=0.005),
         "Llama 3.2 1B": pytest.approx(1.24, abs=0.005),
     }
@@ -209,8 +199,8 @@ def committed(name):
 
 
 @functools.cache
-def beside_measured():
-    return json.loads(json.dumps(paper.beside_measured()))
+def stored_rows():
+    return json.loads(json.dumps(paper.paper_rows()))
 
 
 @pytest.mark.parametrize("name", ["tables", "tables-processes"])
@@ -223,7 +213,7 @@ def test_committed_times(name):
         for x in row["methods"].values():
             assert x["same_tokens"]
             assert x["sent_per_step"] == x["predicted_per_step"]
-    leaves, shape = jax.tree.flatten(beside_measured())
+    leaves, shape = jax.tree.flatten(stored_rows())
     stored, same = jax.tree.flatten(found["paper"])
     assert shape == same
     for x, y in zip(leaves, stored, strict=True):  # Python 3.12 sums floats with less rounding

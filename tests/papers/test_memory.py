@@ -41,11 +41,8 @@ def test_page():
     text = page.split("\n## Peak memory\n")[1].split("\n## ")[0]
     assert "](benchmarks/memory.svg)" in text
     cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    rows = {
-        row[0]: [MIB * float(x.replace(",", "")) for x in row[1:] if x]
-        for row in cells
-        if row[1][0].isdigit()
-    }
+    numeric = [row for row in cells if row[1][0].isdigit()]
+    rows = {name: [MIB * float(x.replace(",", "")) for x in rest if x] for name, *rest in numeric}
     for (device, _, keys, heads), found in committed(sharded=False).items():
         said = [
             *(found["tree"][what] for what in ("held", "model", "paper")),

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import check_structure
 import compare_modes
-import draw_first_light
-import list_kernels
+import kernels_page
 import pages
 import pytest
 
@@ -17,14 +16,24 @@ from benchmarks import losses
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("papers/*/*.md")])
-CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 # What the theme's column of text shows of a line of code, in a window of 1400 pixels.
 COLUMNS = 80
 
 
+def read(name: str) -> str:
+    """A file of the repository."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def made_by(tool: str, page: str) -> str:
+    """What a tool wrote into a page."""
+    return page.partition(f"<!-- {tool} -->\n")[2].partition("<!-- end -->")[0].strip()
+
+
 def anchors(page: Path) -> set[str]:
     """What a link into a page may name: its headings, as Python-Markdown and GitHub write them."""
-    text = re.sub("^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     headings = re.findall("^#+ (.*)$", text, re.MULTILINE)
     titles = {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title).lower()) for title in headings}
     return titles | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
@@ -39,44 +48,53 @@ def documented(page: Path, name: str) -> bool:
 
 def dangling(page: Path) -> list[str]:
     """The links of a page to files or to sections that are not there."""
-    prose = CODE.sub("", page.read_text(encoding="utf-8"))
+    prose = re.sub(r"`[^`\n]+`", "", BLOCK.sub("", page.read_text(encoding="utf-8")))
     wrong = []
     for link in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", prose):
         path, _, section = link.partition("#")
         target = page.parent / path if path else page
-        if not target.exists() or (
-            section and not (section in anchors(target) or documented(target, section))
-        ):
+        known = not section or section in anchors(target) or documented(target, section)
+        if not target.exists() or not known:
             wrong.append(link)
     return wrong
 
 
+def wide(page: Path) -> list[str]:
+    """The lines of a page's blocks of code that its column of text cuts off; included files have lines of their own."""
+    blocks = BLOCK.findall(pages.INCLUDE.sub("", page.read_text(encoding="utf-8")))
+    code = [x for x in blocks if not x.startswith("```text\n")]  # an output is as wide as it is
+    return [line for block in code for line in block.splitlines()[1:] if len(line) > COLUMNS]
+
+
+@pytest.mark.structure
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links(page):
-    """A file that is gone, or a section lost, as one was that other pages sent their readers to."""
+def test_pages(page):
+    """A link to a file or a section that is gone; code whose right end a reader has to scroll to."""
     assert dangling(page) == []
+    if page.relative_to(ROOT).parts[0] in ("README.md", "docs"):
+        assert wide(page) == []
 
 
-def test_a_dangling_link_is_found(tmp_path):
-    """A search for links that would pass whatever stands there."""
+def test_what_is_wrong_with_a_page_is_found(tmp_path):
+    """A search for links, or for wide lines, that would pass whatever stands there, or that finds them in prose."""
     gibbs = ROOT / "docs/api/energy_attn.md"
     names = ("energy_attn.Gibbs.entropy", "energy_attn.Gibbs.lost", "energy_attn.masks.Causal")
     assert [documented(gibbs, name) for name in names] == [True, False, False]
     page = tmp_path / "page.md"
-    page.write_text(
-        "# Two words: `code`\n[a](page.md#two-words-code) [b](#lost) [c](none.md) `[d](none.md)`\n"
-    )
+    links = "[a](page.md#two-words-code) [b](#lost) [c](none.md) `[d](none.md)`"
+    page.write_text(f"# Two words: `code`\n{links}\n")
     assert dangling(page) == ["#lost", "none.md"]
+    fits, long = "x" * COLUMNS, "x" * (COLUMNS + 1)
+    page.write_text(f"{long}\n```python\n{fits}\n{long}\n```\n{long}\n```console\n{long}\n```\n")
+    assert wide(page) == [long, long]
 
 
 def test_the_start_page_has_every_page():
     """A page that only the navigation leads to, as those of a GPT, of second derivatives and of QK-clip once."""
-    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    navigation = settings.partition("\nnav:\n")[2].partition("\n\n")[0]
+    navigation = read("mkdocs.yml").partition("\nnav:\n")[2].partition("\n\n")[0]
     names = re.findall(r"[\w/]+\.md", navigation)
     links = r"\]\(((?:\w+/)?\w+\.md)"
-    start = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    api = (ROOT / "docs" / "api" / "index.md").read_text(encoding="utf-8")
+    start, api = read("docs/index.md"), read("docs/api/index.md")
     found = {*re.findall(links, start), *(f"api/{name}" for name in re.findall(links, api))}
     assert len(names) == len(set(names)) > 40
     assert set(names) - found == {"index.md"}
@@ -85,111 +103,50 @@ def test_the_start_page_has_every_page():
 
 
 # What people type who look for a library of attention.
-SEARCHED = (
-    *(
-        "batch invariance",
-        "on-policy",
-        "train-inference mismatch",
-        "double backward",
-        "meta-learning",
-        "MLA",
-        "`cu_seqlens`",
-    ),
-    *(
-        "interpretability",
-        "GRPO",
-        "KV cache",
-        "ring attention",
-        "sliding window",
-        "context parallelism",
-        "FlashAttention",
-    ),
-    *(
-        "log2 LSE",
-        "`merge_state`",
-        "remat",
-        "distillation",
-        "GQA",
-        "FSDP",
-        "speculative decoding",
-        "attention sinks",
-    ),
-)
+SEARCHED = """batch invariance, on-policy, train-inference mismatch, double backward, meta-learning, MLA, `cu_seqlens`,
+    interpretability, GRPO, KV cache, ring attention, sliding window, context parallelism, FlashAttention, log2 LSE,
+    `merge_state`, remat, distillation, GQA, FSDP, speculative decoding, attention sinks"""
 
 
 def test_words_that_people_search_for():
     """A term that the page for searchers lacks, or that the page it sends them to does not begin with."""
-    page = (ROOT / "docs" / "if_you_came_for.md").read_text(encoding="utf-8")
-    rows = [row for row in page.splitlines() if row.startswith("| ")]
-    for term in SEARCHED:
+    rows = [row for row in read("docs/if_you_came_for.md").splitlines() if row.startswith("| ")]
+    for term in re.split(r",\s+", SEARCHED):
         (row,) = [row for row in rows if f"**{term}**" in row.partition(" | ")[0]]
         answer = row.partition(" | ")[2]
-        assert "`" in answer or "](" in answer, term
         assert len(re.sub(r"\]\([^)]*\)", "", answer)) <= 160, term
+        pages_named = re.findall(r"\]\(([\w/]+\.md)", answer)
+        beginnings = [(ROOT / "docs" / name).read_text("utf-8")[:800] for name in pages_named]
+        assert any(term.lower() in text.lower() for text in beginnings), term
 
 
 def test_where_others_are_faster():
     """A row of the benchmarks in which another library is faster that the pages leave out, or other figures there."""
-    page = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
-    shown = page.partition("<!-- python -m benchmarks.losses -->\n")[2].partition("<!-- end -->")[0]
-    assert shown.strip() == losses.table()
+    assert made_by("python -m benchmarks.losses", read("docs/compare.md")) == losses.table()
     loops = [times for times, peer, _ in losses.compared("loops") if peer == "PyTorch"]
     slower = [times for times in loops if times < 1]
     compiled = [x for x, _, row in losses.compared("cpu") if row["name"].startswith("compilation")]
     with_amx = min(times for times, _, _ in losses.compared("cpu-amx"))
-    front = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Where we lose")[2]
-    front = " ".join(front.split())
+    front = " ".join(read("README.md").partition("## Where we lose")[2].split())
     assert f"in {len(slower)} of {len(loops)} [programs" in front
     assert f"{min(slower):.2f} to {max(slower):.2f} of its speed" in front
     assert f"With AMX, prefill in bfloat16 had {with_amx:.2f} of its speed" in front
     assert f"compile at {min(compiled):.2f} to {max(compiled):.2f} of the speed" in front
 
 
-def wide(text: str) -> list[str]:
-    """The lines of a page's blocks of code that its column of text cuts off; included files have lines of their own."""
-    text = pages.INCLUDE.sub("", text)
-    blocks = re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)
-    code = [
-        block for block in blocks if not block.startswith("```text\n")
-    ]  # an output is as wide as it is
-    return [line for block in code for line in block.splitlines()[1:] if len(line) > COLUMNS]
-
-
-@pytest.mark.structure
-@pytest.mark.parametrize(
-    "page",
-    [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
-)
-def test_code_fits_on_its_page(page):
-    """Code whose right end a reader has to scroll to, as in all blocks of the start page once."""
-    assert wide(page.read_text(encoding="utf-8")) == []
-
-
-def test_a_wide_line_is_found():
-    """A search for wide lines that would pass whatever stands there, or that finds them in prose."""
-    fits, long = "x" * COLUMNS, "x" * (COLUMNS + 1)
-    page = f"{long}\n```python\n{fits}\n{long}\n```\n{long}\n```console\n{long}\n```\n"
-    assert wide(page) == [long, long]
-
-
-def test_modes_of_libraries():
-    """A table of what libraries differentiate that is not what the script found."""
-    found = json.loads((ROOT / "docs/benchmarks/modes.json").read_text())
-    page = (ROOT / "docs/derivatives.md").read_text()
-    shown = page.partition("<!-- tools/compare_modes.py -->\n")[2].partition("<!-- end -->")[0]
-    assert shown.strip() == compare_modes.table(found)
+@pytest.mark.usefixtures("user_settings")
+def test_tables_of_tools():
+    """Tables that scripts and the registry have left behind: of kernels and machines, and of modes of libraries."""
+    page = read("docs/kernels.md")
+    assert kernels_page.page(page, kernels_page.kept()) == page
+    assert (kernels_page.DOCS / kernels_page.PICTURE).exists()
+    found = json.loads(read("docs/benchmarks/modes.json"))
+    modes = made_by("tools/compare_modes.py", read("docs/derivatives.md"))
+    assert modes == compare_modes.table(found)
     assert set(found) == set(compare_modes.LIBRARIES)
 
 
-@pytest.mark.usefixtures("user_settings")
-def test_who_runs_where():
-    """A table of kernels and machines that the registry has left behind: python tools/list_kernels.py."""
-    page = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
-    assert list_kernels.page(page, draw_first_light.kept()) == page
-
-
-def test_hardware_in_that_table():
+def test_hardware_in_the_table_of_kernels():
     """A kernel called right on hardware that was wrong there, or on other hardware."""
     steps = {
         "about": {"versions": {"capability": "9.0"}},
@@ -200,18 +157,8 @@ def test_hardware_in_that_table():
             "b cudnn": {"kernel": "cudnn", "declined": "query: wanted less"},
         },
     }
-    last = list_kernels.section(steps).splitlines()[-1]
+    last = kernels_page.runs(steps).splitlines()[-1]
     assert last == "| right on hardware so far | none | none | `cudnn` | none | none | those |"
-
-
-def measured() -> dict[str, str]:
-    """The accelerator that each committed file of measurements is from."""
-    devices = {}
-    for path in sorted((ROOT / "docs/benchmarks").glob("*.json")):
-        content = path.read_text(encoding="utf-8")
-        if device := re.search(r'"device": "NVIDIA (\w+)|"device": "(TPU \w+)', content):
-            devices[path.name] = device[1] or device[2]
-    return devices
 
 
 # What is said of hardware that nothing was measured on.
@@ -221,69 +168,53 @@ UNMEASURED = r"(?i)nothing (?:has been|was) measured on (?:an? )?(GPU|TPU)|no (G
 @pytest.mark.structure
 def test_hardware_that_pages_speak_of():
     """A page without figures that another one has: benchmarks were said to have none of a GPU where an H100 had run."""
-    devices = measured()
+    devices = {}  # the accelerator that each committed file of measurements is from; `TPU v5p:2x2x1` only compiled
+    for path in sorted((ROOT / "docs/benchmarks").glob("*.json")):
+        if device := re.search(r'"device": "NVIDIA (\w+)|"device": "(TPU \w+)"', path.read_text()):
+            devices[path.name] = device[1] or device[2]
     assert {"first_light.json", "loops-h200.json"} <= set(devices)
-    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
-    rows = [row.split(" | ") for row in re.findall(r"^\| NVIDIA .*", page, re.MULTILINE)]
+    page = read("docs/benchmarks.md")
+    rows = [row.split(" | ") for row in re.findall(r"(?m)^\| (?:NVIDIA|TPU) .*", page)]
     for file, device in devices.items():
         assert any(device in row[0] and f"(benchmarks/{file})" in row[-1] for row in rows), file
     kinds = {device.partition(" ")[0] if "TPU" in device else "GPU" for device in devices.values()}
     for path in PAGES:
-        text = path.read_text(encoding="utf-8")
-        for gpu, tpu in re.findall(UNMEASURED, text):
+        for gpu, tpu in re.findall(UNMEASURED, path.read_text(encoding="utf-8")):
             assert (gpu or tpu) not in kinds, path
-    for name in (
-        "README.md",
-        "docs/compare.md",
-        "docs/faq.md",
-        "docs/versions.md",
-        "docs/install.md",
-    ):
-        missing = set(devices.values()) - set(
-            re.findall(r"\b(?:TPU )?\w+", (ROOT / name).read_text())
-        )
-        assert not missing, name
+    for name in ("README", "docs/compare", "docs/faq", "docs/versions", "docs/install"):
+        assert set(devices.values()) <= set(re.findall(r"\b(?:TPU )?\w+", read(f"{name}.md"))), name
 
 
-def test_nobody_is_sent_to_an_index():
-    """Advice to install a name that no index has, in a page or in an error's text."""
+def test_what_is_installed():
+    """Advice to install a name that no index has, in a page or an error; an extra that Install has not, or one gone."""
     folders = ("benchmarks", "docs", "examples", "papers", *check_structure.ROOMS)
     sources = [path for name in folders for path in check_structure.sources(ROOT, name)]
     for path in [*PAGES, *sources]:
-        found = re.findall(r"pip install ['\"]?energy_attn\b.*", path.read_text(encoding="utf-8"))
-        assert not found, path
-
-
-def test_every_extra_is_explained():
-    """An extra that a reader of Install does not find, or one that is gone."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8").split("## Extras")[1]
-    named = [
-        re.findall("`([a-z0-9-]+)`", line.split("|")[1])
-        for line in re.findall(r"^\| `.*", page, re.M)
-    ]
-    assert {name for row in named for name in row} == set(project["optional-dependencies"])
+        assert not re.search(r"pip install ['\"]?energy_attn\b", path.read_text("utf-8")), path
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    rows = re.findall("(?m)^\\| (`.*?) \\|", read("docs/install.md").split("## Extras")[1])
+    named = {name for row in rows for name in re.findall("`([a-z0-9-]+)`", row)}
+    assert named == set(project["optional-dependencies"])
 
 
 def test_entries_of_the_changelog():
     """A release that is too long to read, an entry of several sentences, or a name since the release without one."""
-    log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    log = read("CHANGELOG.md")
     for release in re.split("^## ", log, flags=re.MULTILINE)[1:]:
         assert len(release.splitlines()) <= 30
         entries = re.findall(r"^- (.*(?:\n  .*)*)", release, re.MULTILINE)
         assert not any(". " in re.sub("`[^`]*`", "", entry) for entry in entries)
     named = {word for code in re.findall("`([^`]+)`", log) for word in re.findall(r"\w+", code)}
-    released = (ROOT / "tests/repository/released.txt").read_text(encoding="utf-8").split()
+    released = read("tests/repository/released.txt").split()
     assert {name for _, name in check_structure.exports(ROOT)} - named - set(released) == set()
 
 
 def test_losses_of_the_trainings_with_penalties():
     """Losses of short pieces quoted alone, where those of long ones say something else; or other ones than measured."""
-    page = (ROOT / "docs" / "byte_llama.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| ([\w -]+) \| ([\d.]+ \| [\d.]+) \|$", page, re.MULTILINE))
+    rows = re.findall(r"(?m)^\| ([\w -]+) \| ([\d.]+ \| [\d.]+) \|$", read("docs/byte_llama.md"))
     labels = {"without a penalty": "none", "bound on entropies": "entropy", "z-loss": "z-loss"}
-    assert set(labels) == set(rows)
+    measured = {}
     for label, name in labels.items():
-        file = ROOT / "examples" / "byte_llama" / "curves" / f"{name}.json"
-        held_out = json.loads(file.read_text())["held_out"]
-        assert rows[label] == f"{held_out['512']:.3f} | {held_out['8192']:.3f}"
+        held_out = json.loads(read(f"examples/byte_llama/curves/{name}.json"))["held_out"]
+        measured[label] = f"{held_out['512']:.3f} | {held_out['8192']:.3f}"
+    assert dict(rows) == measured

@@ -1,6 +1,5 @@
 """The gate: which tests guard a file, what it prints of its stages, and that it ends where one fails."""
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -27,12 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_what_guards_a_file(name, guard):
-    """A change whose tests are not those that run more often for a day."""
+    """A change whose tests are not those that run more often for a day; a folder that counts twice, inside another."""
     assert gate.tests_of(name) == guard
-
-
-def test_touched_folders_are_named_once():
-    """A folder inside one that is named already, whose cases would count twice."""
     names = ["kernels/_checks.py", "kernels/masks/_ready.py", "distributed/cache/_cache.py"]
     assert gate.touched(names) == ["tests/distributed/cache", "tests/kernels"]
 
@@ -61,30 +56,26 @@ def stages(tmp_path, monkeypatch, capfd):
             status = gate.main()
         except SystemExit as error:
             status = error.code
-        asked = (tmp_path / "log").read_text().splitlines()
-        return (
-            status,
-            capfd.readouterr().out,
-            [x.removeprefix("--no-print-directory ") for x in asked],
-        )
+        asked = (tmp_path / "log").read_text().replace("--no-print-directory ", "").splitlines()
+        return status, capfd.readouterr().out, asked
 
     return run
+
+
+STAGES = """test
+test-newest
+test-rest SHARD=2/6 TOUCHED=tests/a
+test-emulated
+test-tpu SHARD=2/6
+test-cuda CUDA=12 CUDA_TESTS=toolkits SHARD=2/6
+test-cuda CUDA=13 SHARD=2/6"""
 
 
 def test_all_stages(stages):
     """A stage that is not run, or whose seconds and cases are not told."""
     status, said, asked = stages()
     assert status == 0
-    assert set(asked[:2]) == {"environments", "check"}
-    assert asked[2:] == [
-        "test",
-        "test-newest",
-        "test-rest SHARD=2/6 TOUCHED=tests/a",
-        "test-emulated",
-        "test-tpu SHARD=2/6",
-        "test-cuda CUDA=12 CUDA_TESTS=toolkits SHARD=2/6",
-        "test-cuda CUDA=13 SHARD=2/6",
-    ]
+    assert set(asked[:2]) == {"environments", "check"} and asked[2:] == STAGES.splitlines()
     assert "make test-rest SHARD=2/6 TOUCHED=tests/a\n" in said
     assert "ran --no-print-directory environments\n" in said
     rows = [line.split() for line in said.splitlines()]
@@ -115,31 +106,42 @@ def test_planted_faults_still_fit():
     assert len(mutants.mutants(ROOT)) >= 40
 
 
+SURVIVOR = """
+[[mutant]]
+name = "%s"
+file = "kernels/_a.py"
+guard = "tests/kernels"
+old = "%s"
+new = "%s"
+killed_by = "tests/kernels/test_a.py::test_double"
+"""
+TEST = """import sys
+sys.path.insert(0, "kernels")
+import _a
+
+
+def test_double():
+    assert _a.double(2) == 4
+"""
+
+
 def test_a_survivor_is_told(tmp_path, monkeypatch, capsys):
     """A fault that no test finds and that is counted as killed."""
-    source, tests = tmp_path / "kernels/_a.py", tmp_path / "tests/kernels/test_a.py"
-    for path in (source, tests, tmp_path / "tests/mutants/a.toml"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    source.write_text("def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n")
-    tests.write_text(
-        "import sys\nsys.path.insert(0, 'kernels')\nimport _a\n\n\n"
-        "def test_double():\n    assert _a.double(2) == 4\n"
-    )
-    row = {"file": "kernels/_a.py", "guard": "tests/kernels"}
-    killer = "tests/kernels/test_a.py::test_double"
-    rows = [
-        row | {"name": "killed", "old": "2 * x", "new": "3 * x", "killed_by": killer},
-        row | {"name": "survives", "old": "x / 2", "new": "x / 3", "killed_by": killer},
-    ]
-    text = "".join(
-        "[[mutant]]\n" + "".join(f"{k} = {json.dumps(x)}\n" for k, x in row.items()) for row in rows
-    )
-    (tmp_path / "tests/mutants/a.toml").write_text(text)
+    files = {
+        "kernels/_a.py": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n",
+        "tests/kernels/test_a.py": TEST,
+        "tests/mutants/a.toml": SURVIVOR % ("killed", "2 * x", "3 * x")
+        + SURVIVOR % ("survives", "x / 2", "x / 3"),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    planted = mutants.mutants(tmp_path)
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    monkeypatch.setattr(mutants, "mutants", lambda: [mutants.Mutant(**row) for row in rows])
+    monkeypatch.setattr(mutants, "mutants", lambda: planted)
     assert mutants.main(["--jobs", "1"]) == 1
     said = capsys.readouterr().out
-    assert f"killed: killed by {killer}" in said and "survives: SURVIVED tests/kernels" in said
-    assert "1 of 2" in said
-    assert source.read_text().count("2 * x") == 1  # the checkout itself is left alone
+    assert "killed: killed by tests/kernels/test_a.py::test_double" in said
+    assert "survives: SURVIVED tests/kernels" in said and "1 of 2" in said
+    assert (tmp_path / "kernels/_a.py").read_text() == files["kernels/_a.py"]  # left alone

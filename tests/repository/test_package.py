@@ -21,12 +21,19 @@ FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"
 
 
 class Built(NamedTuple):
-    """What the sdist of this tree and the wheel made from it are and hold."""
+    """The sdist of this tree, the wheel made from it, the sdist's files, and the wheel unpacked."""
 
     sdist: Path
     wheel: Path
-    names: set[str]  # in the sdist
-    installed: Path  # the wheel, unpacked
+    names: set[str]
+    installed: Path
+
+
+def run(*command: str | Path, **options) -> str:
+    """What a program prints, which does not fail."""
+    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def copy(tree: Path) -> None:
@@ -42,12 +49,14 @@ def build(kind: str, tree: Path, to: Path) -> Path:
     """Build `tree` as pip does, in a process of its own; no network is needed."""
     code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
     to.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(to)], cwd=tree, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run(sys.executable, "-c", code, to, cwd=tree)
     (built,) = to.iterdir()
     return built
+
+
+def files_of(folder: Path) -> set[str]:
+    """The files below a folder."""
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +65,15 @@ def built(tmp_path_factory) -> Built:
     work = tmp_path_factory.mktemp("build")
     copy(work / "tree")
     sdist = build("sdist", work / "tree", work / "sdist")
-    names = set()
     with tarfile.open(sdist) as archive:
-        for member in filter(tarfile.TarInfo.isfile, archive):
-            names.add(member.name.split("/", 1)[1])
-            path = work / "unpacked" / member.name.split("/", 1)[1]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(archive.extractfile(member).read())
-    wheel = build("wheel", work / "unpacked", work / "wheel")
+        archive.extractall(work / "unpacked", filter="data")
+    (unpacked,) = (work / "unpacked").iterdir()
+    names = files_of(unpacked)
+    wheel = build("wheel", unpacked, work / "wheel")
     assert wheel.stat().st_size <= 2.2e6
-    installed = work / "installed"
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(installed)
-    return Built(sdist, wheel, names, installed)
+        archive.extractall(work / "installed")
+    return Built(sdist, wheel, names, work / "installed")
 
 
 def modules() -> set[str]:
@@ -86,28 +91,15 @@ def test_sdist(built):
     assert {name for name in built.names if name.startswith((*LINKED, "tests", "tools"))} == set()
 
 
-def test_wheel(built):
-    """A package, `py.typed` or the demo's model left out, or anything that is not of the package."""
-    files = {
-        p.relative_to(built.installed).as_posix() for p in built.installed.rglob("*") if p.is_file()
-    }
-    package = {name for name in files if not name.split("/")[0].endswith(".dist-info")}
-    model = {f"cli/demo/model/{name}" for name in ("config.json", "model.safetensors")}
-    data = {"py.typed", *model}
+def test_wheel(built, tmp_path):
+    """A package, `py.typed` or the demo's model left out, anything that is not of the package, or a room not found."""
+    package = {x for x in files_of(built.installed) if ".dist-info/" not in x}
+    data = ("py.typed", "cli/demo/model/config.json", "cli/demo/model/model.safetensors")
     assert package == modules() | {f"energy_attn/{name}" for name in data}
-
-
-def test_wheel_imports(built, tmp_path):
     code = "import energy_attn.kernels, energy_attn.distributed as d; print(d.__file__, end='')"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(built.installed)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout) == built.installed / "energy_attn" / "distributed" / "__init__.py"
+    environment = os.environ | {"PYTHONPATH": str(built.installed)}
+    file = run(sys.executable, "-c", code, cwd=tmp_path, env=environment)
+    assert Path(file) == built.installed / "energy_attn/distributed/__init__.py"
 
 
 def test_metadata(built):
@@ -132,9 +124,7 @@ def test_metadata(built):
 
 def strictly(*files: Path) -> None:
     """What an index would refuse, or show as it was not meant."""
-    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, files)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(sys.executable, "-m", "twine", "check", "--strict", *files)
 
 
 def test_twine(built):
@@ -150,15 +140,10 @@ def test_long_description():
     links = re.findall(r"\]\(([^)]*)\)", prose)
     assert len(links) >= 12 and all(link.startswith("https://") for link in links)
     assert "(https://example.org/us/ours/blob/v1.2/docs/compare.md#where-we-lose)" in prose
-    assert (
-        "![Free energies of each head over the decoded text](https://example.org/us/ours/raw/"
-        in prose
-    )
+    assert "over the decoded text](https://example.org/us/ours/raw/" in prose
     assert "$" not in re.sub("`[^`]*`", "", prose)
-    code = [
-        re.findall(r"^```(?:python|console)\n.*?^```$", x, re.M | re.S) for x in (readme, shown)
-    ]
-    assert code[0] == code[1] and "```latex\nF(" in shown
+    code = re.compile(r"^```(?:python|console)\n.*?^```$", re.M | re.S)
+    assert code.findall(readme) == code.findall(shown) and "```latex\nF(" in shown
 
 
 def test_the_changelog_is_of_this_version():
@@ -184,48 +169,28 @@ def test_a_tag_of_another_version(tmp_path, capsys, wrong):
     assert "release.py: the tag is v" in capsys.readouterr().err
 
 
-# Variables that are this suite's, and none of a user's.
-OURS = re.compile("JAX_|XLA_|PYTHON|VIRTUAL_ENV")
-
-
 @pytest.mark.full
 def test_a_release(tmp_path):
     """A wheel that lacks something where nothing else is installed. Needs the package index, as installing does."""
     copy(tmp_path / "tree")
-    variables = {name: x for name, x in os.environ.items() if not OURS.match(name)}
-
-    def run(*command: str | Path) -> str:
-        done = subprocess.run(
-            [str(x) for x in command], cwd=tmp_path, env=variables, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    run(sys.executable, "-m", "build", "tree", "--outdir", "dist")
+    ours = re.compile("JAX_|XLA_|PYTHON|VIRTUAL_ENV")  # variables of this suite, none of a user's
+    options = {"cwd": tmp_path, "env": {k: x for k, x in os.environ.items() if not ours.match(k)}}
+    run(sys.executable, "-m", "build", "tree", "--outdir", "dist", **options)
     sdist, wheel = sorted((tmp_path / "dist").iterdir(), key=lambda x: x.suffix)
     strictly(sdist, wheel)
-    run(sys.executable, "-m", "venv", "empty")
+    run(sys.executable, "-m", "venv", "empty", **options)
     python = tmp_path / "empty" / "bin" / "python"
-    run(python, "-m", "pip", "install", "-qq", "--no-compile", wheel)
-    assert "bytes equal to dense decoding" in run(python, "-m", "energy_attn", "demo")
+    run(python, "-m", "pip", "install", "-qq", "--no-compile", wheel, **options)
+    assert "bytes equal to dense decoding" in run(python, "-m", "energy_attn", "demo", **options)
 
 
 # Prefixes of modules that `import energy_attn` does not import.
 LATE = (
-    "energy_attn.cli",
+    *"matplotlib jax.experimental.pallas safetensors tokenizers".split(),
+    *(f"energy_attn.{x}" for x in "cli hopfield models plot prefix_tree report".split()),
     "energy_attn.distributed.cache",
     "energy_attn.distributed.hlo._collectives",
-    "energy_attn.distributed.runtime._initialize",
-    "energy_attn.distributed.runtime._safetensors",
-    "energy_attn.hopfield",
-    "energy_attn.models",
-    "energy_attn.plot",
-    "energy_attn.prefix_tree",
-    "energy_attn.report",
-    "jax.experimental.pallas",
-    "matplotlib",
-    "safetensors",
-    "tokenizers",
+    *(f"energy_attn.distributed.runtime.{x}" for x in ("_initialize", "_safetensors")),
     *(
         f"energy_attn.kernels.pallas.{chip}._{name}"
         for chip in ("gpu", "tpu")
@@ -236,6 +201,5 @@ LATE = (
 
 def test_import_is_light():
     """Pallas, or another part that few programs need, imported in all of them."""
-    code = "import sys, energy_attn; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert [name for name in done.stdout.split() if name.startswith(LATE)] == []
+    imported = run(sys.executable, "-c", "import sys, energy_attn; print(*sys.modules)")
+    assert [name for name in imported.split() if name.startswith(LATE)] == []

@@ -21,9 +21,8 @@ def sound(tmp_path):
 
 
 def git(root, *arguments):
-    subprocess.run(
-        ["git", "-c", "user.name=a", "-c", "user.email=a", *arguments], cwd=root, check=True
-    )
+    who = ["-c", "user.name=a", "-c", "user.email=a"]
+    subprocess.run(["git", *who, *arguments], cwd=root, check=True)
 
 
 def commit(root, message):
@@ -60,6 +59,25 @@ def test_long_errors(sound):
 
 
 @pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("kernels/_b.py", '"""One. Raises nothing."""\n'),
+        ("kernels/_b.py", "# the points\n# of rest\n"),
+        ("docs/page.md", "keys spread over\nthe mesh\n"),
+        ("tests/test_b.py", "# the roll call\n"),
+    ],
+)
+def test_old_phrase_is_found(sound, where, text):
+    (sound / where).parent.mkdir(exist_ok=True)
+    (sound / where).write_text(text)
+    (finding,) = check_prose.old_phrases(sound)
+    assert finding.startswith(f"{where}:1: ")
+    (sound / where).write_text("b = 1\n")
+    (sound / "CHANGELOG.md").write_text(text)  # what was, may be told
+    assert list(check_prose.old_phrases(sound)) == []
+
+
+@pytest.mark.parametrize(
     ("message", "count"),
     [
         ("Return two numbers\n\nOne was not enough.", 0),
@@ -85,8 +103,8 @@ def test_commits_out_of_sight(sound, tmp_path_factory):
     commit(sound, "Returned")
     assert list(check_prose.commit_findings(sound))
     assert not list(check_prose.commit_findings(sound / "kernels"))
-    assert not list(check_prose.commit_findings(tmp_path_factory.mktemp("tarball")))
+    clone, tarball = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("tarball")
+    assert not list(check_prose.commit_findings(tarball))
     commit(sound, "Say nothing of the library")
-    clone = tmp_path_factory.mktemp("clone")
     git(clone, "clone", "--quiet", "--depth", "1", f"file://{sound}", ".")
     assert not list(check_prose.commit_findings(clone))

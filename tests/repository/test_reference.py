@@ -32,14 +32,14 @@ def _cotangents(problem: Problem):
 def _objective(problem: Problem, dout, dlse):
     """`<dout, out> + <dlse, lse>` over the rows that see a key."""
     out, lse = dense(problem, np.longdouble)
-    return np.sum(dout * out) + np.sum(dlse * np.where(np.isneginf(lse), 0, lse))
+    return np.sum(dout * out) + np.sum(dlse * _finite(lse))
 
 
 def _difference(function):
     """The derivative of `function` at 0 by central differences, extrapolated once: its error is O(step⁴)."""
     step = np.longdouble(2.0**-10)
     coarse, fine = ((function(h) - function(-h)) / (2 * h) for h in (step, step / 2))
-    return (4 * fine - coarse) / 3
+    return np.asarray((4 * fine - coarse) / 3, np.float64)
 
 
 def _directional(problem, direction, dout, dlse):
@@ -52,21 +52,26 @@ def _finite(lse):
 
 
 @problems
-def test_gradient_against_finite_differences(problem):
-    """A slip in the hand-derived gradient would make every kernel's gradient test check the wrong thing."""
+def test_derivatives_against_finite_differences(problem):
+    """A slip in the hand-derived rules would make every kernel's tests check the wrong thing."""
     dout, dlse = _cotangents(problem)
     gradient = dense_vjp(problem, dout, dlse)
     assert set(gradient) == set(problem.arrays)
-    directions = {
-        name: problem.rng(name).standard_normal(array.shape)
-        for name, array in problem.arrays.items()
-    }
-    for name, direction in directions.items():
+    for name, array in problem.arrays.items():
+        direction = problem.rng(name).standard_normal(array.shape)
         numeric = _directional(problem, {name: direction}, dout, dlse)
         assert gradient[name].shape == direction.shape
-        np.testing.assert_allclose(
-            float(np.sum(gradient[name] * direction)), float(numeric), rtol=1e-8, atol=1e-8
-        )
+        found = np.sum(gradient[name] * direction)
+        np.testing.assert_allclose(found, numeric, rtol=1e-8, atol=1e-8)
+    direction = tangents(problem)
+
+    def state(h):
+        out, lse = dense(shifted(problem, direction, h), np.longdouble)
+        return np.concatenate([out, _finite(lse)[..., None]], -1)
+
+    dout, dlse = dense_jvp(problem, direction)
+    numeric = _difference(state)
+    np.testing.assert_allclose(np.concatenate([dout, dlse[..., None]], -1), numeric, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["grouped", "bias_2x1x5x7", "one_key"])
@@ -80,49 +85,26 @@ def test_every_gradient_entry(name):
             unit = np.zeros_like(array)
             unit[index] = 1
             numeric = _directional(problem, {argument: unit}, dout, dlse)
-            np.testing.assert_allclose(
-                float(gradient[argument][index]), float(numeric), rtol=1e-8, atol=1e-8
-            )
-
-
-@problems
-def test_jvp_against_finite_differences(problem):
-    """A slip in the forward rule would hide a wrong `jax.jvp` of the reference implementation."""
-    direction = tangents(problem)
-    dout, dlse = dense_jvp(problem, direction)
-    numeric = _difference(lambda h: dense(shifted(problem, direction, h), np.longdouble)[0])
-    np.testing.assert_allclose(dout, numeric.astype(np.float64), atol=1e-8)
-    numeric = _difference(
-        lambda h: _finite(dense(shifted(problem, direction, h), np.longdouble)[1])
-    )
-    np.testing.assert_allclose(dlse, numeric.astype(np.float64), atol=1e-8)
+            np.testing.assert_allclose(gradient[argument][index], numeric, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["everything", "grouped", "window_causal", "one_key"])
 def test_closed_second_derivatives(name):
     """The differenced Hessian against closed forms: `∇²_ζ F = Cov_P(v)`, `∂_q ∇_ζ F = scale Cov_P(v, k)`."""
     problem = PROBLEMS[name]
+    shape = (*problem.query.shape[:3], problem.value.shape[-1])
     if problem.source is None:
-        problem = replace(
-            problem, source=np.zeros((*problem.query.shape[:3], problem.value.shape[-1]))
-        )
-    r = rows(problem)
-    along = problem.rng("along").standard_normal(problem.source.shape)
-    product = dense_hvp(
-        problem, np.zeros_like(r.out), np.ones_like(_finite(r.lse)), {"source": along}
-    )
+        problem = replace(problem, source=np.zeros(shape))
+    r, along = rows(problem), problem.rng("along").standard_normal(shape)
+    product = dense_hvp(problem, np.zeros_like(r.out), np.ones_like(r.lse), {"source": along})
     covariance = dense_covariance(problem)
-    np.testing.assert_allclose(
-        product["source"], np.einsum("btnvw,btnw->btnv", covariance, along), atol=1e-10
-    )
+    wanted = np.einsum("btnvw,btnw->btnv", covariance, along)
+    np.testing.assert_allclose(product["source"], wanted, atol=1e-10)
     mean_key = np.einsum("bnts,bsnh->btnh", r.weights, r.key)
-    value_along = (
-        np.einsum("bsnv,btnv->btsn", r.value, along)
-        - np.einsum("btnv,btnv->btn", r.out, along)[:, :, None]
-    )
-    mixed = np.einsum(
-        "bnts,btsn,btsnh->btnh", r.weights, value_along, r.key[:, None] - mean_key[:, :, None]
-    )
+    value_along = np.einsum("bsnv,btnv->btsn", r.value, along)
+    value_along -= np.einsum("btnv,btnv->btn", r.out, along)[:, :, None]
+    centred = r.key[:, None] - mean_key[:, :, None]
+    mixed = np.einsum("bnts,btsn,btsnh->btnh", r.weights, value_along, centred)
     np.testing.assert_allclose(product["query"], r.scale * mixed, atol=1e-10)
 
 
@@ -138,9 +120,8 @@ def test_against_scipy(problem):
             continue
         group = n // (problem.query.shape[2] // problem.key.shape[2])
         scores = r.scores[b, n, t, keys]
-        np.testing.assert_allclose(
-            lse[b, t, n], scipy.special.logsumexp(scores), rtol=1e-13, atol=1e-13
-        )
+        wanted = scipy.special.logsumexp(scores)
+        np.testing.assert_allclose(lse[b, t, n], wanted, rtol=1e-13, atol=1e-13)
         exact = scipy.special.softmax(scores) @ problem.value[b, keys, group]
         np.testing.assert_allclose(out[b, t, n], exact, rtol=1e-10, atol=1e-12)
 
@@ -154,18 +135,10 @@ def test_visibility_by_loops():
         for b, n, t, s in np.ndindex(seen.shape):
             i = t if problem.query_positions is None else int(problem.query_positions[b, t])
             j = s if problem.key_positions is None else int(problem.key_positions[b, s])
-            lengths = problem.query_seq_lengths, problem.key_value_seq_lengths
-            there = all(
-                length is None or index < length[b]
-                for length, index in zip(lengths, (t, s), strict=True)
-            )
-            wanted = (
-                there
-                and i >= 0
-                and j >= 0
-                and (j <= i or not problem.is_causal)
-                and i - left <= j <= i + right
-            )
+            lengths = (problem.query_seq_lengths, t), (problem.key_value_seq_lengths, s)
+            wanted = all(length is None or index < length[b] for length, index in lengths)
+            wanted = wanted and i >= 0 and j >= 0 and i - left <= j <= i + right
+            wanted = wanted and (j <= i or not problem.is_causal)
             if problem.query_segment_ids is not None:
                 wanted = wanted and problem.query_segment_ids[b, t] == problem.key_segment_ids[b, s]
             if problem.rule is not None:
@@ -179,19 +152,10 @@ def test_problems_cover_the_corners():
     """A list that loses its corners passes everything: rows that see nothing, some and all keys all occur."""
     states = {name: dense(problem)[1] for name, problem in PROBLEMS.items()}
     empty = {name for name, lse in states.items() if np.isneginf(lse).any()}
-    assert {
-        "window_diagonal",
-        "ragged",
-        "positions_causal",
-        "mask",
-        "bias_infinite",
-        "everything",
-        "no_keys",
-    } <= empty
-    assert {name for name, lse in states.items() if lse.size and np.isneginf(lse).all()} == {
-        "no_keys",
-        "mask_nothing",
-    }
+    corners = "window_diagonal ragged positions_causal mask bias_infinite everything no_keys"
+    assert set(corners.split()) <= empty
+    blind = {name for name, lse in states.items() if lse.size and np.isneginf(lse).all()}
+    assert blind == {"no_keys", "mask_nothing"}
     assert len(PROBLEMS) >= 50
 
 

@@ -1,73 +1,47 @@
 """The check of a built site that is read from a folder."""
 
+import contextlib
 import json
 import types
 
 import pytest
 
 pytestmark = pytest.mark.structure
-
-
-@pytest.fixture
-def site(tmp_path):
-    """A site that is complete."""
-    from searchable import WORDS
-
-    (tmp_path / "search").mkdir()
-    docs = [{"title": "Words", "text": f"<p>{' '.join(WORDS)}</p>"}]
-    index = {"config": {"separator": r"[\s\-]+"}, "docs": docs}
-    (tmp_path / "search/search_index.js").write_text(f"var __index = {json.dumps(index)}")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/page.html").write_text(
-        '<script src="../x.js"></script><a href="https://example.org">elsewhere</a>'
-    )
-    return tmp_path
-
-
-def check(site):
-    """Run the hook as MkDocs does."""
-    from searchable import on_post_build
-
-    on_post_build(config=types.SimpleNamespace(site_dir=str(site)))
-
-
-def test_a_complete_site(site):
-    """A check that stops every build."""
-    check(site)
+PAGE, INDEX = "a/page.html", "search/search_index.js"
+FETCHES = f"{PAGE} is not complete without a network"
 
 
 @pytest.mark.parametrize(
-    "element",
+    ("name", "old", "new", "complaint"),
     [
-        '<script src="https://example.org/shim.js"></script>',
-        '<link rel="stylesheet" href="https://example.org/a.css">',
-        '<img alt="" src="http://example.org/a.png">',
+        (PAGE, "", "", None),
+        # a search that works only where a script can be fetched, as the theme's own does
+        (PAGE, "../x.js", "https://example.org/shim.js", FETCHES),
+        (PAGE, "<a ", "<link rel='stylesheet' ", FETCHES),
+        (PAGE, "<a href", '<img alt="" src', FETCHES),
+        (INDEX, None, None, "no search/search_index.js"),
+        # a reader's first word, of which the search says that there is nothing
+        (INDEX, "serving", "server", "search for: serving"),
+        (INDEX, "serving", "(serving)", "search for: serving"),  # as of FAQ, in brackets once
     ],
 )
-def test_a_page_that_needs_the_network(site, element):
-    """A search that works only where a script can be fetched, as the theme's own does."""
+def test_a_built_site(tmp_path, name, old, new, complaint):
+    """A check that stops every build, or that passes what a reader without a network does not find."""
     from mkdocs.exceptions import PluginError
+    from site_hooks import WORDS, on_post_build
 
-    (site / "a/page.html").write_text(f"<p>text</p>{element}")
-    with pytest.raises(PluginError, match="a/page.html is not complete without a network"):
-        check(site)
-
-
-def test_no_index_for_a_folder(site):
-    """A site in which the search box finds nothing when it is opened from a folder."""
-    from mkdocs.exceptions import PluginError
-
-    (site / "search/search_index.js").unlink()
-    with pytest.raises(PluginError, match="no search/search_index.js"):
-        check(site)
-
-
-@pytest.mark.parametrize("instead", ["server", "(serving)"])
-def test_a_word_that_is_not_found(site, instead):
-    """A reader's first word, of which the search says that there is nothing: as of FAQ, where it stood in brackets."""
-    from mkdocs.exceptions import PluginError
-
-    path = site / "search/search_index.js"
-    path.write_text(path.read_text().replace("serving", instead))
-    with pytest.raises(PluginError, match="search for: serving"):
-        check(site)
+    docs = [{"title": "Words", "text": f"<p>{' '.join(WORDS)}</p>"}]
+    index = {"config": {"separator": r"[\s\-]+"}, "docs": docs}
+    page = '<script src="../x.js"></script><a href="https://example.org">elsewhere</a>'
+    for file, text in {PAGE: page, INDEX: f"var __index = {json.dumps(index)}"}.items():
+        (tmp_path / file).parent.mkdir()
+        if file != name:
+            (tmp_path / file).write_text(text)
+        elif old is not None:
+            assert old in text
+            (tmp_path / file).write_text(text.replace(old, new, 1))
+    expected = (
+        pytest.raises(PluginError, match=complaint) if complaint else contextlib.nullcontext()
+    )
+    with expected:
+        on_post_build(config=types.SimpleNamespace(site_dir=str(tmp_path)))

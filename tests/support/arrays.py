@@ -19,7 +19,7 @@ def array(x: Any, dtype: Any = None) -> jax.Array:
 
 
 def drawn(make: Callable[..., Any], scale: float = 0.5, seed: int = 0, **options: Any) -> Any:
-    """What `make(**options, key=...)` returns, with normal numbers of standard deviation `scale` in every array."""
+    """The result of `make(**options, key=...)`, with normal numbers of standard deviation `scale` in every array."""
     shapes = eqx.filter_eval_shape(lambda key: make(**options, key=key), jax.random.key(seed))
     rng = np.random.default_rng(seed)
 

@@ -1,4 +1,4 @@
-"""A cache of lists that a KVCache is compared with, drafted trees over it, and how caches of eight bits are read."""
+"""Model of a KVCache in Python's dictionaries, drafted trees over a cache, and ways that eight bits are read."""
 
 import functools
 import types
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from energy_attn.distributed import KVCache
+from energy_attn.kernels import internal
 from energy_attn.kernels.call import _kernel
-from energy_attn.kernels.dispatch import _derivative, _registry
 from energy_attn.prefix_tree import PrefixTree, tree_decode
 from tests.support.arrays import array
 from tests.support.meshes import parallel_of
@@ -48,7 +48,7 @@ def tokens(seed, T, dtype=jnp.float64, rows=B):
 
 
 class Model:
-    """What the cache is to hold: for each row, a dictionary from position to key and value."""
+    """Tokens that a cache is to hold: for each row, a dictionary from position to key and value."""
 
     def __init__(self, window_capacity=None, rows=B):
         self.rows, self.lengths = [{} for _ in range(rows)], [0] * rows
@@ -77,7 +77,7 @@ class Model:
             self.rows[b], self.lengths[b] = dict(row), length
 
     def problem(self, query, query_positions, **options):
-        """Attention over these tokens as the judge takes it, in the order of positions."""
+        """Attention over these tokens as a problem, in the order of positions."""
         S = max(1, *map(len, self.rows))
         rows = len(self.rows)
         key, value = np.zeros((rows, S, K, H)), np.zeros((rows, S, K, V))
@@ -98,7 +98,7 @@ class Model:
 
 
 def held(cache, *arrays):
-    """The same dictionaries, read from the slots; or of other arrays `[B, S, ...]` than keys and values."""
+    """Reads a model's dictionaries from the slots of a cache: of keys and values, or of other arrays `[B, S, ...]`."""
     positions = np.asarray(cache.positions)
     arrays = [np.asarray(x) for x in arrays or (cache.keys(), cache.values())]
     slots = [np.flatnonzero(row >= 0) for row in positions]
@@ -127,7 +127,7 @@ def check_held(cache, model):
 
 
 def check_balanced(cache):
-    """Within one block, of each row on each device; read from where the slots really lie."""
+    """Checks that devices hold equally many tokens of each row, within one block, by where the slots really lie."""
     positions = cache.positions
     loads = [(np.asarray(shard.data) >= 0).sum(1) for shard in positions.addressable_shards]
     assert (np.ptp(loads, axis=0) <= cache.slots.block).all(), loads
@@ -147,12 +147,12 @@ def line(parents, n):
 
 
 def lines(parents):
-    """The same for all slots; those that are not in use see themselves alone."""
+    """The `line` of each slot; an unused slot sees itself alone."""
     return [line(parents, n) if n < len(parents) else [n] for n in range(L)]
 
 
 def tree_of(rows=PARENTS) -> PrefixTree:
-    """Made by hand, entry by entry; candidates are of no account here."""
+    """A PrefixTree made entry by entry, without its candidates."""
     mask = np.zeros((len(rows), L, L), bool)
     depth, parent = np.zeros((2, len(rows), L), np.int32)
     for b, parents in enumerate(rows):
@@ -165,7 +165,7 @@ def tree_of(rows=PARENTS) -> PrefixTree:
 
 
 def problem_of(name="tree", counts=COUNTS, rows=PARENTS, window=None, S=S, **options) -> Problem:
-    """Context and nodes behind one another; what a node sees is an array."""
+    """Attention over a context and the nodes behind it, by an array mask."""
     rng = np.random.default_rng(len(name))
     B = len(rows)
     mask = np.zeros((B, 1, L, S + L), bool)
@@ -183,7 +183,7 @@ def problem_of(name="tree", counts=COUNTS, rows=PARENTS, window=None, S=S, **opt
 
 
 def decoded(cache, arrays, counts, **options):
-    """The context appended to `cache`, in two parts, and the state of the nodes over it."""
+    """The state of a tree's nodes over a context, which is appended to `cache` in two parts."""
     split = {name: (x[:, :-L], x[:, -L:]) for name, x in arrays.items() if name in ("key", "value")}
     (old_key, key), (old_value, value) = split["key"], split["value"]
     half = old_key.shape[1] // 2
@@ -202,7 +202,7 @@ def decoded(cache, arrays, counts, **options):
 
 
 def read_as_stored(monkeypatch) -> Iterator[list]:
-    """Takes that branch, for a fixture; yields the list of operands that it will have been given."""
+    """Makes calls read eight bits as TPUs do, for a fixture; yields the list of operands that they read."""
     given = []
 
     def branch(operands, *, tpu, default):
@@ -210,14 +210,14 @@ def read_as_stored(monkeypatch) -> Iterator[list]:
         return tpu(operands)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_derivative, "lax", types.SimpleNamespace(platform_dependent=branch))
-        _registry.attend.clear_cache()  # calls traced with the other branch, and then with this one
+        patch.setattr(internal.derivatives, "lax", types.SimpleNamespace(platform_dependent=branch))
+        internal.attend.clear_cache()  # calls traced with the other branch, and then with this one
         yield given
-    _registry.attend.clear_cache()
+    internal.attend.clear_cache()
 
 
 def read_by_kernels(monkeypatch) -> Iterator[None]:
-    """Fails where a kernel gets keys and values dequantized, for a fixture."""
+    """Raises where a kernel gets dequantized keys and values, for a fixture."""
 
     def fail(operands):
         raise AssertionError(f"dequantized keys of {operands.key.shape}")

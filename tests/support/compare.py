@@ -1,4 +1,4 @@
-"""Trees of arrays beside other arrays: one comparison for the whole suite."""
+"""Comparisons of trees of arrays, for the whole suite."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ RATIOS: list[tuple[float, str]] = []
 
 
 def close(found: Any, wanted: Any, what: str = "", tolerance: float = 1e-11) -> None:
-    """Each leaf of `found` is that of `wanted`: its shape, and each entry, within `tolerance` of the largest (or of 1).
+    """Checks that each leaf of `found` has `wanted`'s shape and entries, within `tolerance` of its largest (or of 1).
 
     Infinities stand at the same entries, and nothing is NaN. What a peer computes in JAX has the dtype of ours, too.
     """
@@ -29,7 +29,7 @@ def close(found: Any, wanted: Any, what: str = "", tolerance: float = 1e-11) -> 
 
 
 def near(found: Any, rough: Any, exact: Any, what: str = "", multiple: float = 4) -> None:
-    """Each leaf of `found` errs at most `multiple` times as much as the judge does in its dtypes.
+    """Checks that each leaf of `found` errs at most `multiple` times as much as the judge does in its dtypes.
 
     `rough` is the judge's answer in these dtypes, `exact` in float64 on the same data. Errors are relative to the
     largest entry of a leaf (or to 1), and the judge's is the largest of all leaves, at least a unit of rounding.
@@ -55,7 +55,7 @@ def of_sums(terms: int, sizes: Any, largest: Any = 1.0, unit: float = 2.0**-24) 
 
 
 def same(found: Any, wanted: Any, what: str = "") -> None:
-    """Each leaf of `found` has the bits of that of `wanted`, and its dtype; none is NaN."""
+    """Checks that each leaf of `found` has the bits and the dtype of `wanted`'s, and that none is NaN."""
     for label, x, y in _pairs(found, wanted, what):
         assert x.dtype == y.dtype, f"{label}: {x.dtype}, wanted {y.dtype}"
         x, y = (np.asarray(jax.device_get(z)) for z in (x, y))

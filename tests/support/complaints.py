@@ -1,4 +1,4 @@
-"""Wrong input, and what a good complaint about it is."""
+"""Wrong input, and checks of the errors that it raises."""
 
 import builtins
 
@@ -21,7 +21,7 @@ STATE = AttentionState(a(2, 3), a(2))
 
 
 def complains(call, error, name, received, wanted):
-    """`call` raises `error` itself, whose message reads "name: wanted ..., got ..."."""
+    """Checks that `call` raises `error` itself, whose message reads "name: wanted ..., got ..."."""
     with pytest.raises(error) as caught:
         call()
     message = str(caught.value)
@@ -29,6 +29,17 @@ def complains(call, error, name, received, wanted):
     assert message.startswith(f"{name}: wanted "), message
     before, _, after = message.partition("got ")
     assert wanted in before and received in after, message
+
+
+def complaining(rows, *fixtures):
+    """A test that calls complain: by name, a call, its error, the argument, what it got and what was wanted."""
+
+    @pytest.mark.usefixtures("unchecked", *fixtures)
+    @pytest.mark.parametrize("what", rows)
+    def test(what):
+        complains(*rows[what])
+
+    return test
 
 
 # Anything at all in the place of one argument.
@@ -61,7 +72,7 @@ ANYTHING = (
 
 
 def outcome(function, names, arguments):
-    """The function's result; None if it raises a TypeError or ValueError that begins with an argument's name."""
+    """Returns the function's result; None if it raises a TypeError or ValueError that names an argument."""
     try:
         return function(**arguments)
     except (TypeError, ValueError) as wrong:
@@ -73,6 +84,6 @@ def outcome(function, names, arguments):
 
 
 def refused(wanted):
-    """Raises what `wanted` says: the name of an error's kind, and a pattern of the message behind it."""
+    """Expects an error: `wanted` is the name of its class and a pattern of its message."""
     kind, _, message = wanted.partition(" ")
     return pytest.raises(getattr(builtins, kind), match=message)

@@ -49,13 +49,10 @@ def nodes(number: int, devices: int, capability: tuple[int, int] = (9, 0)) -> Me
     return Mesh(np.array(described.devices).reshape(number, devices), ("node", "device"))
 
 
-SIZE = (
-    16  # bytes of an instruction since compute capability 7.0; its first 12 bits are the operation
-)
-BRANCH, PRODUCTS = (
-    0x947,
-    (0x9F0, 0x23C),
-)  # of warp groups and of warps, in code for compute capability 9.0
+# bytes of an instruction since compute capability 7.0; its first 12 bits are the operation
+SIZE = 16
+# operations in code for compute capability 9.0: a branch, and products of warp groups and of warps
+BRANCH, PRODUCTS = 0x947, (0x9F0, 0x23C)
 
 
 class Kernel(NamedTuple):
@@ -84,8 +81,16 @@ class Kernel(NamedTuple):
         return tuple(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", self.ptx)))[::2]
 
 
+def entries(folder: Path, name: str) -> Iterator[tuple[str, str]]:
+    """The code before CUDA's assembler of kernels in a folder whose names match, with the group of the match."""
+    for file in folder.glob("*.ptx"):
+        for entry in re.split(r"(?=\.visible \.entry )", file.read_text())[1:]:
+            if found := re.match(rf"\.visible \.entry {name}\(", entry):
+                yield found[1], entry
+
+
 def assembled(folder: Path) -> dict[str, Kernel]:
-    """Our kernels among the code that XLA has written to a folder, by name."""
+    """The library's kernels among the code that XLA has written to a folder, by name."""
     found = {}
     for file in folder.glob("*.ptx"):
         code = {
@@ -115,7 +120,7 @@ def allocated(file: Path) -> list[tuple[str, str, str]]:
 
 
 def _shared(folder: Path, name: str) -> int:
-    """By the last of the programs that Triton's passes write."""
+    """Bytes of shared memory, by the last of the programs that Triton's passes write."""
     (file,) = folder.glob(f"*.{name}.triton-to-llvm.txt")
     return int(re.findall(r"ttg\.shared = (\d+)", file.read_text())[-1])
 

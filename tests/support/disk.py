@@ -1,6 +1,6 @@
-"""A disk that fails at its n-th operation: for good, as where a process is killed, or once, as where it is full.
+"""A disk that fails at its n-th operation, and one that another process changes before the n-th.
 
-And one that another process changes before the n-th.
+It fails for good, as where a process is killed, or once, as where it is full.
 """
 
 import builtins
@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import safetensors
 
-from energy_attn.distributed.runtime import _safetensors
+from energy_attn.distributed.internal import safetensors as library
 
 _CHANGES = "replace", "rename", "unlink", "remove", "mkdir", "rmdir"
 
 
 class Killed(BaseException):
-    """No handler runs to any effect: the disk refuses whatever it is asked for afterwards."""
+    """The end of a process: the disk refuses all that a handler does afterwards."""
 
 
 class Disk:
@@ -40,7 +40,7 @@ class Disk:
             raise Killed() if self.error is Killed else OSError(errno.ENOSPC, "no space left")
 
     def check_synced(self) -> None:
-        """Nothing takes another's place before it is on disk, and nothing goes before that is on disk too."""
+        """Checks that a file is on disk before it replaces another, and its name before the other is removed."""
         assert self.log.count("fsync") == self.log.count("open"), self.log
         for i in (i for i, what in enumerate(self.log) if what == "replace"):
             before, behind = self.log[:i][::-1], self.log[i:]
@@ -73,7 +73,7 @@ class _Stream:
 
 @contextlib.contextmanager
 def failing(fails_at: int = 10**9, error: type[BaseException] = Killed) -> Iterator[Disk]:
-    """All of Python's file operations, on such a disk; without a number on one that never fails."""
+    """Replaces Python's file operations by those of a `Disk`; without a number, of one that never fails."""
     disk, opened = Disk(fails_at, error), io.open
 
     def change(name, real):
@@ -126,7 +126,7 @@ class Meanwhile:
 
 @contextlib.contextmanager
 def meanwhile(action: Callable[[], object], at: int | None = None) -> Iterator[Meanwhile]:
-    """`action` is done before the operation `at`, from 1, on a file, or before each."""
+    """Does `action` before the operation `at`, from 1, on a file, or before each."""
     other = Meanwhile(action, at)
 
     def also(real):
@@ -144,7 +144,7 @@ def meanwhile(action: Callable[[], object], at: int | None = None) -> Iterator[M
             (os, "replace"),
             (os, "unlink"),
             (safetensors, "safe_open"),
-            (_safetensors, "read"),
+            (library, "read"),
         ):
             patch.setattr(owner, name, also(getattr(owner, name)))
         yield other

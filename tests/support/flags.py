@@ -21,7 +21,9 @@ OLD = tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
 USUAL = {"xla_backend_optimization_level": 3} | (
     {"xla_cpu_use_fusion_emitters": True} if OLD else {}
 )
-CHEAP = f"{LEVEL}=0 {EMITTERS}=false" if OLD else f"{LEVEL}=0"
+# LLVM compiles a program in one part: splitting it for more cores costs a tenth of all time, and the cores are busy.
+WHOLE = "--xla_cpu_parallel_codegen_split_count=1"
+CHEAP = f"{LEVEL}=0 {WHOLE} {EMITTERS}=false" if OLD else f"{LEVEL}=0 {WHOLE}"
 
 
 def flags(devices: int | None = DEVICES, given: str = "") -> str:
@@ -42,7 +44,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def spawn(*arguments, devices=None, **variables):
-    """What it prints; one that fails says why."""
+    """Runs Python in another process and returns its output; one that fails says why."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -56,7 +58,7 @@ def spawn(*arguments, devices=None, **variables):
 
 
 def launch(*arguments: object, timeout: float = 270) -> subprocess.CompletedProcess:
-    """`python examples/cluster/launch.py …`, and what became of it."""
+    """Runs `python examples/cluster/launch.py …`."""
     return subprocess.run(
         [sys.executable, "examples/cluster/launch.py", *map(str, arguments)],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Masks as users join them, each with its definition in NumPy: a prefix-LM, documents, and what no kernel knows."""
+"""Masks as users join them, each with its definition in NumPy: a prefix-LM, documents, masks that no kernel knows."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ IDS = np.stack([np.repeat([0, 1, 2], x) for x in ([5, 4, 7], [2, 9, 5], [7, 1, 8
 
 
 class Parity(masks.AbstractMask):
-    """A mask that nobody knows: positions whose sum is a multiple of a number."""
+    """A custom mask: positions whose sum is a multiple of a number."""
 
     number: np.ndarray
 
@@ -38,7 +38,7 @@ class Parity(masks.AbstractMask):
 
 
 def same_document(query, key, ids):
-    """For `Function`: positions past the table, which JAX would clip, are in no document."""
+    """Whether two positions are in one document; positions past the table, which JAX would clip, are in none."""
     size = len(ids)
     return (query < size) & (key < size) & (ids[query % size] == ids[key % size])
 
@@ -49,18 +49,18 @@ def _same(b, q, k):
 
 
 def spaced(query, key, step):
-    """For `Function`: a dilated window."""
+    """Whether a key is in a dilated window."""
     return (query - key) % step == 0
 
 
 def chosen(query, key, blocks):
-    """For `Function`: each block of 4 queries sees the blocks of 4 keys of its row of a table."""
+    """Whether a key's block of 4 is in the table's row of the query's block."""
     row = jnp.clip(query // 4, 0, len(blocks) - 1)
     return (blocks[row, 0] == key // 4) | (blocks[row, 1] == key // 4)
 
 
 def ancestor(query, key, enter, leave):
-    """For `Function`: a node of a tree sees the nodes above it, by when a walk enters and leaves them."""
+    """Whether a node is above another in a tree, by when a walk enters and leaves them."""
     q, k = (jnp.clip(x, 0, len(enter) - 1) for x in (query, key))
     return (enter[k] <= enter[q]) & (enter[q] < leave[k])
 
@@ -85,14 +85,14 @@ def _above(q, k):
 
 
 class Case(NamedTuple):
-    """A mask for some batch entries, and whether entry `b` sees, of arrays of numbers that broadcast."""
+    """A mask of some batch entries, and its definition `sees(b, query, key)` of arrays that broadcast."""
 
     rule: masks.AbstractMask
     sees: Callable
     tabulated: bool = False
 
     def of(self, batch: int) -> masks.AbstractMask:
-        """The mask for so many entries."""
+        """The mask of the first `batch` entries."""
         if self.tabulated:
             return _table()
         return jax.tree.map(lambda x: x[:batch] if x.ndim and len(x) == ROWS else x, self.rule)
@@ -139,7 +139,7 @@ RULES = {
 
 @functools.cache
 def _table() -> masks.AbstractMask:
-    """When it is asked for, as it computes: processes are connected before."""
+    """The rule "table", tabulated when it is asked for: processes must be connected before JAX computes."""
     with jax.ensure_compile_time_eval():
         table = jax.jit(lambda rule: masks.tabulate(rule, 12, block=4))(RULES["table"].rule)
         return jax.tree.map(np.asarray, table)

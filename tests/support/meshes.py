@@ -1,4 +1,4 @@
-"""The meshes of the tests, problems whose queries are sharded as keys are, and calls inside `shard_map`."""
+"""Meshes, problems whose queries are sharded as keys are, and programs that are judged over a mesh."""
 
 from dataclasses import replace
 
@@ -19,8 +19,7 @@ from energy_attn.distributed import (
     unshard_sequence,
 )
 from energy_attn.distributed.internal import METHOD_OPTIONS, STRATEGIES
-from energy_attn.kernels.dispatch import _attend_and_merge
-from energy_attn.kernels.xla import _blockwise_derivatives
+from energy_attn.kernels.internal import blockwise, over_keys
 from tests.support.compare import close
 from tests.support.problems import Problem, cotangents, everything
 from tests.support.reference import dense, dense_vjp
@@ -33,16 +32,16 @@ SHAPES = {"8": ((8,), ("device",)), "2x4": ((2, 4), ("node", "device"))}
 
 
 def mesh_of(kind: str) -> Mesh:
-    """`"8"`, `"2x4"`, and the same with ` explicit` behind."""
+    """The mesh `"8"` or `"2x4"`, with explicit axes where ` explicit` follows."""
     shape, names = SHAPES[kind.split()[0]]
     return make_mesh(shape, names, explicit=kind.endswith("explicit"))
 
 
 def in_parts(monkeypatch) -> None:
     """Makes rings compute a query at a time, and gradients of a head at a time, as they do where these are large."""
-    monkeypatch.setattr(_attend_and_merge, "PART", 1)
-    monkeypatch.setattr(_attend_and_merge, "LEAST_PART", 1)
-    monkeypatch.setattr(_blockwise_derivatives, "LEAST", 0)
+    monkeypatch.setattr(over_keys, "PART", 1)
+    monkeypatch.setattr(over_keys, "LEAST_PART", 1)
+    monkeypatch.setattr(blockwise, "LEAST", 0)
 
 
 def parallel_of(kind: str) -> SequenceParallel:
@@ -55,12 +54,23 @@ def merges_for(axes: int) -> list[str]:
 
 
 def on_host(problem: Problem):
-    """Arrays and cotangents in float64, of NumPy: to cut JAX's own for a mesh takes a program for each shape."""
+    """Arrays and cotangents in float64, of NumPy: to shard JAX's own takes a program for each shape."""
     return problem.arrays, tuple(map(np.asarray, cotangents(problem, jnp.float64)))
 
 
+def with_gradients(f):
+    """A program of arrays and cotangents: the results of `f` of the arrays, and the gradients."""
+
+    @jax.jit
+    def run(arrays, cotangent):
+        found, back = jax.vjp(f, arrays)
+        return found, back(cotangent)[0]
+
+    return run
+
+
 def check(found, problem: Problem):
-    """`((out, energy), gradients)` in float64, for the problem's cotangents."""
+    """Checks `((out, energy), gradients)` in float64, for the problem's cotangents."""
     state, gradients = found
     close(state, dense(problem), f"{problem}: state")
     close(gradients, dense_vjp(problem, *on_host(problem)[1]), f"{problem}: gradient")
@@ -93,10 +103,10 @@ def square(name, length, heads=8, kv_heads=8) -> Problem:
 SELF = square("self", 16)
 GROUPED = square("self grouped", 16, heads=4, kv_heads=2)
 ODD = square("self odd", 13)
-DECODE = replace(square("self decode", 16), name="decode")
-
+DECODE = square("self decode", 16)
 DECODE = replace(
     DECODE,
+    name="decode",
     query=DECODE.query[:, :1],
     source=DECODE.source[:, :1],
     bias=DECODE.bias[:, :, :1],
@@ -122,7 +132,7 @@ def laid_out(problem, parallel, arrays):
     """The arrays, and those among the problem's options, in the layout of `parallel`."""
     whole = is_whole(problem)
     given = {n: x for n, x in problem.options.items() if isinstance(x, jax.Array)} | arrays
-    if parallel.layout == "contiguous":
+    if parallel is None or parallel.layout == "contiguous":
         return given
     moved = {}
     for name, x in given.items():
@@ -135,31 +145,45 @@ def laid_out(problem, parallel, arrays):
     return moved
 
 
-def state_and_gradients(problem, parallel):
-    """`(out, energy)` at the problem's source and the gradients of both; in the layout's order, and back.
+def in_order(problem, parallel, state):
+    """The state in the order of the problem's queries."""
+    if parallel is None or parallel.layout == "contiguous" or not is_whole(problem):
+        return tuple(state)
+    return tuple(unshard_sequence(x, parallel) for x in state)
 
-    A function of the arrays, of cotangents, and of what replaces arrays among the problem's options.
+
+def state_and_gradients(problem, parallel=None, **options):
+    """`(out, energy)` at the problem's source, or at zero, and the gradients; in the layout's order, and back.
+
+    A program of the arrays, a sink among them if there is one, of cotangents, and of arrays in the place of some of the
+    problem's options.
     """
-    whole, static = is_whole(problem), static_options(problem)
+    options = static_options(problem) | {"parallel": parallel} | options
 
     def pair(arrays, others):
         arrays = laid_out(problem, parallel, arrays | others)
-        source = arrays.pop("source")
+        zeros = np.zeros((*problem.query.shape[:-1], problem.value.shape[-1]))
 
         def total(source):
-            energy = ea.free_energy(**arrays, source=source, **static, parallel=parallel)
+            energy = ea.free_energy(**arrays, source=source, **options)
             return energy.sum(), energy
 
-        out, energy = jax.grad(total, has_aux=True)(source)
-        if not whole or parallel.layout == "contiguous":
-            return out, energy
-        return tuple(unshard_sequence(x, parallel) for x in (out, energy))
+        return in_order(
+            problem, parallel, jax.grad(total, has_aux=True)(arrays.pop("source", zeros))
+        )
 
+    @jax.jit
     def run(arrays, cotangent, others=None):
         found, back = jax.vjp(lambda arrays: pair(arrays, others or {}), arrays)
         return found, back(cotangent)[0]
 
     return run
+
+
+def judge(problem, parallel, mesh="2x4"):
+    """Checks attention, energies and gradients at the problem's source against dense attention's."""
+    with jax.set_mesh(mesh_of(mesh) if isinstance(mesh, str) else mesh):
+        check(state_and_gradients(problem, parallel)(*on_host(problem)), problem)
 
 
 INSIDE = {
@@ -174,7 +198,7 @@ INSIDE = {
 
 
 def inside(name, problem, axes):
-    """A function of whole arrays and their options that cuts them for a public function inside `shard_map`."""
+    """A function of whole arrays that shards them for `sharded_attention` inside `shard_map`."""
     sequence = P(None, axes)
     scores = {
         "ring keys": P(None, None, axes),

@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import KernelCall
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._kernel import as_read, check_call_of
-from energy_attn.kernels.dispatch._lowering import platform_here
+from energy_attn.kernels.call._kernel import as_read
+from energy_attn.kernels.internal import check_call_of, platform_here
 from energy_attn.kernels.pallas.mosaic._kernel import MosaicGPU, MosaicSizes
 from tests.support.compare import close
-from tests.support.problems import Problem, cast
+from tests.support.problems import Problem, call_of, cast
 from tests.support.reference import dense
 
 HERE = platform_here()
@@ -91,9 +89,9 @@ def state_of(given):
 
     @jax.jit
     def run(arrays):
-        call = check_call(**arrays, **given.options)
-        check_call_of(KERNEL, KernelCall(call.operands, call.settings))
-        return KERNEL.forward(as_read(KERNEL, KernelCall(call.operands, call.settings, HERE)))
+        call = call_of(**arrays, **given.options, platform=HERE)
+        check_call_of(KERNEL, call)
+        return KERNEL.forward(as_read(KERNEL, call))
 
     return run
 

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from energy_attn.kernels import AttentionState, KernelCall
-from energy_attn.kernels.call._arguments import check_call
+from energy_attn.kernels import AttentionState
 from energy_attn.kernels.call._kernel import as_read
-from energy_attn.kernels.call._operands import cotangents as directions_of
+from energy_attn.kernels.internal import cotangents as directions_of
 from tests.support.arrays import array
-from tests.support.problems import Problem, cast, cotangents, lse_dtype, tangents
+from tests.support.problems import Problem, call_of, cast, cotangents, lse_dtype, tangents
 from tests.support.reference import (
     blind_rows_and_hidden_keys,
     dense,
@@ -194,11 +193,9 @@ def pushed(kernel, problem, dtype, moving, platform):
 
     @jax.jit
     def run(arrays, state, directions):
-        call = check_call(**arrays, **problem.options)
+        call = call_of(**arrays, **problem.options, platform=platform)
         moved = directions_of(*(directions.get(name) for name in ARGUMENTS))
-        return kernel.tangent(
-            as_read(kernel, KernelCall(call.operands, call.settings, platform)), state, moved
-        )
+        return kernel.tangent(as_read(kernel, call), state, moved)
 
     arrays, directions = (with_holes(x, problem) for x in (arrays, directions))
     return run(arrays, state, directions), rounded, exact

@@ -1,5 +1,6 @@
 """All observables by their definitions, the measures that are asked for them, and frequencies of samples."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -43,6 +44,21 @@ def slopes(f: Callable[[Problem], Any], problem: Problem, along: dict) -> Any:
     return jax.tree.map(combined, *(difference(2.0**-n) for n in (7, 8, 9)))
 
 
+ORDERS = (0, 0.5, 1, 2, 7.5, math.inf)
+
+
+def renyi(weights: np.ndarray, order: float) -> np.ndarray:
+    """Rényi's entropy of weights along the last axis; zero where there are none."""
+    seen = weights > 0
+    logs = np.log(np.where(seen, weights, 1))
+    if order == 1:
+        return -(weights * logs).sum(-1)
+    if order == math.inf:
+        return np.where(seen.any(-1), -logs.max(-1, where=seen, initial=-np.inf), 0)
+    powers = np.where(seen, np.exp(order * logs), 0).sum(-1)
+    return np.log(np.where(powers > 0, powers, 1)) / (1 - order)
+
+
 def exactly(problem: Problem, precision=np.float64) -> dict[str, np.ndarray]:
     """All observables by their definitions; zero in fully masked rows."""
     along = [np.asarray(u, precision) for u in directions(problem)]
@@ -80,6 +96,7 @@ def exactly(problem: Problem, precision=np.float64) -> dict[str, np.ndarray]:
         "mean score": score.transpose(0, 2, 1),
         "heat capacity": mean(off**2),
         "sensitivity": np.einsum("bnts,bsnv->btnv", P * off, v),
+        **{f"Rényi {order}": renyi(P.transpose(0, 2, 1, 3), order) for order in ORDERS},
     }
 
 
@@ -148,6 +165,7 @@ def answers(F: ea.Gibbs, along: Sequence[Any]) -> dict[str, Array]:
         "mean score": scores.mean,
         "heat capacity": scores.variance,
         "sensitivity": F.temperature_sensitivity(),
+        **{f"Rényi {order}": F.renyi(order) for order in ORDERS},
     }
 
 

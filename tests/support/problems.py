@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from energy_attn.kernels import KernelCall
+from energy_attn.kernels.internal import arguments
 from tests.support.arrays import array
 from tests.support.masks import RULES
 
@@ -76,6 +78,16 @@ def cast(problem: Problem, dtype) -> tuple[dict[str, Array], Problem]:
     return arrays, replace(
         problem, **{name: np.asarray(x, np.float64) for name, x in arrays.items()}
     )
+
+
+def call_of(*arrays, platform: str | None = None, **options) -> KernelCall:
+    """The call that kernels get for these arrays and options of `local_attention`."""
+    checked = arguments.check_call(*arrays, **options)
+    return KernelCall(checked.operands, checked.settings, platform)
+
+
+def problem_call(problem: Problem, dtype=jnp.float32, platform: str | None = None) -> KernelCall:
+    return call_of(**cast(problem, dtype)[0], **problem.options, platform=platform)
 
 
 def cotangents(problem: Problem, dtype) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""One of several processes: runs scenarios over a mesh of all their devices, and says what it found, a line each.
+"""One of several processes: runs scenarios over a mesh of all devices, and prints a line of results for each.
 
 Started by `test_processes.py` as `examples/cluster/launch.py -n … -- -m tests.support.process NAME…`.
 """
@@ -34,8 +34,7 @@ from energy_attn.distributed import (
     place,
     sharded_attention,
 )
-from energy_attn.distributed.internal import STRATEGIES
-from energy_attn.distributed.runtime import _files
+from energy_attn.distributed.internal import STRATEGIES, files
 from energy_attn.models import Llama, LlamaConfig
 from tests.support.problems import Problem, everything, tangents
 from tests.support.reference import dense, dense_jvp, dense_vjp
@@ -77,8 +76,7 @@ def decode(merge: str) -> dict:
 
 
 def prefill() -> dict:
-    """Queries and keys sharded, causal, in forward mode: each process holds its part of the sequence alone, and of the
-    results and their tangents."""
+    """Causal attention in forward mode, where each process holds a part of the sequence, of results and of tangents."""
     problem = Problem("prefill", SEQUENCE.query, SEQUENCE.key, SEQUENCE.value, is_causal=True)
     moving = tangents(problem)
     sharded, changes = (
@@ -177,7 +175,7 @@ def checkpoint() -> dict:
         read = Llama.load(folder / "given", mesh=mesh)
         assert not read.lm_head.weight.is_fully_addressable
         full = OSError("no space left")
-        with mock.patch.object(_files, "write", side_effect=full), pytest.raises(OSError):
+        with mock.patch.object(files, "write", side_effect=full), pytest.raises(OSError):
             read.save(folder / "saved")
         read.save(folder / "saved")
         again = Llama.load(folder / "saved")  # at once: the others wait until the first has written

@@ -1,5 +1,6 @@
 """What a compiled program is made of, and what it computes between the start and the end of a transfer."""
 
+import functools
 import re
 from collections import Counter
 
@@ -10,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn import attention, masks
-from energy_attn.distributed import SequenceParallel, collectives
+from energy_attn.distributed import SequenceParallel, collectives, cost
 from energy_attn.distributed.internal import waits as waits
 
 
@@ -83,3 +84,50 @@ def trained(
     run, given = (both, [query]) if gradients else (out, [])
     with jax.set_mesh(mesh):
         return jax.jit(run).lower(query, key, key, *given).compile()
+
+
+AXES = ("node", "device")
+SHARDED = P(None, AXES)
+
+
+def shape_of(keys: int) -> cost.Shape:
+    """The sizes of decoding in the paper: one query of 16 heads of 128."""
+    return cost.Shape(1, 1, keys, 16, 16, 128)
+
+
+@functools.cache
+def decoding(mesh, f, keys: int, out_specs=None, donate=(), **options):
+    """Decoding in the sizes of the paper over a mesh of nodes and devices, compiled."""
+    arrays = [
+        jax.ShapeDtypeStruct((1, n, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for n, spec in ((1, P()), (keys, SHARDED), (keys, SHARDED))
+    ]
+    run = jax.shard_map(
+        functools.partial(f, axis_name=AXES, **options),
+        mesh=mesh,
+        in_specs=(P(), SHARDED, SHARDED),
+        out_specs=out_specs or P(),
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        return jax.jit(run, donate_argnums=donate).lower(*arrays).compile()
+
+
+def shards(program, keys: int, devices: int) -> float:
+    """All memory that a program holds on a device, in shards of keys and values."""
+    used = program.memory_analysis()
+    total = used.argument_size_in_bytes + used.temp_size_in_bytes + used.output_size_in_bytes
+    return (total - used.alias_size_in_bytes) / (2 * keys // devices * 16 * 128 * 2)
+
+
+def cache_and_query(mesh, empty, query, dtype=jnp.bfloat16):
+    """A cache as `empty()` makes it, with its tokens on the axis "device", and a query of a shape, without values."""
+
+    def placed(x):
+        spec = P(None, "device") if mesh.size > 1 and x.ndim > 2 else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        cache = jax.tree.map(placed, jax.eval_shape(empty))
+    replicated = NamedSharding(mesh, P())
+    return cache, jax.ShapeDtypeStruct(query, jnp.dtype(dtype), sharding=replicated)

@@ -1,4 +1,4 @@
-"""Random masks and a few that are chosen, and their definition in Python's integers."""
+"""Random masks and a few chosen ones, and their definition in Python's integers."""
 
 import functools
 
@@ -66,7 +66,7 @@ blocks = st.lists(positions, min_size=3, max_size=3)
 
 
 def sees(rule, query: int, key: int) -> bool:
-    """The definition, in integers that do not overflow, of present tokens."""
+    """Whether a present query sees a present key, in integers that do not overflow."""
 
     def id_of(ids, position):
         return int(ids[position]) if position < len(ids) else None
@@ -103,5 +103,5 @@ def seen(rule, queries, keys) -> np.ndarray:
 
 
 def with_batch(rule):
-    """Arrays with an axis of the batch, as kernels take them."""
+    """A mask whose arrays have a batch axis, as kernels take them."""
     return jax.tree.map(lambda x: array(np.asarray(x)[None]), rule)

@@ -1,4 +1,4 @@
-"""What a run prints at its end: CPU seconds of folders and tests, and the margins of comparisons (`--margins`)."""
+"""Report at the end of a run: CPU seconds of folders and tests, and the margins of comparisons (`--margins`)."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def _since() -> float:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Collecting is no test's; each worker does it."""
+    """Counts the seconds of collecting, which each worker does."""
     took = _since()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["collected"] = took
@@ -38,7 +38,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
-    """Each phase of a test tells the process that prints what it took."""
+    """Adds the seconds of a test's phase to its report."""
     report = yield
     report.seconds = _since()
     return report
@@ -46,7 +46,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker of pytest-xdist has ended."""
+    """Adds the seconds that a worker of pytest-xdist took to collect."""
     took = getattr(node, "workeroutput", {}).get("collected", 0.0)
     node.config.stash.setdefault(SECONDS, Counter())["(collection)"] += took
 
@@ -66,7 +66,7 @@ class Count:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Only one process prints."""
+    """Registers `Count` in the one process that prints."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Count(config))
 
@@ -95,17 +95,17 @@ class Margins:
         self._found: list[tuple[float, str, str]] = []
 
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """The test's report has them."""
+        """Adds the test's comparisons to its report."""
         item.user_properties += [("margin", x) for x in RATIOS]
         RATIOS.clear()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """In the process that prints."""
+        """Gathers comparisons in the process that prints."""
         if report.when == "teardown":
             found = [x for name, x in report.user_properties if name == "margin"]
             self._found += [(ratio, report.nodeid, label) for ratio, label in found]  # pyright: ignore[reportGeneralTypeIssues]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """A line for each comparison."""
+        """Prints a line for each comparison."""
         for ratio, test, label in sorted(self._found):
             terminalreporter.write_line(f"{ratio:9.2g}  {test} {label}")

@@ -15,6 +15,7 @@ from energy_attn import attention
 from energy_attn.distributed import KVCache, SequenceParallel, collectives
 from energy_attn.models import Llama, LlamaConfig
 from tests.support.llama import GPT_OSS
+from tests.support.programs import cache_and_query
 
 BLOCK, HEADS, KEY_HEADS, WIDTH = 4096, 32, 8, 128
 NODE = (
@@ -24,23 +25,12 @@ NODE = (
 
 def step_over_a_cache(mesh: Mesh, blocks: int) -> jax.stages.Compiled:
     """One query over a cache of so many blocks a device."""
-    parallel = SequenceParallel("device", "tree")
-
-    def empty():
-        sizes = 1, blocks * BLOCK * mesh.size, KEY_HEADS, WIDTH
-        return KVCache.empty(*sizes, parallel=parallel, block_size=BLOCK, dtype=jnp.bfloat16)
-
-    def placed(x):
-        spec = P(None, "device") if x.ndim > 2 else P()
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
+    sizes = 1, blocks * BLOCK * mesh.size, KEY_HEADS, WIDTH
+    options = {"parallel": SequenceParallel("device", "tree"), "block_size": BLOCK}
+    empty = functools.partial(KVCache.empty, *sizes, **options)
     with jax.set_mesh(mesh):
-        cache = jax.tree.map(placed, jax.eval_shape(empty))
-        query = jax.ShapeDtypeStruct(
-            (1, 1, HEADS, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P())
-        )
         step = jax.jit(functools.partial(KVCache.attend, reproducible=True))
-        return step.lower(cache, query).compile()
+        return step.lower(*cache_and_query(mesh, empty, (1, 1, HEADS, WIDTH))).compile()
 
 
 def gradients_over_a_mesh(mesh: Mesh) -> set[tuple[str, bool]]:

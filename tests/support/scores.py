@@ -1,4 +1,4 @@
-"""Scores and, for each, what it is of a dense array `[B, N, T, S]` of products, written out without the library."""
+"""Scores, and each one's definition on a dense array `[B, N, T, S]` of products, without the library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RNG = np.random.default_rng(19)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`make(parameters)` is the score; `dense(s, b, h, i, j, parameters)` the same of arrays that broadcast."""
+    """A score `make(parameters)`, and its definition `dense(s, b, h, i, j, parameters)` on arrays that broadcast."""
 
     make: Callable[..., scores.AbstractScore]
     dense: Callable[..., Any]
@@ -38,7 +38,7 @@ class Layer(eqx.Module):
 
 
 class Bumps(scores.AbstractScore):
-    """A score of one's own: a module with a layer inside."""
+    """A custom score: a module with a layer inside."""
 
     layer: Layer
 
@@ -145,14 +145,14 @@ SINK = np.array([0.7, -1.3, 2.1, 0.2, -0.4, 1.6, 0.9, -2.0])
 
 
 def sink_of(problem: Problem, batched: bool = False) -> np.ndarray:
-    """`[N]`, or `[B, N]`: another score for each head and row."""
+    """A sink `[N]`, or `[B, N]`, with another score for each head and row."""
     batch, _, heads, _ = problem.query.shape
     sink = np.resize(SINK, heads)
     return sink - np.arange(batch)[:, None] if batched else sink
 
 
 def with_key(problem: Problem, sink: np.ndarray, name: str = "sink") -> Problem:
-    """Which key is seen is then said by a mask; the last key is the sink's, seen by the queries that are there."""
+    """The problem with one more key, the sink's, which every present query sees; visibility is an array mask."""
     batch, query_len, heads, _ = problem.query.shape
     present = _positions(problem.query_positions, problem.query_seq_lengths, batch, query_len) >= 0
     columns = batch, heads, query_len, 1

@@ -1,4 +1,4 @@
-"""Which cases run: of a product, enough that each value of each parameter is met once; of the long ones, a part.
+"""Selection of cases: of a product, enough that each value of each parameter is met once; of long ones, a part.
 
 `make test` leaves out what is marked `full`. The gate runs a part of that, another one each time, and more of those
 folders whose code has changed lately: `--shard` and `--touched`.

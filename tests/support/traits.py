@@ -6,19 +6,17 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import pytest
 
-from energy_attn.kernels import AttentionState, local_attention
-from energy_attn.kernels.call import _arguments
-from energy_attn.kernels.call._kernel import AbstractKernel
+from energy_attn.kernels import AbstractKernel, AttentionState, local_attention
 from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.dispatch._lowering import platform_here
-from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
-from energy_attn.kernels.pallas.gpu._plan import KINDS, GPUTiles
+from energy_attn.kernels.internal import GPUTiles, PallasGPU, platform_here
+from energy_attn.kernels.pallas.gpu._plan import KINDS
 from energy_attn.kernels.pallas.tpu._kernel import LayoutSizes, PallasTPU
 from energy_attn.kernels.xla._blockwise import Blockwise
 from energy_attn.kernels.xla._decode import DecodeCPU
 from energy_attn.kernels.xla._grid import BlockSizes
-from energy_attn.kernels.xla._products import Products
+from energy_attn.kernels.xla._loops import Products
 from tests.support.compare import same
 from tests.support.masks import RULES
 from tests.support.naive import assert_all_close, select
@@ -104,6 +102,16 @@ FORWARD_ONLY = frozenset({"decode", "decode_cpu"})
 SECOND = ("everything", "positions_causal", "mask_nothing", "decode_source")
 
 
+def kernel_of(name: str) -> AbstractKernel:
+    """The kernel of the registry under a name."""
+    return _registry._REGISTRY[name]
+
+
+def register(monkeypatch: pytest.MonkeyPatch, *kernels: AbstractKernel) -> None:
+    """Replaces the registry until the end of a test."""
+    monkeypatch.setattr(_registry, "_REGISTRY", {kernel.name: kernel for kernel in kernels})
+
+
 def takes(implementation: str, name: str, dtype: str | None = None) -> bool:
     """Whether `TRAITS` states that it takes a problem in a dtype; None: its most exact one."""
     traits = TRAITS[implementation]
@@ -118,11 +126,7 @@ def exactest(implementation: str | AbstractKernel) -> np.dtype:
 def attend(
     arrays: dict, problem: Problem, implementation: str | AbstractKernel | None
 ) -> AttentionState:
-    """By the implementation of a name; or by a kernel that is not in the registry, for its block sizes."""
-    if not isinstance(implementation, AbstractKernel):
-        return local_attention(**arrays, **problem.options, implementation=implementation)
-    call = _arguments.check_call(**arrays, **problem.options)
-    return _registry.attend((implementation,), call.settings, call.operands)
+    return local_attention(**arrays, **problem.options, implementation=implementation)
 
 
 def arrays_of(implementation: str | AbstractKernel, problem: Problem, dtype=None):

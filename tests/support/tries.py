@@ -1,4 +1,4 @@
-"""Packing in plain Python: the reference for `pack`, slot by slot."""
+"""Packing of drafts in plain Python, slot by slot: the reference for `pack`."""
 
 from typing import Any
 

@@ -19,13 +19,15 @@ import pytest
 
 import energy_attn as ea
 from tests.support.compare import close
-from tests.support.differentiable import CASES, WITHOUT, Case, drawn, rows
 from tests.support.selection import few
+from tests.surface.differentiable import CASES, WITHOUT, Case, drawn, rows
 
 ROOT = Path(__file__).resolve().parents[2]
 # The public ways to a state, and what is made of states by a rule of its own.
-QUICK = """attention free_energy local_attention states Gibbs conjugate saddle_attention gamma
-    shifted_energy penalties Llama""".split()
+QUICK = [
+    *"attention free_energy local_attention states Gibbs statistics conjugate gamma".split(),
+    *("of keys", "saddle_attention", "shifted_energy", "penalties", "Llama"),
+]
 # One of each kind of rule: what else is public is made of these.
 RULES = """free_energy attention scores sparse local_attention Gibbs conjugate saddle_attention retrieve
     KVCache tree_decode states folds ring_attention gather_attention layouts""".split()
@@ -48,9 +50,7 @@ def projection(case: Case, fixed: dict[str, Any]) -> Any:
     def total(moving: dict[str, Any]) -> jax.Array:
         rng = np.random.default_rng(0)
         found = [x for x in jax.tree.leaves(case.call(**moving, **fixed)) if floating(x)]
-        weighted = (
-            rng.standard_normal(x.shape) * jnp.where(jnp.isfinite(x), x, 0.0) for x in found
-        )
+        weighted = (rng.standard_normal(x.shape) * jnp.where(jnp.isfinite(x), x, 0) for x in found)
         return sum(x.astype(jnp.float64).sum() for x in weighted)
 
     return total
@@ -138,9 +138,8 @@ def test_nothing_public_is_left_out():
     alone = {name for name in excused if not name.endswith(".")}
     modules = tuple(name for name in excused if name.endswith("."))
     found = dict(public())
-    assert (
-        found.keys() - given.keys() - alone - {x for x in found if x.startswith(modules)} == set()
-    )
+    of_modules = {x for x in found if x.startswith(modules)}
+    assert found.keys() - given.keys() - alone - of_modules == set()
     classes = {name: x for name, x in found.items() if inspect.isclass(x)}
     for name in (given.keys() | alone) - found.keys():  # other methods, which are still there
         parent, _, method = name.rpartition(".")

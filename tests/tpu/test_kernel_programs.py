@@ -191,10 +191,7 @@ def test_inside_shard_map():
     assert lowered.as_text().count("tpu_custom_call") == 3
     lowered.compile()
     tangents = jax.shard_map(
-        lambda *x: jax.jvp(total, x[:3], x[3:]),
-        mesh=mesh,
-        in_specs=specs * 2,
-        out_specs=P(),
+        lambda *x: jax.jvp(total, x[:3], x[3:]), mesh=mesh, in_specs=specs * 2, out_specs=P()
     )
     lowered = jax.jit(tangents).lower(*arrays, *arrays)
     assert lowered.as_text().count("tpu_custom_call") == 2

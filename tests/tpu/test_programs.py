@@ -16,19 +16,22 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.distributed import (
-    SequenceParallel,
-    collectives,
-    cost,
-    methods,
-    sharded_attention,
-)
+from energy_attn.distributed import SequenceParallel, collectives, cost, methods, sharded_attention
 from energy_attn.kernels import AttentionState, local_attention, merge
-from tests.support.programs import by_kind, check_documents, payload, trained, waits
+from tests.support.programs import (
+    AXES,
+    SHARDED,
+    by_kind,
+    check_documents,
+    decoding,
+    payload,
+    shape_of,
+    shards,
+    trained,
+    waits,
+)
 from tests.support.selection import few
 
-AXES = ("node", "device")
-SHARDED = P(None, AXES)
 PODS = {
     "v5p": (("v5p:4x4x8", {}), (16, 8), cost.topology("tpu_v5p", (16, 8))),
     "v5e": (("v5e:16x16", {}), (16, 16), cost.topology("tpu_v5e", (16, 16))),
@@ -45,40 +48,27 @@ KEYS = {"v5p": 5_120_000, "v5e": 5_120_000, "v6e": 640_000, "slices": 5_120_000}
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
 
 
-def shape_of(keys):
-    return cost.Shape(1, 1, keys, HEADS, HEADS, WIDTH)
-
-
-REPLICATED = P()
-
-
 @functools.cache
-def compiled(pod, f, keys, out_specs=REPLICATED, donate=(), **options):
-    """Decoding on a pod: one query, and so many keys in all."""
+def mesh_of(pod):
     (name, slices), sizes, _ = PODS[pod]
     devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **slices).devices
-    mesh = Mesh(np.array(devices).reshape(sizes), AXES)
-    arrays = [
-        jax.ShapeDtypeStruct((1, n, HEADS, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for n, spec in ((1, P()), (keys, SHARDED), (keys, SHARDED))
-    ]
-    run = jax.shard_map(
-        functools.partial(f, axis_name=AXES, **options),
-        mesh=mesh,
-        in_specs=(P(), SHARDED, SHARDED),
-        out_specs=out_specs,
-        check_vma=False,
-    )
-    with jax.set_mesh(mesh):
-        return jax.jit(run, donate_argnums=donate).lower(*arrays).compile()
+    return Mesh(np.array(devices).reshape(sizes), AXES)
 
 
-def shards(program, pod):
+def compiled(pod, f, keys, *more, **options):
+    """Decoding on a pod: one query, and so many keys in all."""
+    return decoding(mesh_of(pod), f, keys, *more, **options)
+
+
+def held(program, pod):
     """All memory that a program holds on a device, in shards of the pod's keys and values."""
-    used = program.memory_analysis()
-    total = used.argument_size_in_bytes + used.temp_size_in_bytes + used.output_size_in_bytes
-    shard = 2 * KEYS[pod] // math.prod(PODS[pod][1]) * HEADS * WIDTH * 2
-    return (total - used.alias_size_in_bytes) / shard
+    return shards(program, KEYS[pod], math.prod(PODS[pod][1]))
+
+
+def eight():
+    """A mesh of eight chips."""
+    pod = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2")
+    return Mesh(np.array(pod.devices), ("device",))
 
 
 def predicted(method, merge, pod, **options):
@@ -93,7 +83,7 @@ def test_allreduce(pod):
     assert [c.kind for c in found] == ["all-reduce"] * 2
     assert {dtype for c in found for dtype in c.dtypes} == {"f32"}
     assert payload(program) == predicted("tree", "allreduce", pod)
-    assert shards(program, pod) <= 1.01
+    assert held(program, pod) <= 1.01
 
 
 @pytest.mark.parametrize("merge", few(["allreduce", "gather"], "allreduce"))
@@ -144,8 +134,7 @@ def test_a_window_sends_its_halo(layout):
 
     But for gradients of the last keys and values, on their way home.
     """
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
-    program = trained(Mesh(np.array(devices), ("device",)), window=(511, 0), layout=layout)
+    program = trained(eight(), window=(511, 0), layout=layout)
     shape = cost.Shape(
         1, 16384, 16384, 32, 8, 128, queries_sharded=True, window=(511, 0), layout=layout
     )
@@ -160,8 +149,7 @@ def test_a_window_sends_its_halo(layout):
 @pytest.mark.filterwarnings("ignore:parallel. under a causal mask")
 def test_documents_send_what_they_share():
     """Keys of documents that end before a shard begins."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
-    check_documents(Mesh(np.array(devices), ("device",)))
+    check_documents(eight())
 
 
 @pytest.mark.parametrize("pod", few(["v5p", "v5e", "v6e"], "v6e"))
@@ -170,7 +158,7 @@ def test_gather(pod):
     program = compiled(pod, sharded_attention, KEYS[pod], method=methods.Tree("gather"))
     assert len(collectives(program)) == 1
     assert payload(program) == predicted("tree", "gather", pod)
-    assert shards(program, pod) <= 1.02  # the states of all devices, in float32, are a part of it
+    assert held(program, pod) <= 1.02  # the states of all devices, in float32, are a part of it
 
 
 @pytest.mark.parametrize(
@@ -211,7 +199,7 @@ def test_exchanges(merge, pod):
         found["all-gather"] += found.pop("all-reduce", 0) // PODS[pod][1][-1]
         assert found.pop("all-gather") <= wanted.pop("all-gather")
     assert found == wanted
-    assert shards(program, pod) <= 1.011
+    assert held(program, pod) <= 1.011
 
 
 def test_slices_leave_little_to_the_slow_network():
@@ -268,24 +256,23 @@ def test_memory_of_rings():
         (state, held), _ = lax.scan(step, (empty, (key, value)), None, length=devices)
         return state, *held
 
-    tree = shards(
+    tree = held(
         compiled("v6e", sharded_attention, 640_000, method=methods.Tree("allreduce")), "v6e"
     )
     donated = compiled("v6e", waiting, 640_000, (P(), SHARDED, SHARDED), (1, 2))
-    assert shards(donated, "v6e") / tree == pytest.approx(2, abs=0.01)
+    assert held(donated, "v6e") / tree == pytest.approx(2, abs=0.01)
     ours = compiled(
         "v6e", sharded_attention, 640_000, method=methods.Ring("keys"), queries_sharded=False
     )
     assert payload(ours) == predicted("ring", "keys", "v6e")
     ways = ("ring", "keys"), ("tree", "allreduce")
     most, least = (cost.memory(*way, shape_of(640_000), PODS["v6e"][2]) for way in ways)
-    assert shards(ours, "v6e") / tree == pytest.approx(most / least, abs=0.01)
+    assert held(ours, "v6e") / tree == pytest.approx(most / least, abs=0.01)
 
 
 def causal_ring(gradient: bool):
     """A causal ring of 131072 queries and keys, 32 heads over 8 of 128, on eight chips, and its sizes."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
-    mesh, tokens, spec = Mesh(np.array(devices), "device"), 131_072, P(None, "device")
+    mesh, tokens, spec = eight(), 131_072, P(None, "device")
     query, key = (
         jax.ShapeDtypeStruct((1, tokens, n, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, s))
         for n, s in ((32, spec), (8, spec))
@@ -319,8 +306,7 @@ def causal_ring(gradient: bool):
 def test_memory_of_a_ring_of_few_queries(gradients, most):
     """Parts of all 2048 queries of a device: 5.0 times the arguments; and copies with the heads in front, for a loop
     over these: 5.7 times."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
-    used = trained(Mesh(np.array(devices), ("device",)), gradients=gradients).memory_analysis()
+    used = trained(eight(), gradients=gradients).memory_analysis()
     assert used.temp_size_in_bytes <= most * used.argument_size_in_bytes
 
 

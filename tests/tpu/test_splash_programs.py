@@ -9,19 +9,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.kernels import AttentionState, local_attention
-from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.vendor import _splash
 from tests.support.selection import few_rows
 from tests.support.tpu import compiled, devices, every_chip, operands, temporary
 
 ROWS = 8192
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
 attention = functools.partial(local_attention, implementation="splash", is_causal=True)
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setattr(_registry, "_REGISTRY", {"splash": _splash.Splash()})
 
 
 def both_gradients(query, key, value, **options):
@@ -64,10 +57,7 @@ def test_in_shard_map():
     mesh = Mesh(devices("v5e"), ("x",))
     spec = P("x")
     run = jax.shard_map(
-        both_gradients,
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=(AttentionState(spec, spec), spec),
+        both_gradients, mesh=mesh, in_specs=spec, out_specs=(AttentionState(spec, spec), spec)
     )
     arrays = [
         jax.ShapeDtypeStruct((4, 1024, n, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec))

@@ -35,25 +35,27 @@ class Place(NamedTuple):
         return ref.at[self.entry, rows, *rest]
 
     def load(
-        self, refs: Iterable[Ref], there: Array | None, fill: Sequence[float] | None = None
+        self, refs: Iterable[Ref], present: Array | None, fill: Sequence[float] | None = None
     ) -> tuple[Array, ...]:
         """Loads the rows of arrays; zeros or `fill` in absent rows."""
-        if there is None:
+        if present is None:
             return tuple(triton.load(self.of(x)) for x in refs)
         refs = tuple(refs)
-        others = zip(refs, fill or [0] * len(refs), strict=True)
-        return tuple(triton.load(self.of(x), mask=self._mask(x, there), other=y) for x, y in others)
+        fills = zip(refs, fill or [0] * len(refs), strict=True)
+        return tuple(
+            triton.load(self.of(x), mask=self._mask(x, present), other=y) for x, y in fills
+        )
 
     def store(
-        self, refs: Iterable[Ref], arrays: Iterable[Array], there: Array | None = None
+        self, refs: Iterable[Ref], arrays: Iterable[Array], present: Array | None = None
     ) -> None:
         for ref, x in zip(refs, arrays, strict=True):
-            mask = None if there is None else self._mask(ref, there)
+            mask = None if present is None else self._mask(ref, present)
             triton.store(self.of(ref), x.astype(ref.dtype), mask=mask)
 
-    def _mask(self, ref: Ref, there: Array) -> Array:
+    def _mask(self, ref: Ref, present: Array) -> Array:
         matrix = len(ref.shape) - (self.head is not None) == 3
-        return jnp.broadcast_to(there[:, None], (self.size, ref.shape[-1])) if matrix else there
+        return jnp.broadcast_to(present[:, None], (self.size, ref.shape[-1])) if matrix else present
 
 
 class NodeStack(NamedTuple):
@@ -62,7 +64,7 @@ class NodeStack(NamedTuple):
     refs: Sequence[Ref]  # of the arrays of all programs' nodes
     forks: Ref  # per node: XOR of the leaf numbers on both sides of its end; the highest bit is its level
     base: Array  # the first node of this program
-    there: Array | None  # which rows are present; None: all
+    present: Array | None  # which rows are present; None: all
     program: FoldProgram
     interpret: bool
 
@@ -87,14 +89,14 @@ class NodeStack(NamedTuple):
 
         def merge(index: Array, node: Partial) -> Partial:
             place = self._at(count - 1 - index)
-            left = place.load(self.refs, self.there, self.program.identity)
+            left = place.load(self.refs, self.present, self.program.identity)
             return self.program.merge(left, node)
 
         return lax.fori_loop(0, count - left, merge, node)
 
     def push(self, node: Partial, count: Array, fork: Array) -> None:
         self._wait()
-        self._at(count).store(self.refs, node, self.there)
+        self._at(count).store(self.refs, node, self.present)
         triton.store(self.forks.at[self.base + count], fork)
         self._wait()
 
@@ -106,26 +108,24 @@ class NodeStack(NamedTuple):
         return Place(self.base + count, None, 0, self.refs[0].shape[1])
 
 
-PROGRAMS = 264  # at most; each loops over blocks of own rows
+PROGRAMS = 264  # at most; each loops over blocks of kept rows
 BLOCKS = {2: 64, 4: 32}  # rows or keys held in registers, by bytes per number
-ROWS_OF_ITEMS, GROUP = (
-    8,
-    8,
-)  # rows, and partials of the other side, held in registers when partials are folded
+# rows, and partials of the iterated side, held in registers when partials are folded
+ROWS_OF_ITEMS, GROUP = 8, 8
 WARPS = {"to_keys": 8}  # per program; 4 for the others
 STAGES = 3  # pipelined copies to shared memory
 
 
 def fold(
-    program: FoldProgram, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
+    program: FoldProgram, kept: Side, iterated: Side, walk: Walk, pair: OfPairs, *, interpret: bool
 ) -> list[Array]:
-    """Returns the results of a fold program per own tile and part, `[B, tiles, parts, size, K(, W)]`."""
+    """Returns the results of a fold program per kept tile and part, `[B, tiles, parts, size, K(, W)]`."""
     batch, tiles, parts = walk.first.shape
-    like = next(iter(own.arrays.values()))
+    like = next(iter(kept.arrays.values()))
     size, heads = like.shape[2:4]
     most = ROWS_OF_ITEMS if program.of_partials else BLOCKS[like.dtype.itemsize]
     block = min(most, size)
-    blocks = block, min(most, next(iter(other.arrays.values())).shape[2])
+    blocks = block, min(most, next(iter(iterated.arrays.values())).shape[2])
     total = batch * tiles * parts * heads * (size // block)
     programs, depth = min(total, PROGRAMS), walk.depth
     sizes = tiles, parts, heads, walk.numbers.shape[1], total, programs, depth, walk.consecutive
@@ -136,8 +136,8 @@ def fold(
         *(((programs * depth, block, n), jnp.float32) for n in program.sizes),
         ((programs * depth,), jnp.int32),
     ]
-    (found,) = pl.pallas_call(
-        functools.partial(_kernel, program, of_pairs, blocks, interpret),
+    (result,) = pl.pallas_call(
+        functools.partial(_kernel, program, pair, blocks, interpret),
         grid=(programs,),
         out_shape=([result_like(like, *x) for x in types],),
         compiler_params=triton.CompilerParams(
@@ -150,14 +150,14 @@ def fold(
         # padded by one: a tile that meets nothing reads the number after the last, and does not use it
         jnp.pad(walk.numbers.reshape(-1), (0, 1)),
         *(x.reshape(-1) for x in (walk.first, walk.stop)),
-        *((_flat(x.arrays), _flat(x.ids)) for x in (own, other)),
+        *((_flat(x.arrays), _flat(x.ids)) for x in (kept, iterated)),
     )
-    pairs = zip(found, shapes, strict=False)
+    pairs = zip(result, shapes, strict=False)
     return [x.reshape(batch, tiles, parts, *shape) for x, shape in pairs]
 
 
 def _flat(arrays: PyTree[Array]) -> Any:
-    """Merges the first two axes, so that no stride in a kernel depends on the sizes of the call."""
+    # Merges the first two axes, so that no stride in a kernel depends on the sizes of the call.
     return jax.tree.map(lambda x: lax.collapse(x, 0, 2), arrays)
 
 
@@ -189,21 +189,20 @@ def _kernel(
     numbers: Ref,
     first: Ref,
     stop: Ref,
-    own: tuple[Blocks, tuple[Ref, ...]],
-    other: tuple[Blocks, tuple[Ref, ...]],
+    kept: tuple[Blocks, tuple[Ref, ...]],
+    iterated: tuple[Blocks, tuple[Ref, ...]],
     refs: list[Ref],
 ) -> None:
-    """Folds the other side in tree order, for each own block of this program.
-
-    A carry-save fold: `node` is the newest partial, and the stack holds the nodes left of it. Between leaves `i` and
-    `j` lie the levels up to the highest bit of `i ^ j`; nodes below that level are complete and are merged first.
-    """
+    # Folds the iterated side in tree order, for each kept block of this program.
+    # A carry-save fold: `node` is the newest partial, and the stack holds the nodes left of it. Between leaves `i` and
+    # `j` lie the levels up to the highest bit of `i ^ j`; nodes below that level are complete and are merged first.
     # The closures share the block that is in registers: Triton has no calls, so what would be a function's argument
     # is a value of this trace. The parameters are the refs that `pl.pallas_call` passes, in its order.
-    tiles, parts, heads, others, total, programs, depth, dense = (sizes[i] for i in range(8))
+    # `length`: iterated tiles of a batch entry
+    tiles, parts, heads, length, total, programs, depth, dense = (sizes[i] for i in range(8))
     results = refs[: len(program.results)]
     *waiting, forks = refs[len(results) :]
-    rows, keys = (_Tiles(*side, block) for side, block in zip((own, other), blocks, strict=True))
+    rows, keys = _Tiles(*kept, blocks[0]), _Tiles(*iterated, blocks[1])
     program_id = pl.program_id(0)
     nothing = tuple(
         jnp.full((rows.block, n), x, jnp.float32)
@@ -217,19 +216,19 @@ def _kernel(
         batch = lax.div(tile, tiles)
         place = Place(tile, head, block * rows.block, rows.block)
         loaded, ids = rows.load(place)
-        there = ids[0][0] >= 0 if ids else None
+        present = ids[0][0] >= 0 if ids else None
         ids = tuple(x.T for x in ids)
-        stack = NodeStack(waiting, forks, program_id * depth, there, program, interpret)
+        stack = NodeStack(waiting, forks, program_id * depth, present, program, interpret)
         begin, end = first[at], stop[at]
-        start = batch * others
+        start = batch * length
 
         def one_tile(index: Array) -> tuple[Partial, Array]:
             entry = start + begin + index
 
             def more(block: Array | int, before: Partial | None) -> Partial:
                 place = Place(entry, head, block * keys.block, keys.block)
-                others, other_ids = keys.load(place)
-                return program.term(loaded, others, of_pairs(ids, other_ids), before)
+                key_blocks, key_ids = keys.load(place)
+                return program.term(loaded, key_blocks, of_pairs(ids, key_ids), before)
 
             several = keys.blocks > 1
             item = lax.fori_loop(0, keys.blocks, more, nothing) if several else more(0, None)
@@ -245,7 +244,7 @@ def _kernel(
                 is_here = (dense == 1) | (lax.rem(number, jnp.int32(GROUP)) == slot)
                 is_here &= (begin <= entry) & (entry < end)
                 mask = jnp.broadcast_to(is_here, (rows.block,))
-                mask = mask if there is None else mask & there
+                mask = mask if present is None else mask & present
                 at = place._replace(entry=start + jnp.where(is_here, entry, begin))
                 nodes.append(at.load(keys.arrays.values(), mask, program.identity))
             while len(nodes) > 1:
@@ -281,7 +280,7 @@ def _kernel(
         carry = lax.fori_loop(0, count, step, (jnp.int32(0), numbers[start], nothing))
         node = stack.merged(carry[2], carry[0], jnp.int32(0))
         output = (x[0] if x.shape[0] == 1 else x for x in program.finish(loaded, node))
-        place._replace(entry=at).store(results, output, there if program.to_partials else None)
+        place._replace(entry=at).store(results, output, present if program.to_partials else None)
         return turn
 
     turns = lax.div(total - program_id + programs - 1, programs)

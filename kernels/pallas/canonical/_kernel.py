@@ -59,7 +59,7 @@ class AbstractCanonicalPallas(AbstractCanonical):
         del rest
         return cotangent
 
-    def array_cotangents(self, call: KernelCall, *given: AttentionState) -> Never:
+    def array_cotangents(self, call: KernelCall, *states: AttentionState) -> Never:
         raise _not_learnt(call)
 
     def tangent_fold(
@@ -139,6 +139,6 @@ class CanonicalGPU(AbstractCanonicalPallas):
 
 def _not_learnt(call: KernelCall) -> NotImplementedError:
     return NotImplementedError(
-        "score: wanted one whose arrays have no derivatives beside reproducible=True in a program for "
+        "score: wanted one whose arrays have no derivatives with reproducible=True in a program for "
         f"{call.platform}, got theirs"
     )

@@ -46,24 +46,25 @@ class FoldInParts(AbstractRowsFold):
     of: "PallasSchedule"
 
     def whole(self) -> Any:
-        own = self._own()
-        leaves = self.of.walk_keys(own)
-        wanted = self.of.least_tiles // math.prod(own.sizes)
+        kept = self._kept_rows()
+        leaves = self.of.walk_keys(kept)
+        # few tiles of rows leave most of a chip idle: their leaves are split into parts
+        wanted = self.of.least_tiles // math.prod(kept.sizes)
         if wanted < 2:
-            return self._results(self._over_leaves(self.program, own, leaves))
+            return self._results(self._over_leaves(self.program, kept, leaves))
         walk, numbers = self._in_parts(leaves, wanted)
-        found = self._over_leaves(of_part(self.program), own, walk)
-        return self._of(own, *walk.of_parts(found, numbers, leaves.consecutive))
+        partials = self._over_leaves(of_part(self.program), kept, walk)
+        return self._of(kept, *walk.of_parts(partials, numbers, leaves.consecutive))
 
     def nodes(self, leaves: int) -> tuple[list[Array], Int[Array, "b nodes"]]:
-        own = self._own()
-        walk = self.of.walk_keys(own).in_runs(leaves)
-        nodes = self._over_leaves(of_part(self.program), own, walk)
-        found = [self._cut(self.of.from_parts(x), 5) for x in nodes]
-        return found, self.of.node_numbers(leaves)
+        kept = self._kept_rows()
+        walk = self.of.walk_keys(kept).in_runs(leaves)
+        nodes = self._over_leaves(of_part(self.program), kept, walk)
+        result = [self._cut(self.of.from_parts(x), 5) for x in nodes]
+        return result, self.of.node_numbers(leaves)
 
     def of_nodes(self, nodes: Sequence[Array], numbers: Int[Array, "b nodes"]) -> Any:
-        own, of = self._own(), self.of
+        kept, of = self._kept_rows(), self.of
         batch, count = numbers.shape
         order = jnp.argsort(numbers, axis=1)
         numbers = jnp.take_along_axis(numbers, order, 1)
@@ -75,14 +76,14 @@ class FoldInParts(AbstractRowsFold):
             x = jnp.take_along_axis(x, index, 1)
             return of.widened(lax.collapse(x.swapaxes(1, 2), 1, 3).swapaxes(2, 3))
 
-        tiles = own.sizes[1]
+        tiles = kept.sizes[1]
         first = count * jnp.arange(tiles, dtype=jnp.int32)[None, :, None]
         walk = Walk(
             jnp.tile(numbers, (1, tiles)), first + absent, first + 0 * absent + count, count, False
         )
-        return self._of(own, Side({str(i): packed(x) for i, x in enumerate(nodes)}, ()), walk)
+        return self._of(kept, Side({str(i): packed(x) for i, x in enumerate(nodes)}, ()), walk)
 
-    def _own(self) -> Side:
+    def _kept_rows(self) -> Side:
         return self.of.row_side(self.rows | self.of.numbers())
 
     def _in_parts(self, walk: Walk, wanted: int) -> tuple[Walk, Array]:
@@ -94,15 +95,15 @@ class FoldInParts(AbstractRowsFold):
         numbers = jnp.maximum(self.of.node_numbers(size), 0)
         return walk.in_runs(size), lax.cummax(numbers, axis=1)
 
-    def _over_leaves(self, program: FoldProgram, own: Side, walk: Walk) -> list[Array]:
-        return self.of.fold(program, own, self.of.key_side(self.keys), walk, self.of.pairs)
+    def _over_leaves(self, program: FoldProgram, kept: Side, walk: Walk) -> list[Array]:
+        return self.of.fold(program, kept, self.of.key_side(self.keys), walk, self.of.pairs)
 
-    def _of(self, own: Side, nodes: Side, walk: Walk) -> Any:
-        found = self.of.fold(of_parts(self.program), own, nodes, walk, lambda *_: None)
-        return self._results(found)
+    def _of(self, kept: Side, nodes: Side, walk: Walk) -> Any:
+        results = self.of.fold(of_parts(self.program), kept, nodes, walk, lambda *_: None)
+        return self._results(results)
 
-    def _results(self, found: list[Array]) -> Any:
-        return self.wrap(*(self._cut(self.of.from_rows(x), 4) for x in found))
+    def _results(self, results: list[Array]) -> Any:
+        return self.wrap(*(self._cut(self.of.from_rows(x), 4) for x in results))
 
     def _cut(self, x: Array, axes: int) -> Array:
         return x[..., : self.width] if x.ndim == axes else x
@@ -139,57 +140,57 @@ class PallasSchedule(AbstractSchedule):
         (query, *of_query), (key, *of_key) = queries, keys
         first = int(self._has_segments)
         if self._pairs is None:
-            see = visible(self.settings.mask.bind(), query, key)
+            is_visible = visible(self.settings.mask.bind(), query, key)
         else:
-            see = self._pairs.visible(query, key, of_query[first:], of_key[first:])
+            is_visible = self._pairs.visible(query, key, of_query[first:], of_key[first:])
         if self._has_segments:
-            see &= of_query[0] == of_key[0]
-        return Pairs(see, query, key)
+            is_visible &= of_query[0] == of_key[0]
+        return Pairs(is_visible, query, key)
 
     def row_side(self, arrays: Blocks) -> Side:
         """Tiles the rows `[B, T, N, ...]` of all query heads that share a key head."""
         ids = (self._rows_of(x) for x in (self.operands.tokens.query_positions, *self._ids[0]))
-        found = {name: self.in_tiles(x).swapaxes(2, 3) for name, x in arrays.items()}
-        return self._side(found, ids)
+        tiles = {name: self.in_tiles(x).swapaxes(2, 3) for name, x in arrays.items()}
+        return self._side(tiles, ids)
 
     def key_side(self, arrays: Blocks) -> Side:
         """Groups keys `[B, S, K, W]` into leaves."""
-        found = {name: self.held.spread(x) for name, x in arrays.items()}
-        ids = (self.held.positions, *(self.held.spread(x, -1) for x in self._ids[1]))
-        return self._side(found, ids)
+        leaves = {name: self.key_slots.spread(x) for name, x in arrays.items()}
+        ids = (self.key_slots.positions, *(self.key_slots.spread(x, -1) for x in self._ids[1]))
+        return self._side(leaves, ids)
 
     def query_side(self, arrays: Blocks) -> Side:
         """Tiles queries `[B, T, N, ...]` per head, in order of position."""
-        group, asked = self.group, self.asked
+        group, query_slots = self.group, self.query_slots
 
         def by_member(x: Array) -> Array:
-            x = asked.spread(x.reshape(*x.shape[:2], self.key_heads, group, *x.shape[3:]))
+            x = query_slots.spread(x.reshape(*x.shape[:2], self.key_heads, group, *x.shape[3:]))
             x = jnp.moveaxis(x, 4, 2)  # [B, tiles, G, size, K, ...]
             return lax.collapse(x, 1, 3)
 
-        found = {name: by_member(x) for name, x in arrays.items()}
-        ids = (asked.positions, *(asked.spread(x, -1) for x in self._ids[0]))
-        return self._side(found, (jnp.repeat(x, group, 1) for x in ids))
+        tiles = {name: by_member(x) for name, x in arrays.items()}
+        ids = (query_slots.positions, *(query_slots.spread(x, -1) for x in self._ids[0]))
+        return self._side(tiles, (jnp.repeat(x, group, 1) for x in ids))
 
     def walk_keys(self, rows: Side) -> Walk:
-        numbers, held = self.held.numbers, self.held
+        numbers, key_slots = self.key_slots.numbers, self.key_slots
         # within one subtree, leaves without keys are numbered too
-        is_one_subtree = held.tiles <= self.subtree
+        is_one_subtree = key_slots.tiles <= self.subtree
         if is_one_subtree:
-            numbers = jnp.arange(held.tiles, dtype=jnp.int32)[None]
-        consecutive = is_one_subtree or self.counted or held.scattered
-        met = self.met((rows.ids[0], rows.ids[1] if self._has_segments else None))
-        return self._walk(met, numbers, 1, consecutive)
+            numbers = jnp.arange(key_slots.tiles, dtype=jnp.int32)[None]
+        consecutive = is_one_subtree or self.counted or key_slots.scattered
+        meets = self.meets((rows.ids[0], rows.ids[1] if self._has_segments else None))
+        return self._walk(meets, numbers, 1, consecutive)
 
     def walk_queries(self) -> Walk:
         """Returns the walk over the query tiles, by position and head, that may see a leaf."""
-        group, met = self.group, self.met(self.query_ids).swapaxes(1, 2)
-        numbers = self.asked.numbers[:, :, None] * group
+        group, meets = self.group, self.meets(self.query_ids).swapaxes(1, 2)
+        numbers = self.query_slots.numbers[:, :, None] * group
         numbers = numbers + jnp.arange(group, dtype=jnp.int32)[None, None]
-        return self._walk(met, lax.collapse(numbers, 1, 3), group, True)
+        return self._walk(meets, lax.collapse(numbers, 1, 3), group, True)
 
-    def _walk(self, met: Array, numbers: Array, group: int, consecutive: bool) -> Walk:
-        first, stop = (group * x[..., None] for x in block_spans(met))
+    def _walk(self, meets: Array, numbers: Array, group: int, consecutive: bool) -> Walk:
+        first, stop = (group * x[..., None] for x in block_spans(meets))
         numbers, first, stop = (
             jnp.broadcast_to(x, (self.batch, *x.shape[1:])) for x in (numbers, first, stop)
         )
@@ -199,7 +200,7 @@ class PallasSchedule(AbstractSchedule):
 
     def from_rows(self, x: Array) -> Array:
         """Results of rows `[B, tiles, 1, rows, K, ...]` as `[B, T, N, ...]`; NaN where two keys have one slot."""
-        return self.held.checked(self._from_tiles(x.squeeze(2)))
+        return self.key_slots.checked(self._from_tiles(x.squeeze(2)))
 
     def from_parts(self, x: Array) -> Array:
         """Results of parts of rows, `[B, tiles, parts, rows, K, ...]`, as `[parts, B, T, N, ...]`."""
@@ -207,8 +208,7 @@ class PallasSchedule(AbstractSchedule):
 
     def from_keys(self, x: Array) -> Array:
         """Results of keys `[B, leaves, 1, leaf, K, W]` as `[B, S, K, W]`; NaN where two tokens have one slot."""
-        found = lax.collapse(x.squeeze(2), 1, 3)
-        return self.at_keys(found)
+        return self.at_keys(lax.collapse(x.squeeze(2), 1, 3))
 
     def in_tiles(self, x: Array) -> Array:
         """`[B, T, N, ...]` as `[B, tiles, K, rows, ...]`."""
@@ -247,9 +247,10 @@ class PallasSchedule(AbstractSchedule):
         return self._scores
 
     def over_queries(self, program: FoldProgram, rows: Blocks, keys: Blocks) -> list[Array]:
-        other, own = self.query_side(rows | self.numbers()), self.key_side(keys)
-        found = self.fold(program, own, other, self.walk_queries(), lambda k, q: self.pairs(q, k))
-        return [self.from_keys(x) for x in found]
+        iterated, kept = self.query_side(rows | self.numbers()), self.key_side(keys)
+        walk = self.walk_queries()
+        results = self.fold(program, kept, iterated, walk, lambda k, q: self.pairs(q, k))
+        return [self.from_keys(x) for x in results]
 
     def of_rows(self, f: Callable[[Blocks], Array], rows: Blocks) -> Array:
         # one number per row as `[1, rows]`, as in a tile
@@ -257,15 +258,15 @@ class PallasSchedule(AbstractSchedule):
         return self.computed(lambda x: f(x)[..., 0, :], rows)
 
     def fold(self, *args: Any) -> list[Array]:
-        """The results of `(program, own, other, walk, of_pairs)`, `[B, tiles, parts, size, K(, W)]`."""
+        """The results of `(program, kept, iterated, walk, of_pairs)`, `[B, tiles, parts, size, K(, W)]`."""
         return self._kernel.fold(self._call, *args)
 
     def computed(self, f: Callable[..., Any], *args: Any) -> Any:
         (platform,) = self._kernel.platforms
         chip = chip_for(platform, interpret=self._call.platform != platform)
 
-        def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-            return evaluated(jaxpr, consts, rounded(given), platform, chip)
+        def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+            return evaluated(jaxpr, consts, rounded(args), platform, chip)
 
         with named_gpu(self._call.platform):
             return evaluate_by(evaluate, f, *args)
@@ -275,8 +276,8 @@ class PallasSchedule(AbstractSchedule):
         program = self._scores.program
         if program is None:
             return {}
-        found = self.computed(lambda x: score_numbers(x, program), self._call.operands)
-        named = [(FLOATS, x) for x in found.floats] + [(FIXED, x) for x in found.fixed]
+        numbers = self.computed(lambda x: score_numbers(x, program), self._call.operands)
+        named = [(FLOATS, x) for x in numbers.floats] + [(FIXED, x) for x in numbers.fixed]
         shape = self.operands.query.shape[:3]
         return {
             f"{kind}{i:03}": jnp.broadcast_to(x[:, None], shape)
@@ -288,8 +289,8 @@ def of_part(program: FoldProgram) -> FoldProgram:
     """Returns the program with its partials as results, for nodes that another kernel merges."""
     results = tuple(FoldResult(width, jnp.float32) for width in program.widths)
 
-    def finish(own: Blocks, partial: Partial) -> Partial:
-        del own
+    def finish(kept: Blocks, partial: Partial) -> Partial:
+        del kept
         pairs = zip(partial, results, strict=True)
         return tuple(x.T if kind.width is None else x for x, kind in pairs)
 
@@ -298,10 +299,10 @@ def of_part(program: FoldProgram) -> FoldProgram:
 
 
 def of_parts(program: FoldProgram) -> FoldProgram:
-    """Returns the program whose other side is the results of `of_part`."""
+    """Returns the program whose iterated side is the results of `of_part`."""
 
-    def term(own: Blocks, other: Blocks, pairs: None) -> Partial:
-        del own, pairs
-        return tuple(x.T if x.shape[0] == 1 else x for x in other.values())
+    def term(kept: Blocks, iterated: Blocks, pairs: None) -> Partial:
+        del kept, pairs
+        return tuple(x.T if x.shape[0] == 1 else x for x in iterated.values())
 
     return program._replace(name=f"{program.name}_parts", term=term, of_partials=True)

@@ -35,21 +35,21 @@ class Side(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Visibility and positions of the (own, other) pairs of two tiles; positions broadcast."""
+    """Visibility and positions of the (kept, iterated) pairs of two tiles; positions broadcast."""
 
-    seen: Bool[Array, "own other"]
+    seen: Bool[Array, "kept iterated"]
     query: Int[Array, "..."]
     key: Int[Array, "..."]
 
 
-# from the ids of an own and an other tile, which broadcast; None for partials, which are all present
+# from the ids of a kept and an iterated tile, which broadcast; None for partials, which are all present
 OfPairs = Callable[[TokenNumbers, TokenNumbers], Pairs | None]
 
 
 class Walk(NamedTuple):
-    """The tiles of the other side that are folded for each own tile."""
+    """The tiles of the iterated side that are folded for each kept tile."""
 
-    numbers: Int[Array, "b others"]  # of the other side's tiles in the tree, which increase
+    numbers: Int[Array, "b iterated"]  # of the iterated tiles in the tree, which increase
     first: Int[Array, "b tiles parts"]  # the first tile of each part of the fold
     stop: Int[Array, "b tiles parts"]
     most: int  # no part has more tiles
@@ -83,7 +83,7 @@ class Walk(NamedTuple):
     def of_parts(
         self, partials: list[Array], numbers: Array, consecutive: bool
     ) -> tuple[Side, "Walk"]:
-        """Returns partials `[B, tiles, parts, ...]` as the other side of a fold, and its walk."""
+        """Returns partials `[B, tiles, parts, ...]` as the iterated side of a fold, and its walk."""
         batch, tiles, parts = self.first.shape
         arrays = {str(i): lax.collapse(x, 1, 3) for i, x in enumerate(partials)}
         first = parts * jnp.arange(tiles, dtype=jnp.int32)[None, :, None]
@@ -104,10 +104,8 @@ class FormatSizes(NamedTuple):
     queries: int  # of a tile of one head, over which gradients of keys are folded
 
 
-FLOATS, FIXED = (
-    "score_float",
-    "score_fixed",
-)  # name prefixes of per-row score inputs; sorted names keep their order
+# Prefixes of the names of a score's inputs for each row; the names sort in the order of the inputs.
+FLOATS, FIXED = "score_float", "score_fixed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +124,7 @@ class ChipScores(AbstractTileScores):
     def with_pullback(self, raw: Array, rows: Blocks, pairs: Pairs) -> tuple[Array, Pullback]:
         if self.program is None:
             return self.masked(raw, rows, pairs), lambda change: change
+        # dx = g'(x) ds, and 0 where hidden, as g' there may be NaN
         scores, pullback = self.program.vjp(raw, *self._given(raw, rows, pairs))
 
         def to_products(change: Array) -> Array:
@@ -139,21 +138,22 @@ class ChipScores(AbstractTileScores):
         scores = self.masked(raw, rows, pairs)
         if self.program is None or change is None:
             return scores, change
-        found = self.program.jvp(raw, *self._given(raw, rows, pairs), change, None)
-        return scores, jnp.where(pairs.seen, found, 0.0)
+        # ds = g'(x) dx: the numbers of a score do not move here
+        tangent = self.program.jvp(raw, *self._given(raw, rows, pairs), change, None)
+        return scores, jnp.where(pairs.seen, tangent, 0.0)
 
     def _given(self, raw: Array, rows: Blocks, pairs: Pairs) -> tuple[dict[str, Array], Numbers]:
         """Positions and row numbers, in the shape of the products."""
         assert self.program is not None
-        shape, are_own = raw.shape, pairs.query.shape[0] == raw.shape[0]
+        shape, rows_kept = raw.shape, pairs.query.shape[0] == raw.shape[0]
         places = {}
         if self.program.uses_positions:
             places = {"query": pairs.query, "key": pairs.key}
             places = {name: jnp.broadcast_to(x, shape) for name, x in places.items()}
 
         def numbers(kind: str) -> tuple[Array, ...]:
-            found = [rows[name] for name in sorted(rows) if name.startswith(kind)]
-            return tuple(jnp.broadcast_to(x.T if are_own else x, shape) for x in found)
+            arrays = [rows[name] for name in sorted(rows) if name.startswith(kind)]
+            return tuple(jnp.broadcast_to(x.T if rows_kept else x, shape) for x in arrays)
 
         return places, Numbers(numbers(FLOATS), (), numbers(FIXED))
 
@@ -163,7 +163,7 @@ def scores_of(operands: Operands, settings: Settings, target: Target) -> ChipSco
     program = score_of(operands, settings, target)
     if program is not None and program.sizes:
         raise NotImplementedError(
-            f"score: wanted one without tables beside reproducible=True in a program for TPUs or GPUs, "
+            f"score: wanted one without tables with reproducible=True in a program for TPUs or GPUs, "
             f"got {program.name}"
         )
     return ChipScores(settings.scale, program)

@@ -22,12 +22,12 @@ IN_A_ROW, DEPTH = 17, 24
 
 
 def fold(
-    program: FoldProgram, own: Side, other: Side, walk: Walk, of_pairs: OfPairs, *, interpret: bool
+    program: FoldProgram, kept: Side, iterated: Side, walk: Walk, pair: OfPairs, *, interpret: bool
 ) -> list[Array]:
-    """Returns the results of a fold program per own tile and part, `[B, tiles, parts, size, K(, W)]`."""
+    """Returns the results of a fold program per kept tile and part, `[B, tiles, parts, size, K(, W)]`."""
     # one `pallas_call` with its specs, read top to bottom; index maps take the grid's indices and the prefetched tables
     batch, tiles, parts = walk.first.shape
-    like = next(iter(own.arrays.values()))
+    like = next(iter(kept.arrays.values()))
     size, heads = like.shape[2:4]
     depth = IN_A_ROW if walk.consecutive else DEPTH
     if walk.consecutive and walk.depth > depth:
@@ -41,10 +41,10 @@ def fold(
         walk.stop.reshape(-1),
     )
 
-    def of_own(b: Array, k: Array, t: Array, p: Array, j: Array, *_: Ref) -> tuple[Any, ...]:
+    def of_kept(b: Array, k: Array, t: Array, p: Array, j: Array, *_: Ref) -> tuple[Any, ...]:
         return b, t, k
 
-    def of_other(
+    def of_iterated(
         b: Array, k: Array, t: Array, p: Array, j: Array, sizes: Ref, _: Ref, first: Ref, stop: Ref
     ) -> tuple[Any, ...]:
         at = (b * sizes[0] + t) * sizes[1] + p
@@ -63,15 +63,15 @@ def fold(
 
         return jax.tree.map(spec, side.arrays), jax.tree.map(of_ids, side.ids)
 
-    sides = [_as_read(side) for side in (own, other)]
+    sides = [_as_read(side) for side in (kept, iterated)]
     blocks = [(1, size) if x.width is None else (size, x.width) for x in program.results]
     shape = batch, tiles, parts, heads
-    (found,) = pl.pallas_call(
-        functools.partial(_kernel, program, of_pairs),
+    (results,) = pl.pallas_call(
+        functools.partial(_kernel, program, pair),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
             grid=(batch, heads, tiles, parts, walk.most),
-            in_specs=[specs(sides[0], of_own), specs(sides[1], of_other)],
+            in_specs=[specs(sides[0], of_kept), specs(sides[1], of_iterated)],
             out_specs=([pl.BlockSpec((None, None, None, None, *x), of_result) for x in blocks],),
             scratch_shapes=[
                 [pltpu.VMEM((size, n), jnp.float32) for n in program.sizes],
@@ -93,7 +93,7 @@ def fold(
         interpret=interpret,
         name=f"attention_canonical_{program.name}",
     )(*tables, *((x.arrays, x.ids) for x in sides))
-    pairs = zip(found, program.results, strict=True)
+    pairs = zip(results, program.results, strict=True)
     return [(x.squeeze(-2) if kind.width is None else x).swapaxes(3, 4) for x, kind in pairs]
 
 
@@ -111,34 +111,31 @@ def _kernel(
     numbers: Ref,
     first: Ref,
     stop: Ref,
-    own: tuple[Blocks, tuple[Ref, ...]],
-    other: tuple[Blocks, tuple[Ref, ...]],
+    kept: tuple[Blocks, tuple[Ref, ...]],
+    iterated: tuple[Blocks, tuple[Ref, ...]],
     results: list[Ref],
     node: list[Ref],
     waiting: list[Ref],
     forks: Ref,
     state: Ref,
 ) -> None:
-    """One grid step: folds the partial of one own tile and one tile of the other side into the tree.
-
-    `state` holds the number of waiting nodes and the tile number of the last item. `forks` holds, per waiting node,
-    the XOR of the tile numbers on both sides of its end; its highest bit is the node's level.
-    """
-    # the parameters are the refs that `pl.pallas_call` passes: tables, inputs, results, scratch
+    # One grid step: folds the partial of one kept tile and one iterated tile into the tree.
+    # `state` holds the number of waiting nodes and the tile number of the last item. `forks` holds, per waiting node,
+    # the XOR of the tile numbers on both sides of its end; its highest bit is the node's level.
+    # The parameters are the refs that `pl.pallas_call` passes: tables, inputs, results, scratch.
     b, t, p, j = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     at = (b * sizes[0] + t) * sizes[1] + p
     index = first[at] + j
 
     def raise_node(fork: Array | None) -> None:
-        """Merges the node with the waiting nodes below the level of `fork`; with all if it is None."""
-
+        # Merges the node with the waiting nodes below the level of `fork`; with all if it is None.
         def top(count: Array) -> Array:
             return forks[jnp.maximum(count - 1, 0)]
 
         def is_lower(carry: tuple[Array, Array]) -> Array:
             count, low = carry
-            there = count > 0
-            return there if fork is None else there & is_below(low, fork)
+            waits = count > 0
+            return waits if fork is None else waits & is_below(low, fork)
 
         def climb(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             count = carry[0] - 1
@@ -156,10 +153,10 @@ def _kernel(
 
     @pl.when(index < stop[at])
     def _() -> None:
-        blocks, ids = _loaded(*own)
-        others, other_ids = _loaded(*other)
-        pairs = of_pairs(tuple(x.T for x in ids), other_ids)
-        item = program.term(blocks, others, pairs)
+        blocks, ids = _loaded(*kept)
+        iterated_blocks, iterated_ids = _loaded(*iterated)
+        pairs = of_pairs(tuple(x.T for x in ids), iterated_ids)
+        item = program.term(blocks, iterated_blocks, pairs)
         number = numbers[b * sizes[2] + index]
 
         @pl.when(j > 0)
@@ -178,24 +175,24 @@ def _kernel(
     @pl.when(j == pl.num_programs(4) - 1)
     def _() -> None:
         raise_node(None)
-        blocks, _ = _loaded(*own)
-        found = program.finish(blocks, tuple(x[...] for x in node))
-        for ref, x in zip(results, found, strict=True):
+        blocks, _ = _loaded(*kept)
+        output = program.finish(blocks, tuple(x[...] for x in node))
+        for ref, x in zip(results, output, strict=True):
             ref[...] = x.astype(ref.dtype)
 
 
 def _loaded(arrays: Blocks, ids: tuple[Ref, ...]) -> tuple[Blocks, tuple[Array, ...]]:
     """Loads a tile, with zeros for absent tokens, and its ids."""
     loaded = tuple(x[...] for x in ids)
-    found = {name: x[...] for name, x in arrays.items()}
+    blocks = {name: x[...] for name, x in arrays.items()}
     if not loaded:
-        return found, loaded
-    there = loaded[0] >= 0
+        return blocks, loaded
+    present = loaded[0] >= 0
 
     def kept(x: Array) -> Array:
-        return jnp.where(there if x.shape[0] == 1 else there.T, x, jnp.zeros((), x.dtype))
+        return jnp.where(present if x.shape[0] == 1 else present.T, x, jnp.zeros((), x.dtype))
 
-    return {name: kept(x) for name, x in found.items()}, loaded
+    return {name: kept(x) for name, x in blocks.items()}, loaded
 
 
 def _write(refs: list[Ref], arrays: tuple[Array, ...]) -> None:

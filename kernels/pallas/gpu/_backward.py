@@ -1,7 +1,7 @@
 """The Triton backward kernels: dQ loops over keys, dK and dV loop over queries.
 
-One program sums the whole gradient of its tile, in float32, so that the order of the sum is deterministic. Equations:
-FlashAttention-2 (Dao, arXiv 2307.08691).
+One program sums the whole gradient of its tile, in float32, so that the order of the sum is deterministic. A kernel's
+parameters are the references that `launch` passes. Equations: FlashAttention-2 (Dao, arXiv 2307.08691).
 """
 
 from collections.abc import Callable
@@ -45,8 +45,8 @@ def backward(
         sums = Numbers() if of_keys else sums_like(plan, numbers, query)
         inputs = plan, operands, arrays, (numbers,), (results, sums)
         parts, sums = launch(kernel, *inputs, of_keys=of_keys, interpret=interpret, name=name)
-        found = [part.sum(0).astype(x.dtype) for part, x in zip(parts, like, strict=True)]
-        return *found, jax.tree.map(lambda x: x.sum(0), sums)
+        gradients = [part.sum(0).astype(x.dtype) for part, x in zip(parts, like, strict=True)]
+        return *gradients, jax.tree.map(lambda x: x.sum(0), sums)
 
     d_query, sums = run(_query_kernel, query_plan, "attention_backward_query", [query])
     d_key, d_value, _ = run(_key_kernel, key_plan, "attention_backward_key", [key, value])

@@ -128,6 +128,7 @@ def _kernel(
     if (positions := program.visibility.row_positions) is not None:
         absent = program.read(positions, rows.time, rows.in_bounds) < 0
         total = jnp.where(absent, 0.0, total)
+    # out = o / l, lse = (m + log2 l) / log2 e
     empty = total == 0
     out = jnp.where(empty[:, None], 0.0, sums / jnp.where(empty, 1.0, total)[:, None])
     program.store_rows(out_ref, rows, out, plan.value_width)
@@ -166,10 +167,11 @@ def _merge_kernel(block: int, parts_ref: Ref, lses_ref: Ref, out_ref: Ref, lse_r
     split = numbers(power(splits))
     column = column_block * block + numbers(block)
     is_part, in_width = split < splits, column < width
-    place, there = (split[:, None], row, column[None, :]), is_part[:, None] & in_width[None, :]
+    place, in_bounds = (split[:, None], row, column[None, :]), is_part[:, None] & in_width[None, :]
+    # F = m + log Σ_i e^{F_i - m}, out = Σ_i e^{F_i - F} out_i over the parts i of a row's keys
     state = fold(
         AttentionState(
-            load(parts_ref, place, there), load(lses_ref, (split, row), is_part, -jnp.inf)
+            load(parts_ref, place, in_bounds), load(lses_ref, (split, row), is_part, -jnp.inf)
         ),
         lambda x: x.max(0, keepdims=True),
         lambda pair: (pair[0].sum(0, keepdims=True), pair[1].sum(0, keepdims=True)),
@@ -202,9 +204,9 @@ def tangent(
         interpret=interpret,
         name="attention_tangent",
     )
-    return AttentionState(
-        *(part.sum(0).astype(x.dtype) for part, x in zip(parts, state, strict=True))
-    )
+    # all weights are relative to the lse of the whole row, so that parts add up
+    pairs = zip(parts, state, strict=True)
+    return AttentionState(*(part.sum(0).astype(x.dtype) for part, x in pairs))
 
 
 def _tangent_kernel(
@@ -220,6 +222,8 @@ def _tangent_kernel(
     d_out_ref: Ref,
     d_lse_ref: Ref,
 ) -> None:
+    # The parameters are the refs that `launch` passes. `step` shares the rows that the program holds: Triton has no
+    # calls, and so a function of its own would take each of them.
     plan, rows = program.plan, program.rows(program.tile)
     query = program.load_rows(query_ref, rows, plan.width)
     d_query = None
@@ -274,6 +278,7 @@ def _tangent_kernel(
         jnp.zeros((plan.rows, power(plan.value_width)), jnp.float32),
     )
     total, sums = program.loop(step, start)
+    # dout = Σ P (dS V + dV) - dlse out
     if scores_move:
         out = program.load_rows(out_ref, rows, plan.value_width)
         sums -= total[:, None] * out.astype(jnp.float32)

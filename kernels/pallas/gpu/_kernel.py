@@ -8,7 +8,7 @@ from ...call._kernel import AbstractKernel, check_capability, check_operands
 from ...call._operands import KernelCall, Operands, dequantized
 from ...call._state import AttentionState
 from ...masks._abstract import AbstractMask
-from ._plan import OWN, GPUTiles, KernelKind, TritonPlan, make_plan, named_gpu
+from ._plan import KEPT, GPUTiles, KernelKind, TritonPlan, make_plan, named_gpu
 
 # Not 8 bits: Pallas computes offsets in signed 32 bits for arrays of up to 2^32 bytes, here as many numbers.
 DTYPES = ("float16", "bfloat16", "float32")
@@ -62,7 +62,7 @@ class PallasGPU(AbstractKernel):
         arrays of up to 2^32 bytes, so arrays of more than 2^31 and at most 2^32 numbers are dequantized.
         """
         query, key, value = call.operands.qkv
-        few_rows = query.shape[1] * query.shape[2] <= OWN * key.shape[2]
+        few_rows = query.shape[1] * query.shape[2] <= KEPT * key.shape[2]
         counted = not any(2**31 < x.size <= 2**32 for x in (key, value))
         return query.dtype.name in ("bfloat16", "float32") and few_rows and counted
 

@@ -20,9 +20,9 @@ KernelKind = Literal["forward", "query", "key", "tangent"]
 KINDS: tuple[KernelKind, ...] = get_args(KernelKind)
 LEAST = 16  # the smallest tile that tensor cores take
 
-# With many rows, a program keeps OWN rows (or keys) and iterates over tiles of as many keys; over half as many
+# With many rows, a program keeps KEPT rows (or keys) and iterates over tiles of as many keys; over half as many
 # in the backward and the tangent, which have twice the operands and sums.
-OWN = 128
+KEPT = 128
 # Tiles of float32, which do not use the tensor cores: larger ones would only lengthen the program, as each 32
 # terms of a product are an instruction.
 FLOAT32 = 16
@@ -32,7 +32,7 @@ WARP_GROUP = 64
 KEYS_OF_WARPS, KEYS_OF_WARP_GROUPS = 32, 64
 # Float32 sums in registers: more than four times as many, 128 in each of 256 threads, would spill registers.
 SUMS = 8192
-# Bytes of shared memory that CUDA reserves for each program, and that a program may need beside its tiles.
+# Bytes of shared memory that CUDA reserves for each program, and that a program may need in addition to its tiles.
 RESERVED, SCRATCH = 1024, 1024
 LEAST_STEPS = 4
 
@@ -65,8 +65,9 @@ def target_chip() -> GPUChip:
 @contextlib.contextmanager
 def named_gpu(platform: str | None) -> Iterator[None]:
     """Names a GPU to JAX if none is attached, so that a machine without one can lower the program."""
-    # JAX 0.11 and newer ask the abstract device for its compute capability; older ones assume 9.0. The kernels do not
-    # depend on it: XLA compiles them for the program's GPU. To check: lower in tests/cuda without this context.
+    # JAX 0.11 and newer ask the abstract device (https://github.com/jax-ml/jax/pull/38799) for its compute capability;
+    # older ones assume 9.0. The kernels do not depend on it: XLA compiles them for the program's GPU. To check: lower
+    # in tests/cuda without this context.
     mesh = jax.sharding.get_abstract_mesh()
     default_device = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
     devices = (default_device, mesh.abstract_device)
@@ -115,8 +116,8 @@ class Need(NamedTuple):
     rows: int  # per key head, rounded up to a power of two
     keys: int  # rounded up to a power of two
     tiled: int  # batch entries times key heads, each tiled separately
-    own_bytes: int  # per row (or key) of the kept tile
-    other_bytes: int  # per key (or row) of the iterated tiles
+    kept_bytes: int  # per row (or key) of the kept tile
+    iterated_bytes: int  # per key (or row) of the iterated tiles
     pair_bytes: int  # per (row, key) pair: entries of the score's tables
     sums: int  # float32 sums per row (or key) that a program keeps
     float32: bool  # whether products are of float32
@@ -132,7 +133,7 @@ class Need(NamedTuple):
     def iterated(self) -> int:
         return self.rows if self.kind == "key" else self.keys
 
-    def memory(self, kept: int, other: int, stages: int) -> int:
+    def memory(self, kept: int, iterated: int, stages: int) -> int:
         """The bytes of shared memory of a program.
 
         Products of warp groups read their tiles from shared memory, where Triton holds one for each stage.
@@ -141,24 +142,25 @@ class Need(NamedTuple):
         """
         by_groups = kept >= WARP_GROUP and not self.float32
         buffered = stages if by_groups or stages < 3 else stages - 1
-        weights = 0 if by_groups or self.float32 else 2 * kept * other
-        tiles = buffered * other * (self.other_bytes + kept * self.pair_bytes)
-        return kept * self.own_bytes + tiles + weights
+        weights = 0 if by_groups or self.float32 else 2 * kept * iterated
+        tiles = buffered * iterated * (self.iterated_bytes + kept * self.pair_bytes)
+        return kept * self.kept_bytes + tiles + weights
 
-    def fitting(self, kept: int, other: int, stages: int, chip: GPUChip) -> int:
+    def fitting(self, kept: int, iterated: int, stages: int, chip: GPUChip) -> int:
         """Number of programs that fit into the shared memory of a multiprocessor."""
-        needed = self.memory(kept, other, stages)
-        return (
-            0 if needed + SCRATCH > chip.memory else (chip.memory + RESERVED) // (needed + RESERVED)
-        )
+        needed = self.memory(kept, iterated, stages)
+        if needed + SCRATCH > chip.memory:
+            return 0
+        return (chip.memory + RESERVED) // (needed + RESERVED)
 
-    def warps(self, kept: int, other: int) -> int:
+    def warps(self, kept: int, iterated: int) -> int:
         """Number of warps that hold a program's sums and scores in registers."""
         # three products over the width, or conversions, are long sequences of instructions in float32
         long_products = self.float32 and (self.kind == "tangent" or self.eight_bits)
         # and their derivatives, or what they are made of
         twice = self.kind != "forward" or self.scored or self.eight_bits
-        numbers = kept * (2 * self.sums + (2 * other if twice else other))  # sums stay, scores pass
+        # sums stay in registers, scores pass through them
+        numbers = kept * (2 * self.sums + (2 * iterated if twice else iterated))
         return 8 if numbers > 4 * SUMS or long_products else 4
 
 
@@ -170,64 +172,55 @@ def power(size: int) -> int:
 def default_tiles(need: Need, chip: GPUChip) -> GPUTiles | None:
     """Returns the tiles of a kernel on a GPU; None if not even the smallest fit."""
     of_state = need.kind in ("forward", "tangent")
-    kept = FLOAT32 if need.float32 else min(OWN, need.kept)
+    kept = FLOAT32 if need.float32 else min(KEPT, need.kept)
     while kept * need.sums > 4 * SUMS and kept > LEAST:
         kept //= 2
-    few_rows = of_state and need.rows <= OWN
+    few_rows = of_state and need.rows <= KEPT
     tiles = _of_few_rows(need, kept, chip) if few_rows else None
     return tiles or _of_many_rows(need, kept, chip)
 
 
 def _of_few_rows(need: Need, kept: int, chip: GPUChip) -> GPUTiles | None:
-    """Returns the tiles that keep the most bytes in flight to each multiprocessor."""
+    # The tiles that keep the most bytes in flight to each multiprocessor.
     by_groups = kept >= WARP_GROUP
-    other = min(need.iterated, KEYS_OF_WARP_GROUPS if by_groups else KEYS_OF_WARPS)
+    iterated = min(need.iterated, KEYS_OF_WARP_GROUPS if by_groups else KEYS_OF_WARPS)
     if need.float32:
-        other = FLOAT32
-    warps = need.warps(kept, other)
+        iterated = FLOAT32
+    warps = need.warps(kept, iterated)
     # bound by registers: each warp of a group holds the sums and the scores of 16 rows
     most = 4 if not by_groups else 8 // warps
     choices = [
         (programs * (stages - 1), programs, stages)
         for stages in (4, 3)
-        if (programs := min(need.fitting(kept, other, stages, chip), most))
+        if (programs := min(need.fitting(kept, iterated, stages, chip), most))
     ]
     if not choices:
         return None
     _, programs, stages = max(choices)
     # more than one program for each multiprocessor only where each fills its stages twice
-    tiles, steps = need.tiled * -(-need.kept // kept), -(-need.iterated // other)
+    tiles, steps = need.tiled * -(-need.kept // kept), -(-need.iterated // iterated)
     split_programs = min(programs * chip.multiprocessors, tiles * steps // (2 * stages))
-    return GPUTiles(
-        need.kind,
-        kept,
-        other,
-        warps,
-        stages,
-        max(split_programs, chip.multiprocessors),
-        LEAST_STEPS,
-    )
+    split_programs = max(split_programs, chip.multiprocessors)
+    return GPUTiles(need.kind, kept, iterated, warps, stages, split_programs, LEAST_STEPS)
 
 
 def _of_many_rows(need: Need, kept: int, chip: GPUChip) -> GPUTiles | None:
-    """Returns large tiles, in three stages if they fit: with two, loads wait for the previous products.
-
-    A `BlockList` gets two stages: loading its next entry takes one of three.
-    """
-    other = FLOAT32 if need.float32 else OWN if need.kind == "forward" else OWN // 2
+    # Large tiles, in three stages if they fit: with two, loads wait for the previous products. A `BlockList` gets two
+    # stages: loading its next entry takes one of three.
+    iterated = FLOAT32 if need.float32 else KEPT if need.kind == "forward" else KEPT // 2
     # registers also hold the residuals of the score's derivative, or all the sums that they can, of width 256
-    crowded = need.scored or (kept < OWN and kept * need.sums == 4 * SUMS)
+    crowded = need.scored or (kept < KEPT and kept * need.sums == 4 * SUMS)
     if need.kind == "key" and crowded and not need.float32:
-        other //= 2
-    other = min(other, need.iterated)
-    while not need.fitting(kept, other, 2, chip) and max(kept, other) > LEAST:
-        kept, other = (kept // 2, other) if kept > other else (kept, other // 2)
-    if not need.fitting(kept, other, 2, chip):
+        iterated //= 2
+    iterated = min(iterated, need.iterated)
+    while not need.fitting(kept, iterated, 2, chip) and max(kept, iterated) > LEAST:
+        kept, iterated = (kept // 2, iterated) if kept > iterated else (kept, iterated // 2)
+    if not need.fitting(kept, iterated, 2, chip):
         return None
-    stages = 3 if need.fitting(kept, other, 3, chip) and not need.listed else 2
-    rows, keys = (other, kept) if need.kind == "key" else (kept, other)
+    stages = 3 if need.fitting(kept, iterated, 3, chip) and not need.listed else 2
+    rows, keys = (iterated, kept) if need.kind == "key" else (kept, iterated)
     return GPUTiles(
-        need.kind, rows, keys, need.warps(kept, other), stages, chip.multiprocessors, LEAST_STEPS
+        need.kind, rows, keys, need.warps(kept, iterated), stages, chip.multiprocessors, LEAST_STEPS
     )
 
 
@@ -274,7 +267,7 @@ class TritonPlan(TilePlan):
 
 
 def make_plan(
-    operands: Operands, settings: Settings, kind: KernelKind, given: tuple[GPUTiles, ...] = ()
+    operands: Operands, settings: Settings, kind: KernelKind, chosen: tuple[GPUTiles, ...] = ()
 ) -> TritonPlan:
     """The plan of one kernel of a call, with the given tiles if some are for it, else the default ones.
 
@@ -284,12 +277,12 @@ def make_plan(
     score, pairs = score_of(operands, settings, TARGET), pairs_of(operands, settings)
     sizes = sizes_of(operands)
     need, chip = need_of(operands, settings, kind, score, pairs), target_chip()
-    tiles = next((x for x in given if x.kind == kind), None)
+    tiles = next((x for x in chosen if x.kind == kind), None)
     tiles = default_tiles(need, chip) if tiles is None else _no_larger(tiles, need, chip)
     if tiles is None:
         raise NotImplementedError(
             f"query: wanted widths whose tiles fit into {chip.memory >> 10} KiB of shared memory, "
-            f"got {sizes['width']} beside values of {sizes['value_width']}"
+            f"got {sizes['width']} with values of {sizes['value_width']}"
         )
     row_heads = min(sizes["group"], tiles.rows)
     plan = TritonPlan(

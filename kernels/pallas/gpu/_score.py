@@ -50,7 +50,7 @@ class TritonScores:
 
     @property
     def unit(self) -> float:
-        """The unit of `scores` in bits. Bits are positive, so that the largest score has most of them."""
+        """The unit of `scores`, in bits; positive, so that the largest score has the largest number of units."""
         scale = self._plan.settings.scale
         return scale * LOG2_E if scale > 0 and self._score is None else LOG2_E
 
@@ -72,6 +72,7 @@ class TritonScores:
         if row_inputs is None or self._score is None:
             scores = self.scores(product, row_inputs, tile)
             return scores, lambda cotangent, visible: (cotangent, Numbers())
+        # dx = g'(x) ds, dn_i = Σ_a ds_ia ∂g/∂n; of tables by entry
         places, inputs, indices = self._read(row_inputs, tile, product.shape)
         raw = product * self._plan.settings.scale
         scores, pullback = self._score.vjp(raw, places, inputs)
@@ -96,9 +97,10 @@ class TritonScores:
         visible: Visible,
         directions: tuple[Numbers, Numbers] | None,
     ) -> Array | None:
-        """The change of the scores by the changes of the scaled products, of numbers and of tables."""
+        """Tangent of the scores, given tangents of the scaled products, numbers and tables."""
         if row_inputs is None or self._score is None:
             return change
+        # ds = g'(x) dx + ∂g/∂n dn
         places, inputs, indices = self._read(row_inputs, tile, product.shape)
         changes = None
         if directions is not None:
@@ -130,7 +132,7 @@ class TritonScores:
     def _read(
         self, row_inputs: RowInputs, tile: Array, shape: tuple[int, ...]
     ) -> tuple[dict[str, Array], Numbers, list[Array]]:
-        """Positions, numbers and entries in the shape of a tile, and the indices of the entries."""
+        """Positions, numbers and table entries broadcast to a tile, and the indices of the entries."""
         assert self._score is not None
         places = {}
         if self._score.uses_positions and row_inputs.position is not None:
@@ -148,11 +150,11 @@ class TritonScores:
         return places, inputs._replace(tables=entries), indices
 
     def _across(self, x: Array, shape: tuple[int, ...]) -> Array:
-        """One number for each row, in the shape of a tile."""
+        """Broadcasts one number per row to a tile."""
         return jnp.broadcast_to(jnp.expand_dims(x, 1 - self._row_axis) if x.ndim else x, shape)
 
     def _heads(self, x: Ref, head: Array) -> tuple[Array, Array]:
-        # idle rows read the last head: of a number that they have not, a score might be NaN
+        # idle rows read the last head, as the score of a missing number might be NaN
         head = jnp.minimum(head, x.shape[1] - 1)
         batch, none = self._program.batch, jnp.zeros_like(self._program.batch)
         return batch if x.shape[0] > 1 else none, head if x.shape[1] > 1 else none
@@ -179,12 +181,12 @@ def sums_like(plan: TritonPlan, score_numbers: Numbers, like: Array) -> Numbers:
 
 
 def _zero_hidden(x: Array, visible: Visible) -> Array:
-    """Zeros where hidden, as products there may be NaN."""
+    # Zeros where hidden, as products there may be NaN.
     return x if visible is None else jnp.where(visible, x, 0.0)
 
 
 def _by_entry(x: Array, index: Array, size: int) -> Array:
-    """The sums over keys `[rows, D]` of a tile, by the entry that each is of."""
+    """Sums over the keys of a tile by table entry, `[rows, D]`."""
     column = numbers(power(size))[None, :]
 
     def add(entry: Array, total: Array) -> Array:

@@ -26,7 +26,7 @@ from .._tiles import (
     batch_of,
     counted_bounds,
     divide,
-    own_share,
+    split_bounds,
     tile_index,
     tile_ranges,
     visibility_of,
@@ -185,21 +185,21 @@ class TritonProgram:
         def of_keys(x: Array | Ref | None) -> Array:
             return key if x is None else self.read(x, key, None)
 
-        see = facing(rows.time, key)[1] < plan.key_len
+        is_visible = facing(rows.time, key)[1] < plan.key_len
         if plan.settings.mask.constrains or visibility.row_positions is not None:
             positions = facing(of_rows(visibility.row_positions), of_keys(visibility.key_positions))
             if plan.pairs is None:
-                see &= visible(plan.settings.mask.bind(), *positions)
+                is_visible &= visible(plan.settings.mask.bind(), *positions)
             else:
-                see &= plan.pairs.visible(
+                is_visible &= plan.pairs.visible(
                     *positions,
                     [jnp.expand_dims(of_rows(x), i) for x in visibility.features.queries],
                     [jnp.expand_dims(of_keys(x), j) for x in visibility.features.keys],
                 )
         if visibility.row_segments is not None:
             segments = of_rows(visibility.row_segments), of_keys(visibility.key_segments)
-            see &= jnp.equal(*facing(*segments))
-        return see
+            is_visible &= jnp.equal(*facing(*segments))
+        return is_visible
 
     def zero_hidden(self, tile: Array, *arrays: Array) -> tuple[Array, ...]:
         """Zeros the keys of a tile that no row of the call sees, whose memory may hold NaN."""
@@ -220,7 +220,7 @@ class TritonProgram:
         """The function $2^{x u - m}$ of float32 tiles, by two instructions for each element.
 
         Flushes subnormal results to zero. JAX would emit six instructions, with guards for subnormal numbers, which
-        do not matter beside the largest weight of 1.
+        do not matter next to the largest weight, 1.
         """
         if self.interpret:
             return jnp.exp2(x * unit - shift)
@@ -239,7 +239,7 @@ class TritonProgram:
         First the tiles that need no mask, then those around them.
         """
         whole, number = self._range()
-        first, stop, begin, end = own_share(self.plan, whole, self.split)
+        first, stop, begin, end = split_bounds(self.plan, whole, self.split)
         x = lax.fori_loop(begin, end, lambda i, x: step(number(i), x, False), x)
         if isinstance(whole.end, np.integer) and whole.end == whole.stop:
             return x

@@ -2,8 +2,8 @@
 
 One program sums the whole gradient of its tile, in float32, so that the order of the sum is deterministic; dK and dV
 sum over the query heads that share a key head. Each warp group recomputes the scores of 64 rows, or transposed of
-64 keys, so that the weights are in the registers that the next product reads. Equations: FlashAttention-2 (Dao, arXiv
-2307.08691).
+64 keys, so that the weights are in the registers that the next product reads. A kernel's parameters are the references
+that `launch` passes. Equations: FlashAttention-2 (Dao, arXiv 2307.08691).
 """
 
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ def _key_gradients(
 
 
 def _numbers(rows: BackwardRows, plan: MosaicPlan) -> Float[Array, "B N 2 R"]:
-    """Returns lse in bits and delta per row; padding rows have lse = inf, and so weights 0."""
+    # Lse in bits and delta per row; padding rows have lse = inf, and so weights 0.
     lse = numbers_of_rows(rows.lse, plan, jnp.inf) * LOG2_E
     return jnp.stack([lse, numbers_of_rows(rows.delta, plan, 0.0)], axis=2)
 
@@ -129,14 +129,14 @@ def _query_kernel(
     plan, interpret = program.plan, program.interpret
 
     def sources(i: Array) -> Sequence[tuple[Sequence[Any], SlotRing]]:
-        tile = program.other(i)
+        tile = program.iterated(i)
         return [([program.keys(ref, tile) for ref in (key_ref, value_ref)], ring)]
 
     def compute(group: Array) -> None:
         row = program.tile * plan.row_times + group * ROWS
-        query, d_out = own_tiles = query_tile.at[group], out_tile.at[group]
-        own_rows = [program.rows(ref, row) for ref in (query_ref, out_ref)]
-        tiles.start_copies(own_rows, own_tiles, ready.at[group])
+        query, d_out = kept_tiles = query_tile.at[group], out_tile.at[group]
+        kept_rows = [program.rows(ref, row) for ref in (query_ref, out_ref)]
+        tiles.start_copies(kept_rows, kept_tiles, ready.at[group])
         lse, delta = (
             tiles.load(
                 numbers_ref.at[program.batch, program.head, i, pl.ds(row, ROWS)], tiles.OF_ROWS
@@ -151,7 +151,7 @@ def _query_kernel(
             scores = tiles.products((query, key)) * factor
             weights = jnp.exp2(scores - tiles.of_rows(lse, plan.keys))
             if masked:
-                visible = program.seen(row, program.other(i) * plan.keys, weights.shape)
+                visible = program.seen(row, program.iterated(i) * plan.keys, weights.shape)
                 weights = jnp.where(visible, weights, 0.0)
             # dS = P (dOut V^T - delta), P = e^(S - lse), delta = dOut·out - dlse; dQ = scale dS K
             d_weights = tiles.products((d_out, value))
@@ -181,12 +181,13 @@ def _key_kernel(
     ring: SlotRing,
     ready: Any,
 ) -> None:
+    # one function, as `_kernel` of the forward: the pipeline of a warp group
     plan, interpret = program.plan, program.interpret
 
     def rows_at(i: Array) -> tuple[Array, Array]:
-        """The first row of a step, and its head, which varies faster than the tile of rows."""
+        # The first row of a step, and its head, which varies faster than the tile of rows.
         number, head = divide(i, plan.group)
-        return program.other(number) * plan.row_times, program.head * plan.group + head
+        return program.iterated(number) * plan.row_times, program.head * plan.group + head
 
     def sources(i: Array) -> Sequence[tuple[Sequence[Any], SlotRing]]:
         row, head = rows_at(i)
@@ -199,9 +200,9 @@ def _key_kernel(
 
     def compute(group: Array) -> None:
         first = program.tile * plan.keys + group * ROWS
-        key, value = own_tiles = key_tile.at[group], value_tile.at[group]
-        own_rows = [program.rows(ref, first) for ref in (key_ref, value_ref)]
-        tiles.start_copies(own_rows, own_tiles, ready.at[group])
+        key, value = kept_tiles = key_tile.at[group], value_tile.at[group]
+        kept_rows = [program.rows(ref, first) for ref in (key_ref, value_ref)]
+        tiles.start_copies(kept_rows, kept_tiles, ready.at[group])
         plgpu.barrier_wait(ready.at[group])
         factor = plan.settings.scale * LOG2_E
 

@@ -110,7 +110,7 @@ def _kernel(
 
     def sources(i: Array) -> Sequence[tuple[Sequence[Any], SlotRing]]:
         return [
-            ([program.keys(ref, program.other(i))], ring)
+            ([program.keys(ref, program.iterated(i))], ring)
             for ref, ring in ((key_ref, keys), (value_ref, values))
         ]
 
@@ -138,7 +138,7 @@ def _kernel(
             if scale <= 0:  # the largest score is not that of the largest product
                 scores = scores * math.copysign(bool(scale), scale)
             if masked:
-                visible = program.seen(row, program.other(i) * plan.keys, scores.shape)
+                visible = program.seen(row, program.iterated(i) * plan.keys, scores.shape)
                 scores = jnp.where(visible, scores, -jnp.inf)
             # m' = max(m, max S); l = l e^(m - m') + sum e^(S - m'); o = o e^(m - m') + e^(S - m') V
             new = jnp.maximum(maximum, scores.max(1))
@@ -153,7 +153,7 @@ def _kernel(
             plgpu.barrier_wait(values.ready.at[slot])
             value = values.tiles[0].at[slot]
             if masked and plan.hides(program.visibility.key_positions):
-                hidden = program.other(i), value
+                hidden = program.iterated(i), value
                 # the first group's product has ended when the other reads the values
                 pl.when(group == 0)(lambda: program.zero_hidden(*hidden))
             sums = tiles.add_product(sums, narrow, value, interpret)
@@ -174,6 +174,7 @@ def _kernel(
         if (positions := program.visibility.row_positions) is not None:
             positions = program.load_numbers(positions, row, ROWS, tiles.OF_ROWS)
             total = jnp.where(positions >= 0, total, 0.0)
+        # out = o / l, lse = m + log l
         part = program.part
         lse = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
         lse_ref.at[part, program.head, pl.ds(row, ROWS)][...] = lse
@@ -253,10 +254,11 @@ def _tangent_kernel(
     result_tile: Ref,
     ready: Any,
 ) -> None:
+    # one function, as `_kernel`: the pipeline of a warp group
     plan, interpret = program.plan, program.interpret
 
     def sources(i: Array) -> Sequence[tuple[Sequence[Any], SlotRing]]:
-        tile = program.other(i)
+        tile = program.iterated(i)
         return [([program.keys(ref, tile) for ref in keys if ref is not None], ring)]
 
     def compute(group: Array) -> None:
@@ -277,7 +279,7 @@ def _tangent_kernel(
             scores = tiles.products((query, tile.key)) * (scale * LOG2_E)
             weights = jnp.exp2(scores - tiles.of_rows(shift, plan.keys))
             if masked:
-                visible = program.seen(row, program.other(i) * plan.keys, weights.shape)
+                visible = program.seen(row, program.iterated(i) * plan.keys, weights.shape)
                 weights = jnp.where(visible, weights, 0.0)
             # dS = scale (dQ K^T + Q dK^T); dlse = sum P dS; dout = P (dS V + dV) - dlse out. This order of
             # products keeps the sums, two tiles and one of 16 bits in registers.
@@ -303,6 +305,7 @@ def _tangent_kernel(
         part = program.part
         total = jnp.where(lse == -jnp.inf, 0.0, total)
         d_lse_ref.at[part, program.head, pl.ds(row, ROWS)][...] = total
+        # dout = Σ P (dS V + dV) - dlse out
         if out_ref is not None:
             out = tiles.load(program.rows(out_ref, row), tiles.TILE).astype(jnp.float32)
             sums -= tiles.of_rows(total, plan.value_width) * out

@@ -27,8 +27,8 @@ ROWS = 64  # the rows that one group of warps multiplies at a time
 # sums over the warps of a group.
 SHARED = 225 * 1024
 # The registers of a thread for the tiles of a gradient, where one group of warps computes and where two do.
-# The rest, of 255 and of 168, is for addresses, masks and numbers of rows: CUDA 13 ignores
-# `set_max_registers`, which would move registers between the groups.
+# The rest, of 255 and of 168, is for addresses, masks and numbers of rows: CUDA 13 ignores `set_max_registers`, which
+# would move registers between the groups (https://github.com/NVIDIA/cutlass/issues/3406: C7508).
 REGISTERS, REGISTERS_OF_TWO = 208, 144
 # The keys or rows of a step of a gradient; the least that products of rows of 128 bytes take.
 STEP = 64
@@ -37,15 +37,15 @@ NUMBERS = 8  # the bytes of a row's lse and delta in the backward
 
 @dataclasses.dataclass(frozen=True)
 class MosaicSizes:
-    """How large tiles are, and how many programs a call is split into; static."""
+    """Sizes of tiles, and the number of programs that a call is split into; static."""
 
     consumers: int = 2  # warp groups of a program that compute, each on 64 rows of its own
     keys: int = 128  # of a tile at most, in the forward pass
-    stages: int = 2  # tiles of keys that are on their way or in use at most
+    stages: int = 2  # most tiles of keys in flight or in use
     stages_backward: int = 4  # the same for keys or rows in the backward
     stages_of_few: int = 5  # the same for programs of one consumer, which are bound by memory
-    # Programs that fill a chip, one for each of the 132 multiprocessors of an H100. Where tiles of rows are fewer,
-    # several programs share the keys of one, of which each has at least so many tiles.
+    # Programs that fill a chip, one for each of the 132 multiprocessors of an H100. Where there are fewer tiles of
+    # rows, several programs share the keys of a tile, `least_steps` tiles of keys or more each.
     programs: int = 132
     least_steps: int = 4
 
@@ -57,13 +57,12 @@ TILE_SIZES = MosaicSizes()
 class MosaicPlan(TilePlan):
     """A plan whose programs have several groups of warps that compute, each on 64 rows of one head.
 
-    They compute on 64 keys in the kernel of the gradients of keys and values. The tiles of a program are shared by its
-    groups, and those that it iterates over are copied: `stages` of them are in shared memory. Sizes are those of the
-    packed call.
+    They compute on 64 keys in the dK and dV kernel. The tiles of a program are shared by its groups, and those that it
+    iterates over are copied: `stages` of them are in shared memory. Sizes are those of the packed call.
     """
 
-    # whether the queries that share a key head are rows of one head, which is so where they are few: a tile then
-    # reads each key once for all of them
+    # whether queries that share a key head are rows of one head, as they are where rows are few: a tile then reads
+    # each key once for all of them
     packed: bool
     consumers: int  # the warp groups that compute
 
@@ -105,10 +104,7 @@ def query_plan(
 
 
 def tangent_plan(
-    operands: Operands,
-    settings: Settings,
-    moving: Container[str],
-    sizes: MosaicSizes = TILE_SIZES,
+    operands: Operands, settings: Settings, moving: Container[str], sizes: MosaicSizes = TILE_SIZES
 ) -> MosaicPlan:
     """Returns the plan of the tangent kernel, for directions of the operands named in `moving`."""
     plan = _rows_plan(operands, settings, sizes)
@@ -182,7 +178,7 @@ def _split(plan: MosaicPlan, sizes: MosaicSizes) -> MosaicPlan:
 
 
 def _consumers(sizes: MosaicSizes, columns: int) -> int:
-    """How many groups of warps of a gradient compute, at most, by the columns of their sums.
+    """Most warp groups that compute in a kernel of a derivative, by the columns of their sums.
 
     Raises `NotImplementedError` if not even one has the registers.
     """
@@ -208,7 +204,7 @@ def fitting(resident_bytes: int, step_bytes: int, most: int) -> int:
     if stages < 2:
         raise NotImplementedError(
             f"query: wanted widths whose tiles fit into {SHARED >> 10} KiB of shared memory, "
-            f"got {resident_bytes} bytes of rows beside {step_bytes} of keys and values"
+            f"got {resident_bytes} bytes of rows with {step_bytes} of keys and values"
         )
     return stages
 
@@ -271,6 +267,7 @@ def sum_of_parts(x: Array, plan: MosaicPlan, dtype: DTypeLike) -> Array:
     """The sum of the results of the programs that share the keys of a tile."""
     if plan.splits == 1:
         return x
+    # the weights of all parts are relative to the lse of the whole row, so that parts add up
     return x.reshape(plan.splits, plan.batch, *x.shape[1:]).sum(0).astype(dtype)
 
 
@@ -300,7 +297,13 @@ class MosaicGPU(AbstractKernel):
         query, value = operands.query, operands.value
         if query.dtype != value.dtype:
             raise NotImplementedError(f"value: wanted query's {query.dtype}, got {value.dtype}")
-        _check_target()
+        check_capability(self.name, (9, 0), (10, 0))
+        version = cuda_version("cuda_runtime")
+        if version is not None and version in _MISCOMPILED:
+            raise NotImplementedError(
+                f"mosaic_gpu: wanted CUDA before 12.8 or from 13.0 on, as these compile loops with masks "
+                f"right, got {version // 1000}.{version % 1000 // 10}"
+            )
         make_plan(operands, call.settings, self.sizes)
         try:
             # imported late: not all versions of JAX have Mosaic GPU
@@ -361,14 +364,3 @@ class MosaicGPU(AbstractKernel):
 
         interpret = call.platform != "cuda"
         return tangent(call.operands, plan, state, directions, interpret=interpret)
-
-
-def _check_target() -> None:
-    """Raises `NotImplementedError` for GPUs of another capability, and for a CUDA that miscompiles."""
-    check_capability("mosaic_gpu", (9, 0), (10, 0))
-    version = cuda_version("cuda_runtime")
-    if version is not None and version in _MISCOMPILED:
-        raise NotImplementedError(
-            f"mosaic_gpu: wanted CUDA before 12.8 or from 13.0 on, as these compile loops with masks "
-            f"right, got {version // 1000}.{version % 1000 // 10}"
-        )

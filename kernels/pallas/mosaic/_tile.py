@@ -24,7 +24,7 @@ from .._tiles import (
     batch_of,
     counted_bounds,
     divide,
-    own_share,
+    split_bounds,
     tile_index,
     tile_ranges,
     visibility_of,
@@ -63,9 +63,9 @@ def tile_memory(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
 
 
 class SlotRing(NamedTuple):
-    """Slots in shared memory that are filled in turn, with a barrier each for "filled" and for "read".
+    """A ring of slots in shared memory, each with a barrier for "filled" and one for "read".
 
-    `tiles` are those that are filled and read together.
+    `tiles` are filled and read together.
     """
 
     tiles: Any
@@ -94,7 +94,7 @@ def launch(
     of_keys: bool = False,
     interpret: bool,
 ) -> Sequence[Array]:
-    """Runs `kernel(program, *arrays, *results, *scratch)`, of references."""
+    """Runs `kernel(program, *arrays, *results, *scratch)`; all but the program are references."""
     visibility = visibility_of(operands, plan)
     ranges = tile_ranges(operands, visibility, plan, of_keys=of_keys)
     inputs, tree = jax.tree.flatten((*arrays, visibility, ranges))
@@ -104,9 +104,9 @@ def launch(
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(*refs: Any) -> None:
-        *given, visibility, ranges = jax.tree.unflatten(tree, refs[: len(inputs)])
+        *array_refs, visibility, ranges = jax.tree.unflatten(tree, refs[: len(inputs)])
         program = MosaicProgram(plan, visibility, ranges, of_keys, interpret)
-        kernel(program, *given, *refs[len(inputs) :])
+        kernel(program, *array_refs, *refs[len(inputs) :])
 
     return plgpu.kernel(
         run,
@@ -167,7 +167,7 @@ def store(x: Array, buffer: Ref, target: Ref) -> None:
 
 
 def filled(plan: MosaicPlan, ring: SlotRing, i: Array) -> tuple[Array, Sequence[Ref]]:
-    """The slot of a step, and its tiles, once these are filled."""
+    """Waits until the slot of a step is filled; returns the slot and its tiles."""
     _, slot = divide(i, plan.stages)
     plgpu.barrier_wait(ring.ready.at[slot])
     return slot, [tile.at[slot] for tile in ring.tiles]
@@ -211,20 +211,21 @@ def constant(shape: tuple[int, ...], value: float, layout: Any) -> Array:
 
 
 def of_rows(x: Array, columns: int) -> Array:
-    """A number for each row, as a tile."""
+    """Broadcasts one number per row to a tile."""
     return lax.broadcast_in_dim(x, (x.shape[0], columns), (0,))
 
 
 def of_columns(x: Array, rows: int) -> Array:
-    """A number for each column, as a tile."""
+    """Broadcasts one number per column to a tile."""
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
 
 
 class MosaicProgram:
-    """This program, the last tile first, as that sees most keys; and the tiles that its tile iterates over.
+    """The running Mosaic program: the tile that it keeps, and the tiles that it iterates over.
 
-    These are keys, its share of those that its rows see; or rows, in a program `of_keys`. First come `run` tiles
-    without a mask, then those around them, `steps` in all.
+    The last kept tile starts first, as it sees most keys. A program of rows iterates over its part of the keys that the
+    rows see, a program `of_keys` over rows: first over `run` tiles that need no mask, then over the tiles around them,
+    in `steps` steps.
     """
 
     def __init__(
@@ -249,22 +250,22 @@ class MosaicProgram:
         else:
             batch = batch_of(ranges, self.index, 1)
             whole = Bounds(*(ranges[i, batch, self.tile] for i in range(4)))
-        self.first, stop, self.begin, end = own_share(plan, whole, split)
+        self.first, stop, self.begin, end = split_bounds(plan, whole, split)
         self.run, self.steps = end - self.begin, jnp.maximum(stop - self.first, 0)
 
     @property
     def part(self) -> Array:
-        """The index of this program's share in the results of all."""
+        """Index of this program's result among the results of all splits."""
         return self.index.split * self.plan.batch + self.batch
 
-    def other(self, i: Array) -> Array:
-        """The tile of a step."""
+    def iterated(self, i: Array) -> Array:
+        """The iterated tile of step `i`."""
         around = self.first + i - self.run
         around = around + jnp.where(around >= self.begin, self.run, 0)
         return jnp.where(i < self.run, self.begin + i, around)
 
     def loop(self, step: Callable[[Array, Any, bool], Any], start: Any, times: int = 1) -> Any:
-        """`start` after `times` steps for each tile, first those without a mask."""
+        """The carry after `times` steps for each tile; tiles without a mask come first."""
         end = self.run * times
         carry = lax.fori_loop(0, end, lambda i, carry: step(i, carry, False), start)
         return lax.fori_loop(end, self.steps * times, lambda i, carry: step(i, carry, True), carry)
@@ -279,7 +280,7 @@ class MosaicProgram:
         return ref.at[self.batch, pl.ds(tile * plan.keys, plan.keys), kv_head]
 
     def load_numbers(self, ref: Ref, start: Array, size: int, layout: Any) -> Array:
-        """`size` of the numbers `[b, L]` of queries or keys, from `start`."""
+        """Loads `size` numbers from `start` on of an array `[b, L]`, one per query or key."""
         return load(ref.at[batch_of(ref, self.index), pl.ds(start, size)], layout)
 
     def seen(self, row: Array, key: Array, shape: tuple[int, ...]) -> Bool[Array, "i j"]:
@@ -298,12 +299,12 @@ class MosaicProgram:
                 rows = keys = None
             return spread(rows, row, int(keys_first)), spread(keys, key, int(not keys_first))
 
-        see = numbers(None, None)[1] < plan.key_len
+        is_visible = numbers(None, None)[1] < plan.key_len
         if plan.settings.mask.constrains or visibility.row_positions is not None:
-            see &= visible(plan.settings.mask.bind(), *numbers(*visibility[:2]))
+            is_visible &= visible(plan.settings.mask.bind(), *numbers(*visibility[:2]))
         if visibility.row_segments is not None:
-            see &= jnp.equal(*numbers(*visibility[2:4]))
-        return see
+            is_visible &= jnp.equal(*numbers(*visibility[2:4]))
+        return is_visible
 
     def zero_hidden(self, tile: Array, values: Ref) -> None:
         """Zeros the values, in shared memory, of the keys of a tile that no row of the call sees."""

@@ -63,19 +63,19 @@ def chip_for(platform: str, *, interpret: bool) -> TileArithmetic:
 
 
 def evaluated(
-    jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[Any], platform: str, chip: TileArithmetic
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], platform: str, chip: TileArithmetic
 ) -> list[Any]:
     """Evaluates a jaxpr; raises `NotImplementedError` for operations whose order XLA chooses."""
     options: Any = {"calls": CALLS_WITH_RULES, "constant": as_array}
-    return interpret(jaxpr, consts, given, functools.partial(_results, platform, chip), **options)
+    return interpret(jaxpr, consts, args, functools.partial(_results, platform, chip), **options)
 
 
-def _results(platform: str, chip: TileArithmetic, eqn: JaxprEqn, given: list[Any]) -> Sequence[Any]:
+def _results(platform: str, chip: TileArithmetic, eqn: JaxprEqn, args: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, without_shardings(eqn.params)
     if name == "cond" and (branch := _for_platform(params, platform)):
-        return evaluated(branch.jaxpr, branch.consts, given[1:], platform, chip)
+        return evaluated(branch.jaxpr, branch.consts, args[1:], platform, chip)
     if name in _OF_TYPES:
-        return given
+        return args
     kinds: list[Any] = [x.aval for x in eqn.outvars]
     of_floats = any(map(_is_floating, kinds))
     is_taken = any(name in names for names in (_EXACT, _ROUNDED, _APPROXIMATED, _ORDERED))
@@ -84,28 +84,28 @@ def _results(platform: str, chip: TileArithmetic, eqn: JaxprEqn, given: list[Any
             f"reproducible: wanted operations whose order is known in a program for {platform}, got {name}"
         )
     kept = not of_floats or name in _EXACT or name == "convert_element_type"
-    for x in (*given, *kinds):
+    for x in (*args, *kinds):
         is_known = x.dtype in _FLOATS or (kept and x.dtype == jnp.float64)
         if jnp.issubdtype(x.dtype, jnp.inexact) and not is_known:
             raise NotImplementedError(
                 f"reproducible: wanted numbers of bfloat16, float16 or float32 in a program for {platform}, "
                 f"got {name} of {x.dtype}"
             )
-    if of_floats and name not in _EXACT and all(x.size for x in given):
+    if of_floats and name not in _EXACT and all(x.size for x in args):
         kind = kinds[0].dtype
-        given = given if name in _PRODUCTS else [_wide(x) for x in given]
+        args = args if name in _PRODUCTS else [_wide(x) for x in args]
         if name == "convert_element_type":
-            found = given[0].astype(lse_dtype(kind))
+            result = args[0].astype(lse_dtype(kind))
         elif name in _ROUNDED:
             # a product is rounded before it is added to another number
-            found = unfused(*bind(eqn, given, params))
+            result = unfused(*bind(eqn, args, params))
         elif name in _APPROXIMATED:
             f = functools.partial(eqn.primitive.bind, **params)
-            found = unfused(chip.entries(name, f, *jnp.broadcast_arrays(*given)))
+            result = unfused(chip.entries(name, f, *jnp.broadcast_arrays(*args)))
         else:
-            found = _ORDERED[name](params, chip, *given)
-        return [narrowed(found, kind)]
-    return bind(eqn, given, params)
+            result = _ORDERED[name](params, chip, *args)
+        return [narrowed(result, kind)]
+    return bind(eqn, args, params)
 
 
 def _for_platform(params: dict[str, Any], platform: str) -> ClosedJaxpr | None:
@@ -190,8 +190,8 @@ def _reduce_sum(params: dict[str, Any], chip: TileArithmetic, x: Array) -> Array
 def _cumsum(params: dict[str, Any], chip: TileArithmetic, x: Array) -> Array:
     axis = params["axis"]
     x = jnp.moveaxis(lax.rev(x, [axis]) if params["reverse"] else x, axis, -1)
-    found = jnp.moveaxis(_cumulative(chip, x.reshape(-1, x.shape[-1])).reshape(x.shape), -1, axis)
-    return lax.rev(found, [axis]) if params["reverse"] else found
+    result = jnp.moveaxis(_cumulative(chip, x.reshape(-1, x.shape[-1])).reshape(x.shape), -1, axis)
+    return lax.rev(result, [axis]) if params["reverse"] else result
 
 
 def _cumulative(chip: TileArithmetic, x: Array) -> Array:
@@ -200,9 +200,9 @@ def _cumulative(chip: TileArithmetic, x: Array) -> Array:
         lax.cummax(y.astype(jnp.int32), axis=1) > 0
         for y in (x == jnp.inf, x == -jnp.inf, jnp.isnan(x))
     )
-    found = _cumulative_finite(chip, jnp.where(jnp.isfinite(x), x, 0.0))
-    found = jnp.where(high, jnp.inf, jnp.where(low, -jnp.inf, found))
-    return jnp.where(no | (high & low), jnp.nan, found)
+    result = _cumulative_finite(chip, jnp.where(jnp.isfinite(x), x, 0.0))
+    result = jnp.where(high, jnp.inf, jnp.where(low, -jnp.inf, result))
+    return jnp.where(no | (high & low), jnp.nan, result)
 
 
 def _cumulative_finite(chip: TileArithmetic, x: Array) -> Array:
@@ -210,17 +210,17 @@ def _cumulative_finite(chip: TileArithmetic, x: Array) -> Array:
     rows, count = x.shape
     parts = jnp.pad(x, ((0, 0), (0, -count % _SCANNED))).reshape(-1, _SCANNED)
     below = jnp.tri(_SCANNED, dtype=jnp.float32)
-    found = chip.product(parts, below, True).reshape(rows, -1, _SCANNED)
-    if found.shape[1] > 1:
-        before = _cumulative_finite(chip, found[:, :-1, -1])
-        found += jnp.pad(before, ((0, 0), (1, 0)))[..., None]
-    return found.reshape(rows, -1)[:, :count]
+    result = chip.product(parts, below, True).reshape(rows, -1, _SCANNED)
+    if result.shape[1] > 1:
+        before = _cumulative_finite(chip, result[:, :-1, -1])
+        result += jnp.pad(before, ((0, 0), (1, 0)))[..., None]
+    return result.reshape(rows, -1)[:, :count]
 
 
 def _scatter_add(
     params: dict[str, Any], chip: TileArithmetic, x: Array, indices: Array, updates: Array
 ) -> Array:
-    """Adds updates one by one: XLA adds updates of the same entry in any order."""
+    # Adds updates one by one: XLA adds updates of the same entry in any order.
     del chip
     numbers = params["dimension_numbers"]
     update_axes = [i for i in range(updates.ndim) if i not in numbers.update_window_dims]

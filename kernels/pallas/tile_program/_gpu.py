@@ -27,7 +27,7 @@ def product(
     rows, columns = len(a), b.shape[0 if is_transposed else 1]
     tile = TILES[_bytes(a, b)]
     a = _padded(a, tile[0])
-    found = pl.pallas_call(
+    result = pl.pallas_call(
         functools.partial(_product, tile, is_transposed),
         grid=(len(a) // tile[0], pl.cdiv(columns, tile[1])),
         out_shape=result_like(a, (len(a), columns), jnp.float32),
@@ -35,12 +35,12 @@ def product(
         interpret=interpret,
         name="tile_program_product",
     )(a, b)
-    return found[:rows]
+    return result[:rows]
 
 
 def sums(x: Float[Array, "m n"], *, interpret: bool) -> Float[Array, " m"]:
     rows, x = len(x), _padded(x, SUMMED[0])
-    found = pl.pallas_call(
+    result = pl.pallas_call(
         _sums,
         grid=(len(x) // SUMMED[0],),
         out_shape=result_like(x, (len(x),), jnp.float32),
@@ -48,7 +48,7 @@ def sums(x: Float[Array, "m n"], *, interpret: bool) -> Float[Array, " m"]:
         interpret=interpret,
         name="tile_program_sums",
     )(x)
-    return found[:rows]
+    return result[:rows]
 
 
 def entries(
@@ -63,7 +63,7 @@ def entries(
         refs[-1][...] = f(*(x[...] for x in refs[:-1]))
 
     spec = pl.BlockSpec((ENTRIES,), lambda i: (i,))
-    found = pl.pallas_call(
+    result = pl.pallas_call(
         kernel,
         grid=(len(flat[0]) // ENTRIES,),
         in_specs=[spec] * len(flat),
@@ -73,18 +73,18 @@ def entries(
         interpret=interpret,
         name="tile_program_entries",
     )(*flat)
-    return found[:size].reshape(shape)
+    return result[:size].reshape(shape)
 
 
 def _bytes(a: Array, b: Array) -> int:
-    """Bytes per number of the operands of a product; float32 times bfloat16 is split into bfloat16."""
+    # Bytes per number of the operands of a product; float32 times bfloat16 is split into bfloat16.
     kinds = {x.dtype.name for x in (a, b)}
     of_thirds = kinds == {"bfloat16", "float32"}
     return 2 if of_thirds or (len(kinds) == 1 and "float32" not in kinds) else 4
 
 
 def _padded(x: Array, block: int) -> Array:
-    """Pads `x` to an even number of blocks, so that a kernel needs no mask and is the same code for all lengths."""
+    # Pads `x` to an even number of blocks, so that a kernel needs no mask and is the same code for all lengths.
     return jnp.pad(x, ((0, -len(x) % (2 * block)), *[(0, 0)] * (x.ndim - 1)))
 
 
@@ -103,7 +103,7 @@ def _product(tile: tuple[int, int, int], is_transposed: bool, a: Ref, b: Ref, ou
         y = _load(b, *(sides if is_transposed else reversed(sides)))
         return total + dot(x, y, (1, 1 if is_transposed else 0))
 
-    steps = jnp.int32(pl.cdiv(depth, step))
+    steps = jnp.int32(pl.cdiv(depth, step))  # summed in one order, whatever the number of rows
     total = lax.fori_loop(jnp.int32(0), steps, add, jnp.zeros((height, width), jnp.float32))
     mask = None if is_column is None else jnp.broadcast_to(is_column[None], total.shape)
     triton.store(out.at[rows[:, None], places[None]], total, mask=mask)

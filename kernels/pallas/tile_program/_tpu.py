@@ -32,7 +32,7 @@ def product(
     of_b = pl.BlockSpec((step, width), lambda i, j, k: (k, j))
     if is_transposed:
         of_b = pl.BlockSpec((width, step), lambda i, j, k: (j, k))
-    found = pl.pallas_call(
+    result = pl.pallas_call(
         functools.partial(_product, depth, is_transposed),
         grid=(len(a) // HEIGHT, pl.cdiv(columns, width), pl.cdiv(depth, step)),
         in_specs=[pl.BlockSpec((HEIGHT, step), lambda i, j, k: (i, k)), of_b],
@@ -44,13 +44,13 @@ def product(
         interpret=interpret,
         name="tile_program_product",
     )(a, b)
-    return found[:rows]
+    return result[:rows]
 
 
 def sums(x: Float[Array, "m n"], *, interpret: bool) -> Float[Array, " m"]:
     rows, count = x.shape
     x = jnp.pad(x, ((0, -rows % HEIGHT), (0, -count % WIDTH)))
-    found = pl.pallas_call(
+    result = pl.pallas_call(
         _sums,
         grid=(len(x) // HEIGHT, x.shape[1] // WIDTH),
         in_specs=[pl.BlockSpec((HEIGHT, WIDTH), lambda i, j: (i, j))],
@@ -61,13 +61,12 @@ def sums(x: Float[Array, "m n"], *, interpret: bool) -> Float[Array, " m"]:
         interpret=interpret,
         name="tile_program_sums",
     )(x)
-    return found[:rows, 0]
+    return result[:rows, 0]
 
 
 def entries(
     name: str, f: Callable[..., Array], *arrays: Float[Array, "..."], interpret: bool
 ) -> Float[Array, "..."]:
-    """A function of arrays of one shape, entry by entry."""
     if name in _OF_XLA:
         return f(*arrays)
     shape, width = arrays[0].shape, arrays[0].shape[-1] if arrays[0].ndim else 1
@@ -79,7 +78,7 @@ def entries(
 
     block = ENTRIES[0], min(width, ENTRIES[1])
     spec = pl.BlockSpec(block, lambda i, j: (i, j))
-    found = pl.pallas_call(
+    result = pl.pallas_call(
         kernel,
         grid=(len(rows[0]) // block[0], pl.cdiv(width, block[1])),
         in_specs=[spec] * len(rows),
@@ -89,11 +88,11 @@ def entries(
         interpret=interpret,
         name="tile_program_entries",
     )(*rows)
-    return lax.collapse(found, 0)[: arrays[0].size].reshape(shape)
+    return lax.collapse(result, 0)[: arrays[0].size].reshape(shape)
 
 
 def _product(depth: int, is_transposed: bool, a: Ref, b: Ref, out: Ref) -> None:
-    """One grid step: adds a partial product to the result block, which stays in VMEM."""
+    # One grid step: adds a partial product to the result block, which stays in VMEM.
     k, axis = pl.program_id(2), 1 if is_transposed else 0
     x, y = a[...], b[...]
     if depth % a.shape[1]:  # behind the last number there is anything
@@ -127,6 +126,6 @@ def _sums(x: Ref, out: Ref, total: Ref) -> None:
 
 
 def _first(x: Array, axis: int, count: Array) -> Array:
-    """Zeros a block after `count` entries of an axis; in float32, as Mosaic lacks 16-bit masks on some chips."""
-    there = lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
-    return jnp.where(there, x.astype(jnp.float32), 0.0)
+    # Zeros a block after `count` entries of an axis; in float32, as Mosaic lacks 16-bit masks on some chips.
+    present = lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
+    return jnp.where(present, x.astype(jnp.float32), 0.0)

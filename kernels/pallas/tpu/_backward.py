@@ -1,4 +1,7 @@
-"""The TPU backward kernels: dQ loops over keys, dK and dV loop over queries."""
+"""The TPU backward kernels: dQ loops over keys, dK and dV loop over queries.
+
+A kernel's parameters are the references that Pallas passes. Equations: FlashAttention-2 (Dao, arXiv 2307.08691).
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -132,11 +135,9 @@ def _rows_kernel(
     layout: Layout,
     range_index: Callable[..., Any],
 ) -> None:
-    """One grid step of dQ, over a block of rows and a block of keys: `dq += ds k`.
-
-    query and d_query `[rows, H]`, d_out `[rows, Hv]`, lse and delta `[1, rows]`, key `[keys, H]`,
-    value `[keys, Hv]`, visibility `[1, rows]` and `[1, keys]`; sums `[rows, H]`, float32.
-    """
+    # One step of dQ, of a block of rows and a block of keys: dQ += dS K.
+    # query and d_query [rows, H], d_out [rows, Hv], lse and delta [1, rows], key [keys, H], value [keys, Hv],
+    # visibility [1, rows] and [1, keys]; sums [rows, H], float32
     b, p, i, j = map(pl.program_id, range(4))
 
     @pl.when(j == 0)
@@ -184,12 +185,9 @@ def _keys_kernel(
     layout: Layout,
     range_index: Callable[..., Any],
 ) -> None:
-    """One step, of a block of keys and a block of rows: `dv += P^T dout` and `dk += ds^T q`.
-
-    Scores are `[keys, rows]`, so that no matrix is transposed. Keys past the end only enter rows of
-    the results that are not written. Shapes are as in `_rows_kernel`;
-    d_key and key_sums `[keys, H]`, d_value and value_sums `[keys, Hv]`.
-    """
+    # One step of dK and dV, of a block of keys and a block of rows: dV += P^T dOut, dK += dS^T Q.
+    # Scores are [keys, rows], so that no matrix is transposed. Keys past the end only enter rows of the results that
+    # are not written. Shapes as in `_rows_kernel`; d_key and key_sums [keys, H], d_value and value_sums [keys, Hv]
     b, p, i, j = map(pl.program_id, range(4))
 
     @pl.when(j == 0)

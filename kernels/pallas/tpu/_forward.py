@@ -1,7 +1,8 @@
 """The TPU kernels of the state and of its tangent: one pass over the keys of each block of rows.
 
 The state is computed by online softmax (Milakov and Gimelshein, arXiv 1805.02867). The tangent takes its weights from
-the saved lse, so that sums over parts of the keys add up; its equations are in `AbstractKernel.tangent`.
+the saved lse, so that sums over parts of the keys add up; its equations are in `AbstractKernel.tangent`. A kernel's
+parameters are the references that Pallas passes.
 """
 
 import math
@@ -90,11 +91,9 @@ def _kernel(
     layout: Layout,
     range_index: Callable[..., Any],
 ) -> None:
-    """One step, of a block of rows and a block of keys; statistics stay in scratch memory.
-
-    query `[rows, H]`, key `[keys, H]`, value `[keys, Hv]`, visibility `[1, rows]` and `[1, keys]`;
-    out `[rows, Hv]`, lse `[1, rows]`; maximum and total `[rows, 1]`, sums `[rows, Hv]`, float32.
-    """
+    # One step, of a block of rows and a block of keys; statistics stay in scratch memory.
+    # query [rows, H], key [keys, H], value [keys, Hv], visibility [1, rows] and [1, keys]; out [rows, Hv],
+    # lse [1, rows]; maximum and total [rows, 1], sums [rows, Hv], float32
     b, p, s, i, j = map(pl.program_id, range(5))
     score = BlockScores(layout, numbers, visibility)
 
@@ -128,6 +127,7 @@ def _kernel(
         empty = total[...] == 0
         if "row_positions" in visibility:  # absent rows, as blocks that all rows see are not masked
             empty |= visibility["row_positions"][...].T < 0
+        # out = o / l, lse = m + log l
         divisor, largest = jnp.where(empty, 1.0, total[...]), maximum[...] * score.unit
         # the score of a finite product may overflow
         divisor = jnp.where(largest == math.inf, math.nan, divisor)
@@ -187,6 +187,7 @@ def tangent(
         interpret=interpret,
         name="attention_tangent",
     )
+    # parts of the keys add up, as all weights are relative to the lse of the whole row
     out, lse = (unfold_rows(x.sum(0), layout) for x in (out, lse.squeeze(-2)))
     return AttentionState(out.astype(state.out.dtype), lse)
 
@@ -207,12 +208,9 @@ def _tangent_kernel(
     layout: Layout,
     range_index: Callable[..., Any],
 ) -> None:
-    """One step, of a block of rows and a block of keys: `total += P ds`, `sums += P (ds v + dv)`.
-
-    fixed and those moving: query `[rows, H]`, key `[keys, H]`, value `[keys, Hv]`; out and d_out
-    `[rows, Hv]`, lse and d_lse `[1, rows]`, visibility `[1, rows]` and `[1, keys]`; total `[rows, 1]`
-    and sums `[rows, Hv]`, float32.
-    """
+    # One step, of a block of rows and a block of keys: total += P dS, sums += P (dS V + dV).
+    # in fixed and in moving: query [rows, H], key [keys, H], value [keys, Hv]; out and d_out [rows, Hv], lse and
+    # d_lse [1, rows], visibility [1, rows] and [1, keys]; total [rows, 1] and sums [rows, Hv], float32
     b, p, s, i, j = map(pl.program_id, range(5))
     numbers, d_numbers = score_numbers
     scores_move = bool(moving.keys() & {"query", "key"}) or d_numbers is not None
@@ -255,6 +253,7 @@ def _tangent_kernel(
     @pl.when(j == pl.num_programs(4) - 1)
     def _() -> None:
         has_keys = lse[...].T != jnp.inf
+        # dout = Σ P (dS V + dV) - dlse out
         d_out_rows = sums[...]
         if scores_move:
             d_out_rows -= total[...] * out[...].astype(jnp.float32)

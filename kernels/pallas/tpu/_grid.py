@@ -1,4 +1,4 @@
-"""The grids of the TPU kernels, the blocks of arrays that a step has, and the parts of a step."""
+"""Grids of the TPU kernels, block specs of their arrays, and the parts of a grid step."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,12 +22,12 @@ SPLITS = 2
 
 
 class TPUGrid(NamedTuple):
-    """The grid of a call: batch entries, key heads, parts if any, kept blocks, and blocks that each iterates over."""
+    """The grid of a call: batch entries, key heads, splits (if any), kept blocks and iterated blocks."""
 
     layout: Layout
     batch: int
     keeps_keys: bool = False  # keeps blocks of keys, which iterate over rows; else rows, over keys
-    parted: bool = True  # whether there is an axis of parts of the iteration
+    parted: bool = True  # whether there is an axis of splits
 
     @property
     def splits(self) -> int:
@@ -36,7 +36,7 @@ class TPUGrid(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The steps along each axis, which are sequential along the last alone."""
+        """Sizes of the axes; only the last axis is sequential."""
         kept, iterated = self.layout.row_blocks, self.layout.key_blocks
         if self.keeps_keys:
             kept, iterated = iterated, kept
@@ -76,7 +76,7 @@ class TPUGrid(NamedTuple):
         )(ranges, *(x for x, _ in inputs))
 
     def range_index(self, b: Array, *rest: Array) -> Array:
-        """The index of a range of `block_ranges`, of a part (if any) and a kept block."""
+        """Index into `block_ranges` of a kept block and a split (if any)."""
         *part, i = rest
         index = b * self.sizes[-2] + i
         return index * self.splits + part[0] if part else index
@@ -124,7 +124,7 @@ class TPUGrid(NamedTuple):
         return {name: spec(name, x) for name, x in arrays.items()}
 
     def of_score(self, numbers: Numbers) -> Numbers:
-        """The specs of blocks of the score's numbers, of their sums and of their directions."""
+        """Specs of the score's numbers, and of their sums and tangents."""
 
         def spec(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
             shape, many = (None, None, x.shape[2], self.layout.row_block), x.shape[0] > 1
@@ -135,7 +135,7 @@ class TPUGrid(NamedTuple):
         return jax.tree.map(spec, numbers)
 
     def of_parts(self, width: int) -> list[pl.BlockSpec]:
-        """The specs of results for each part: rows `[S, B, P, R, width]` and numbers `[S, B, P, 1, R]`."""
+        """Specs of the results of each split: rows `[S, B, P, R, width]` and numbers `[S, B, P, 1, R]`."""
         shape, rows = (None, None, None), self.layout.row_block
         return [
             pl.BlockSpec((*shape, rows, width), lambda b, p, s, i, *_: (s, b, p, i, 0)),
@@ -143,7 +143,7 @@ class TPUGrid(NamedTuple):
         ]
 
     def parts_like(self, query: Array, width: int, dtype: DTypeLike) -> list[jax.ShapeDtypeStruct]:
-        """The types of these results, the rows in `dtype`."""
+        """Types of the results of `of_parts`; rows have `dtype`."""
         rows = self.layout.row_blocks * self.layout.row_block
         shape = self.splits, self.batch, self.layout.heads
         return [

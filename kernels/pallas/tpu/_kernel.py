@@ -22,7 +22,7 @@ _DTYPES = ("bfloat16", "float32")  # the compiler does not load float16
 # bytes for each block.
 LEAST_GRANTED = 16 * 2**20
 MOST_RANGES = 2**15
-MOST_LISTED = 2**16  # of four bytes each, beside the ranges
+MOST_LISTED = 2**16  # of four bytes each, in addition to the ranges
 
 
 # The primitives that every supported JAX lowers to Mosaic, for a score and its derivatives. Without `sign`, the
@@ -79,7 +79,7 @@ class LayoutSizes(NamedTuple):
     keys_backward: int = 512
     memory: int = (
         LEAST_GRANTED * 3 // 4
-    )  # bytes of the arrays of a step: three quarters of what is granted
+    )  # bytes of the arrays of a step; the compiler gets the rest
     lanes: int = 128  # the last axis of the chip's tiles
     sublanes: int = 16  # the axis before it
 
@@ -153,9 +153,8 @@ def make_layout(
 ) -> Layout:
     """The layout and the blocks of a call's kernels: "forward", "backward" or "tangent".
 
-    Sizes default to those for the chip that the program is lowered for. Raises `NotImplementedError` if
-    no block fits into its memory, or too many are needed, or for a mask or a score that the kernels do not
-    compute.
+    Sizes default to those for the chip that the program is lowered for. Raises `NotImplementedError` if no block fits
+    into its memory, or too many are needed, or for a mask or a score that the kernels do not compute.
     """
     sizes = sizes or sizes_on(target_chip())
     score = score_of(operands, settings, TARGET)
@@ -184,36 +183,39 @@ def make_layout(
         key_block = _even(keys, most_keys, unit)
         needed = _memory(operands, score, row_block, key_block, sizes.lanes, kind)
         if needed <= sizes.memory:
-            positions = operands.tokens.query_positions is not None or settings.uses_positions
-            bounded = keys % key_block > 0 and not positions
-            granted = max(LEAST_GRANTED, needed * 4 // 3)
-            numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block, granted
-            planned = Layout(*numbers, bounded, pairs, settings, score)
             break
-        if key_block > unit and key_block >= row_block:
+        # the longer side is halved, down to a row of the chip's tiles
+        if key_block > unit and (key_block >= row_block or row_block <= sizes.lanes):
             most_keys = key_block // 2
         elif row_block > sizes.lanes:
             most_rows = row_block // 2
-        elif key_block > unit:
-            most_keys = key_block // 2
         else:
             raise NotImplementedError(
                 f"query: wanted widths whose blocks fit into {sizes.memory >> 20} MiB, got {width} "
-                f"beside values of {value_width}"
+                f"with values of {value_width}"
             )
-    ranges = batch * max(planned.row_blocks, planned.key_blocks if kind == "backward" else 0)
+    positions = operands.tokens.query_positions is not None or settings.uses_positions
+    bounded = keys % key_block > 0 and not positions
+    granted = max(LEAST_GRANTED, needed * 4 // 3)
+    numbers = front, row_fold, key_fold, rows, keys, *tall, row_block, key_block, granted
+    layout = Layout(*numbers, bounded, pairs, settings, score)
+    _check_ranges(layout, batch, of_keys=kind == "backward")
+    return layout
+
+
+def _check_ranges(layout: Layout, batch: int, *, of_keys: bool) -> None:
+    blocks = f"blocks of {layout.row_block} rows"
+    ranges = batch * max(layout.row_blocks, layout.key_blocks if of_keys else 0)
     if ranges > MOST_RANGES:
         raise NotImplementedError(
-            f"query: wanted at most {MOST_RANGES} blocks of {row_block} rows or {key_block} keys in a "
-            f"batch, got {ranges}"
+            f"query: wanted at most {MOST_RANGES} {blocks} or {layout.key_block} keys in a batch, got {ranges}"
         )
-    listed = batch * planned.row_blocks * planned.key_blocks
-    if pairs is not None and listed > MOST_LISTED:
+    listed = batch * layout.row_blocks * layout.key_blocks
+    if layout.pairs is not None and listed > MOST_LISTED:
         raise NotImplementedError(
-            f"query: wanted at most {MOST_LISTED} pairs of blocks of {row_block} rows and {key_block} "
-            f"keys in a batch under a mask other than causality and windows, got {listed}"
+            f"query: wanted at most {MOST_LISTED} pairs of {blocks} and {layout.key_block} keys in a "
+            f"batch under a mask other than causality and windows, got {listed}"
         )
-    return planned
 
 
 def _even(size: int, most: int, unit: int) -> int:
@@ -239,7 +241,7 @@ def _memory(
     if kind == "backward":
         blocks += 2 * max(row_block * a_row, key_block * a_key)
         sums = max(row_block * width, key_block * (width + value_width)) * 4
-    if kind == "tangent":  # the directions, and the result beside the state
+    if kind == "tangent":  # the directions, and the result in addition to the state
         blocks *= 2
     # scores and arrays of their size; float32 products take three 16-bit parts of each operand
     is_float32 = query.dtype.itemsize == 4
@@ -285,9 +287,9 @@ class PallasTPU(AbstractKernel):
     """Flash attention, and decoding that reads the cache in place.
 
     For up to 256 queries times heads, keys and values are read once and in place, in XLA's layout of
-    such arrays, without padding the width to 128. (One of them is copied if its width is a multiple
-    of 128 and the other's is not, both for rare numbers of key heads.) For more rows, a copy moves
-    the key heads to the front if the width is a multiple of 128.
+    such arrays, without padding the width to 128. (If only one of the two widths is a multiple of 128,
+    that array is copied; for rare numbers of key heads both are.) For more rows, a copy moves the key
+    heads to the front if the width is a multiple of 128.
     """
 
     sizes: LayoutSizes | None = None  # the largest blocks; None: those for the chip

@@ -77,15 +77,13 @@ def block_visibility(operands: Operands, layout: Layout) -> TPUVisibility:
 
 
 def feature(side: str, number: int) -> str:
-    """The name of an array of numbers that the mask compares, of the side "row" or "key"."""
+    """Name of the array of the `number`-th feature that the mask compares, for the side "row" or "key"."""
     return f"{side}_feature_{number}"
 
 
 def _repeated(x: Array | None, times: int) -> Any:
-    """`jnp.repeat` along the last axis, as sums over windows of numbers with zeros between them.
-
-    XLA:TPU takes 16 times the memory for `jnp.repeat`, with which `test_ragged_decode_copies_nothing` fails.
-    """
+    # `jnp.repeat` along the last axis, as sums over windows of numbers with zeros between them: XLA:TPU takes 16 times
+    # the memory for `jnp.repeat`, with which `test_ragged_decode_copies_nothing` fails.
     if x is None or times == 1:
         return x
     zero, leading = jnp.zeros((), x.dtype), x.ndim - 1
@@ -95,9 +93,9 @@ def _repeated(x: Array | None, times: int) -> Any:
 
 
 class BlockRanges(NamedTuple):
-    """The ranges of blocks that blocks visit, from `first` to before `stop`, and in them a run of open blocks.
+    """Ranges `[first, stop)` of iterated blocks for each kept block, and in each a run of blocks that need no mask.
 
-    One axis is of all batch entries, blocks and parts.
+    One axis holds all batch entries, kept blocks and splits.
     """
 
     first: Int[Array, " ranges"] | Ref
@@ -108,14 +106,9 @@ class BlockRanges(NamedTuple):
 
 
 def block_ranges(
-    visibility: TPUVisibility,
-    layout: Layout,
-    batch: int,
-    *,
-    of_keys: bool = False,
-    splits: int = 1,
+    visibility: TPUVisibility, layout: Layout, batch: int, *, of_keys: bool = False, splits: int = 1
 ) -> BlockRanges:
-    """The ranges of blocks of keys that blocks of rows visit; with `of_keys` of rows, for keys.
+    """Ranges of key blocks for each block of rows; with `of_keys`, of row blocks for each block of keys.
 
     One axis holds all batch entries, blocks and `splits` equal parts of a range, because the memory
     for scalars pads the last axis.
@@ -218,6 +211,7 @@ class BlockScores:
         """
         if self._score is None:
             return self.scores(product), lambda cotangent, sums: cotangent
+        # dx = g'(x) ds, dn_i = Σ_a ds_ia ∂g/∂n; of tables by entry
         places, numbers, indices = self._read(product.shape)
         raw = product * self._scale
         scores, pullback = self._score.vjp(raw, places, numbers)
@@ -233,9 +227,10 @@ class BlockScores:
         return scores, back
 
     def jvp(self, change: Array | None, product: Array, directions: Numbers | None) -> Any:
-        """The change of the scores by the changes of the scaled products, of numbers and of tables."""
+        """Tangent of the scores, given tangents of the scaled products, numbers and tables."""
         if self._score is None:
             return change
+        # ds = g'(x) dx + ∂g/∂n dn
         places, numbers, indices = self._read(product.shape)
         changes = None
         if directions is not None:
@@ -245,7 +240,7 @@ class BlockScores:
         return self._score.jvp(raw, places, numbers, change, changes)
 
     def _read(self, shape: tuple[int, ...]) -> tuple[dict[str, Array], Numbers, list[Array]]:
-        """Positions, numbers and entries in the shape of a block, and the indices of the entries."""
+        """Positions, numbers and table entries broadcast to a block, and the indices of the entries."""
         assert self._score is not None
         places = {}
         if self._score.uses_positions:
@@ -262,7 +257,7 @@ class BlockScores:
         return places, numbers._replace(tables=entries), indices
 
     def _across(self, x: Array, shape: tuple[int, ...]) -> Array:
-        """One number for each row `[1, rows]`, in the shape of a block."""
+        """Broadcasts one number per row, `[1, rows]`, to a block."""
         return jnp.broadcast_to(x if self._turned else x.T, shape)
 
     def _entries(self, numbers: Numbers, indices: list[Array], other: float) -> tuple[Array, ...]:
@@ -294,7 +289,7 @@ def block_numbers(operands: Operands, layout: Layout) -> Numbers:
 
 
 def block_directions(operands: Operands, layout: Layout, directions: Operands) -> Numbers | None:
-    """The change of `block_numbers` in the directions of the score's arrays; None if none move."""
+    """Tangents of `block_numbers`, given tangents of the score's arrays; None if there are none."""
     changes = score_directions(operands, layout.score, directions)
     return None if changes is None else _folded(changes, layout)
 
@@ -337,7 +332,7 @@ def write_sums(results: Numbers, sums: Numbers) -> None:
 
 
 def _folded(numbers: Numbers, layout: Layout) -> Numbers:
-    """`[b, n]` and `[b, n, D]` repeated for each row, and for the rows that pad a block, which have scores too."""
+    # `[b, n]` and `[b, n, D]` repeated for each row, and for the rows that pad a block, which have scores too.
     rows, heads = layout.row_blocks * layout.row_block, layout.heads * layout.row_fold
 
     def fold(x: Array) -> Array:

@@ -20,12 +20,8 @@ from hypothesis import given, settings
 
 from energy_attn.distributed import KVCache
 from energy_attn.distributed.cache._files import write
-from energy_attn.distributed.runtime import _files
-from tests.support.caches import (
-    B,
-    started,
-    tokens,
-)
+from energy_attn.distributed.internal import files
+from tests.support.caches import B, started, tokens
 from tests.support.disk import Killed, contents, failing, meanwhile
 from tests.support.meshes import mesh_of, parallel_of
 
@@ -55,7 +51,7 @@ class Processes:
             broadcast_one_to_all=lambda x: self.gather(x)[0],
             process_allgather=lambda x, tiled: np.concatenate(self.gather(x)),
         )
-        monkeypatch.setattr(_files, "multihost_utils", utils)
+        monkeypatch.setattr(files, "multihost_utils", utils)
 
     def gather(self, x):
         self.told[self.here.index] = x

@@ -26,17 +26,7 @@ from hypothesis.stateful import (
 
 from energy_attn.distributed import ForkedCache, KVCache
 from energy_attn.prefix_tree import Accepted, commit
-from tests.support.caches import (
-    B,
-    H,
-    Model,
-    N,
-    append,
-    check_balanced,
-    check_held,
-    empty,
-    tokens,
-)
+from tests.support.caches import B, H, Model, N, append, check_balanced, check_held, empty, tokens
 from tests.support.compare import close
 from tests.support.disk import contents, failing, meanwhile
 from tests.support.meshes import mesh_of, parallel_of

@@ -25,15 +25,10 @@ from energy_attn.distributed import (
     make_mesh,
     sharded_attention,
 )
-from energy_attn.distributed.cost._network import Derivatives
+from energy_attn.distributed.internal import METHOD_OPTIONS
+from energy_attn.distributed.internal import network as model
 from energy_attn.distributed.merge._strategies import MergeName, automatic_merges
-from energy_attn.distributed.methods._choice import (
-    METHOD_OPTIONS,
-    METHODS,
-    VARIANTS,
-    MethodName,
-)
-from energy_attn.distributed.methods._parallel import check_method
+from energy_attn.distributed.methods._choice import METHODS, VARIANTS, MethodName
 from tests.support.complaints import refused
 from tests.support.meshes import MERGES, merges_for
 from tests.support.selection import few, few_rows
@@ -42,7 +37,6 @@ NAMES = ("slice", "node", "device")
 ROWS = [(p,) for p in range(2, 9)]
 GRIDS = [(2, 3), (2, 4), (2, 2, 2)]
 DECODE = cost.Shape(2, 1, 1680, 4, 2, 6, 10, dtype="float32")
-# as little work for the compiler as possible: what is sent is decided all the same
 
 
 def topology(sizes):
@@ -51,7 +45,10 @@ def topology(sizes):
 
 
 def attention(method, merge, shape, implementation="reference", **options):
-    """An attention of a `cost.Shape`, and its arguments: dtypes, shapes and the sharding of each."""
+    """An attention of a `cost.Shape`, and the types of its arguments, and which are sharded.
+
+    Its kernel is the one that compiles fastest: what is sent is decided all the same.
+    """
     assert merge is not None or shape.queries_sharded
     of_method = [] if merge is None else [merge]
     widths = (
@@ -117,9 +114,32 @@ def predicted(method, merge, shape, sizes, **options):
     return found
 
 
-def hold(method, merge, shape, sizes):
-    program = compiled(*attention(method, merge, shape), sizes)
-    assert sent(program) == predicted(method, merge, shape, sizes), (method, merge, sizes)
+def program_of(method, merge, shape, sizes, derived=None, moving=3):
+    """An attention; or with its gradients, or its tangent along the first `moving` of query, key and value."""
+    f, arrays, specs = attention(method, merge, shape, "blockwise" if derived else "reference")
+    if derived is None:
+        return compiled(f, arrays, specs, sizes)
+
+    def run(*given, axis_name):
+        primals, directions = given[: len(arrays)], given[len(arrays) :]
+
+        def state(*some):
+            return f(*some, *primals[len(some) :], axis_name=axis_name)
+
+        if derived == "tangent":
+            return jax.jvp(state, primals[:moving], directions)
+        found, back = jax.vjp(state, *primals[:3])
+        return found, back(found)
+
+    more = moving if derived == "tangent" else 0
+    return compiled(run, [*arrays, *arrays[:more]], [*specs, *specs[:more]], sizes)
+
+
+def hold(method, merge, shape, sizes, derived=None):
+    """Checks that a program sends what is predicted."""
+    found = sent(program_of(method, merge, shape, sizes, derived))
+    more = {derived: True} if derived else {}
+    assert found == predicted(method, merge, shape, sizes, **more), (method, merge, sizes)
 
 
 @pytest.mark.parametrize("sizes", few([*ROWS, *GRIDS], (2, 4)), ids=str)
@@ -127,13 +147,6 @@ def test_decode_sends_what_is_predicted(sizes):
     """A merge that sends more, less or more often than the model says, whatever the number of devices."""
     for merge in merges_for(len(sizes)):
         hold("tree", merge, DECODE, sizes)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("merge", ["butterfly", "halving"])
-def test_odd_factors_send_what_is_predicted(merge):
-    """Merges in pairs where devices come in threes, too: several states in some rounds, or one that is left over."""
-    hold("tree", merge, DECODE, (6,))
 
 
 # Of a tree every other merge sends what a gather does. What the others send is in their tangents and gradients, too.
@@ -155,39 +168,61 @@ def test_prefill_sends_what_is_predicted(sizes, ways):
             hold(method, merge, shape, sizes)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("sizes", [*ROWS, (2, 4)], ids=str)
-def test_rings_of_one_query_send_what_is_predicted(sizes):
-    """Rings whose queries are on all devices."""
-    for rotate in ("keys", "queries"):
-        hold("ring", rotate, DECODE, sizes)
+def sharded(queries, keys, heads, kv_heads, **options):
+    """A call of sharded queries and few numbers."""
+    options = {"dtype": "float32", "queries_sharded": True} | options
+    return cost.Shape(1, queries, keys, heads, kv_heads, 2, 3, **options)
 
 
-@pytest.mark.parametrize("sizes", few([(2, 4), (3, 2), (2, 2, 2)], (2, 4)), ids=str)
-@pytest.mark.parametrize("method", few(["ulysses", "hybrid"], "hybrid"))
-def test_fewer_heads_than_devices(method, sizes):
-    """Copies of keys that the model does not count: one head of keys for all devices, or two. Positions, too."""
-    p, kv_heads = math.prod(sizes), 2 if sizes == (3, 2) else 1
-    shape = cost.Shape(
-        1, 2 * p, 3 * p, 2 * p, kv_heads, 2, 3, "float32", True, queries_sharded=True
-    )
-    hold(method, None, shape, sizes)
+def of_few_heads(sizes):
+    """A call of fewer heads of keys than devices: copies of keys that a model may leave out."""
+    p = math.prod(sizes)
+    return sharded(2 * p, 3 * p, 2 * p, 2 if sizes == (3, 2) else 1, causal=True)
 
 
-@pytest.mark.parametrize("keys", few([1, 7, 9, 32], 9))
-def test_pieces(keys):
-    """Keys gathered in more pieces than there are, or in other pieces than the model's."""
-    shape = cost.Shape(1, 4, 4 * keys, 2, 1, 2, dtype="float32", queries_sharded=True)
-    hold("gather", None, shape, (4,))
+CAUSAL = sharded(8, 12, 2, 1, causal=True)
+SMOKE = {
+    # devices in threes: several states in some rounds, or one that is left over
+    **{f"six, {x}": ("tree", x, DECODE, (6,)) for x in ("butterfly", "halving")},
+    "few heads": ("hybrid", None, of_few_heads((2, 4)), (2, 4)),
+    "pieces of nine keys": ("gather", None, sharded(4, 36, 2, 1), (4,)),
+}
+LONGER = {
+    **{f"pieces of {n}": ("gather", None, sharded(4, 4 * n, 2, 1), (4,)) for n in (1, 7, 32)},
+    **{
+        f"few heads, {method}, {sizes}": (method, None, of_few_heads(sizes), sizes)
+        for sizes in ((2, 4), (3, 2), (2, 2, 2))
+        for method in ("ulysses", "hybrid")
+        if (method, sizes) != ("hybrid", (2, 4))
+    },
+    **{
+        f"a ring of one query, {rotate}, {sizes}": ("ring", rotate, DECODE, sizes)
+        for sizes in [*ROWS, (2, 4)]
+        for rotate in ("keys", "queries")
+    },
+    # positions sent for nothing in the model, or in every step
+    **{f"positions, {rotate}": ("ring", rotate, CAUSAL, (4,)) for rotate in ("keys", "queries")},
+    "positions, gather": ("gather", None, CAUSAL, (4,)),
+    # `lse` counts as float32 or float64, and so do sums
+    **{
+        f"{merge} of {dtype}": ("tree", merge, dataclasses.replace(DECODE, dtype=dtype), (2, 2))
+        for dtype in ("bfloat16", "float64")
+        for merge in MERGES
+    },
+    "a tangent of one query": ("ring", "queries", DECODE, (4,), "tangent"),
+}
 
 
-@pytest.mark.full
-def test_positions_are_counted():
-    """A ring that compares positions and sends them for nothing in the model, or in every step."""
-    shape = cost.Shape(2, 8, 12, 2, 1, 2, dtype="float32", causal=True, queries_sharded=True)
-    for rotate in ("keys", "queries"):
-        hold("ring", rotate, shape, (4,))
-    hold("gather", None, shape, (4,))
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(pytest.param(row, id=name, marks=pytest.mark.smoke) for name, row in SMOKE.items()),
+        *(pytest.param(row, id=name, marks=pytest.mark.full) for name, row in LONGER.items()),
+    ],
+)
+def test_other_calls_send_what_is_predicted(call):
+    """Copies of keys, pieces, positions or dtypes that the model does not count as the program does."""
+    hold(*call)
 
 
 @pytest.mark.parametrize(
@@ -217,28 +252,12 @@ def test_nothing_but_keys_goes_around(layout, derived):
     assert {shape for c in around for shape in c.shapes} == {(1, 2, 1, 2)}
 
 
-def hold_tangent(method, merge, shape, sizes, kept=None):
-    """That of query, key and value, or of the first `kept` of them."""
-    f, arrays, specs = attention(method, merge, shape, implementation="blockwise")
-
-    def along(*given, axis_name):
-        primals, directions = given[: len(arrays)], given[len(arrays) :]
-
-        def moving(*some):
-            return f(*some, *primals[len(some) :], axis_name=axis_name)
-
-        return jax.jvp(moving, primals[: len(directions)], directions)
-
-    program = compiled(along, [*arrays, *arrays[:3][:kept]], [*specs, *specs[:3][:kept]], sizes)
-    return sent(program), predicted(method, merge, shape, sizes, tangent=True)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_tangent_is_one_reduction(merge):
     """Forward mode of a tree that sends more than R (H + 1) numbers beside the attention's, by any merge."""
-    found, wanted = hold_tangent("tree", merge, DECODE, (2, 4))
-    assert found == wanted, merge
+    hold("tree", merge, DECODE, (2, 4), "tangent")
+    wanted = predicted("tree", merge, DECODE, (2, 4), tangent=True)
     more = wanted - predicted("tree", merge, DECODE, (2, 4))
     assert more == {("all-reduce", DECODE.rows * (DECODE.out_width + 1) * 4): 1}
 
@@ -257,29 +276,7 @@ def test_tangents_send_what_is_predicted(dtype, ways):
     shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=True, queries_sharded=True)
     for method, merge in ways:
         plain = dataclasses.replace(shape, causal=method != "tree")
-        found, wanted = hold_tangent(method, merge, plain, (2, 2) if method == "hybrid" else (4,))
-        assert found == wanted, (method, merge)
-
-
-@pytest.mark.full
-def test_tangents_of_one_query():
-    """Those of a ring of queries that all devices have, which is a tree's."""
-    found, wanted = hold_tangent("ring", "queries", DECODE, (4,))
-    assert found == wanted
-
-
-def hold_gradient(method, merge, shape, sizes):
-    f, arrays, specs = attention(method, merge, shape, implementation="blockwise")
-
-    def both(*given, axis_name):
-        def state(*some):
-            return f(*some, *given[3:], axis_name=axis_name)
-
-        found, back = jax.vjp(state, *given[:3])
-        return found, back(found)
-
-    found = sent(compiled(both, arrays, specs, sizes))
-    assert found == predicted(method, merge, shape, sizes, gradient=True), method
+        hold(method, merge, plain, (2, 2) if method == "hybrid" else (4,), "tangent")
 
 
 # method, merge, whether causal, devices. In the hybrid heads are exchanged and keys go around.
@@ -302,13 +299,14 @@ def test_gradients_send_what_is_predicted(dtype, ways):
     """Gradients of keys that go around a hop too far; pieces that are gathered once too often."""
     for method, merge, causal, sizes in ways:
         shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, dtype=dtype, causal=causal, queries_sharded=True)
-        hold_gradient(method, merge, shape, sizes)
+        hold(method, merge, shape, sizes, "gradient")
 
 
 def test_a_query_that_moves_alone():
     """Directions of keys that are zero, sent around a ring."""
     shape = cost.Shape(1, 8, 12, 8, 4, 2, dtype="float32", queries_sharded=True)
-    found, wanted = hold_tangent("ring", "keys", shape, (4,), kept=1)
+    found = sent(program_of("ring", "keys", shape, (4,), "tangent", moving=1))
+    wanted = predicted("ring", "keys", shape, (4,), tangent=True)
     for size in {size for _, size in wanted}:  # keys and values, of one size
         wanted["collective-permute", size] -= 2 * 3
     assert found == wanted
@@ -381,15 +379,6 @@ def test_energies_send_what_is_predicted(sizes, merges):
         assert sent(program) == predicted("tree", merge, shape, sizes), merge
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_states_are_sent_in_their_dtype(dtype):
-    """States of another dtype than float32: `lse` counts as float32 or float64, and so do sums."""
-    shape = dataclasses.replace(DECODE, dtype=dtype)
-    for merge in MERGES:
-        hold("tree", merge, shape, (2, 2))
-
-
 def test_states_of_a_platform():
     """Where `out` and `lse` are one array, in `lse`'s dtype, and where `out` keeps its own."""
     shape = cost.Shape(1, 8, 16, 8, 4, 2, 3, "bfloat16", queries_sharded=True)
@@ -417,7 +406,7 @@ def test_one_list_of_merges():
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_method_says_what_it_sends(name, sharded):
     """A method with options of its own, or by default, that sends what none of its variants does."""
-    method, derivatives = METHODS[name](), Derivatives(tangent=True)
+    method, derivatives = METHODS[name](), model.Derivatives(tangent=True)
     if not sharded and not method.replicated_queries:
         return
     shape = cost.Shape(2, 8, 1680, 8, 8, 6, 10, dtype="float32", queries_sharded=sharded)
@@ -428,10 +417,10 @@ def test_a_method_says_what_it_sends(name, sharded):
     assert said == by_name
 
 
-def test_only_options_are_options():
+def test_only_options_are_options(unchecked):
     """A method that users cannot ask for, as its kernels are chosen by a policy, taken by its name."""
     with pytest.raises(ValueError, match="method: wanted one of 'tree', .* got str 'reproducible'"):
-        check_method("reproducible")
+        SequenceParallel("device", method="reproducible")
     shape = cost.Shape(1, 1, 8192, 8, 8, 8, queries_sharded=True)
     assert cost.choose_method(shape, topology((4,))) in METHOD_OPTIONS
 
@@ -578,6 +567,7 @@ def test_many_rows_over_many_hosts():
         assert cost.volume("tree", "halving", shape, network) == pytest.approx(sent)
 
 
+SMALL = (1, 8, 8, 1, 1, 4)
 LINK, TWO, ONE_HOST = cost.Link(2, 0, 1), topology((2,)), ("tree", "gather", DECODE)
 SHARDED, RING = dataclasses.replace(DECODE, queries_sharded=True), ("ring", "keys", DECODE)
 WRONG = {
@@ -590,6 +580,11 @@ WRONG = {
     "ValueError launch: .*0 or more, got -1": lambda: cost.Topology("x", (LINK,), launch=-1),
     "ValueError kv_heads: .*4 heads, got 3": lambda: cost.Shape(1, 1, 8, 4, 3, 2),
     "ValueError keys: .*at least 0, got -8": lambda: cost.Shape(1, 1, -8, 4, 4, 2),
+    "TypeError window: wanted two integers or None, got int 5": lambda: cost.Shape(
+        *SMALL, window=5
+    ),
+    "ValueError window: wanted at least 0, got -1": lambda: cost.Shape(*SMALL, window=(-1, 0)),
+    "ValueError layout: wanted one of 'contiguous'": lambda: cost.Shape(*SMALL, layout="mixed"),
     "TypeError dtype: .*float16": lambda: cost.Shape(1, 1, 8, 4, 4, 2, dtype="int8"),
     "ValueError method: .*'reproducible', got str 'star'": lambda: cost.volume(
         "star", None, DECODE, TWO

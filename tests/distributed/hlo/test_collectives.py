@@ -116,22 +116,38 @@ def test_dtypes(dtype, name, bits):
     assert found.bytes == 16 * bits // 8
 
 
-def test_nested_loops_multiply():
-    """A collective in a loop counted once, or by the innermost trip count alone."""
+def nested(x):
+    def outer(_, x):
+        x = lax.fori_loop(0, 3, lambda _, x: jnp.sin(hop(x)), x)
+        return x + lax.psum(x, "x")
 
-    def f(x):
-        def outer(_, x):
-            x = lax.fori_loop(0, 3, lambda _, x: jnp.sin(hop(x)), x)
-            return x + lax.psum(x, "x")
+    return lax.fori_loop(0, 5, outer, hop(x))
 
-        return lax.fori_loop(0, 5, outer, hop(x))
 
-    found = collectives(compiled(f, FLAT, P("x"), P("x"), X))
-    assert sorted((c.kind, c.count) for c in found) == [
-        ("all-reduce", 5),
-        ("collective-permute", 1),
-        ("collective-permute", 15),
-    ]
+def until(x):
+    return lax.while_loop(lambda x: lax.pmax(x.sum(), "x") < 100, lambda x: hop(x) * 2, x)
+
+
+def chosen(x):
+    return lax.cond(lax.psum(x.sum(), "x") > 3, hop, lambda x: x, x)
+
+
+HOP = "collective-permute", 64, 8
+FLOWS = {
+    nested: [("all-reduce", 64, 8, 5), (*HOP, 1), (*HOP, 15)],
+    until: [("all-reduce", 4, 8, None), (*HOP, None)],
+    chosen: [("all-reduce", 4, 8, 1), (*HOP, None)],
+    lambda x: jnp.sin(x).sum(1): [],
+}
+
+
+@pytest.mark.parametrize(("f", "wanted"), FLOWS.items())
+def test_flows(f, wanted):
+    """A collective in a loop counted once, or by the innermost trip count alone; arithmetic taken for communication.
+
+    A count invented for a loop that runs as long as the data say, or for a branch; its condition overlooked.
+    """
+    assert sorted(summary(collectives(compiled(f, FLAT, P("x"), P("x"), X)))) == wanted
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -148,37 +164,9 @@ def test_scan_forward_and_backward(reverse):
     assert summary(collectives(program)) == 2 * [("all-reduce", 16, 8, 7)]
 
 
-def test_loops_that_depend_on_data_are_unknown():
-    """A count invented for a loop that runs as long as the data say; its condition overlooked."""
-
-    def f(x):
-        return lax.while_loop(lambda x: lax.pmax(x.sum(), "x") < 100, lambda x: hop(x) * 2, x)
-
-    found = collectives(compiled(f, FLAT, P("x"), P("x"), X))
-    assert sorted(summary(found)) == [
-        ("all-reduce", 4, 8, None),
-        ("collective-permute", 64, 8, None),
-    ]
-
-
-def test_branches_are_unknown():
-    """A collective that one branch runs counted as if it always ran, or not found at all."""
-
-    def f(x):
-        return lax.cond(lax.psum(x.sum(), "x") > 3, hop, lambda x: x, x)
-
-    found = collectives(compiled(f, FLAT, P("x"), P("x"), X))
-    assert summary(found) == [("all-reduce", 4, 8, 1), ("collective-permute", 64, 8, None)]
-
-
-@pytest.mark.parametrize("mesh", [FLAT, None])
-def test_none(mesh):
-    """Arithmetic taken for communication; a program without devices to talk to that raises."""
-    if mesh is None:
-        program = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct(*X)).compile()
-    else:
-        program = compiled(lambda x: jnp.sin(x).sum(1), mesh, P("x"), P("x"), X)
-    assert collectives(program) == ()
+def test_one_device():
+    """A program without devices to talk to that raises."""
+    assert collectives(jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct(*X)).compile()) == ()
 
 
 AXES = ("a", "b", "c")
@@ -218,6 +206,10 @@ def entry(*lines, header="num_partitions=8", before=""):
 def one(*lines, **options):
     (found,) = collectives_in(entry(*lines, **options))
     return found
+
+
+def root(opcode, attributes, **options):
+    return one(P4, f"ROOT %r = f32[4]{{0}} {opcode}(%p), {attributes}", **options)
 
 
 P4 = "%p = f32[4]{0} parameter(0)"
@@ -399,10 +391,7 @@ def test_bytes_of_shapes(shape, size):
 )  # fmt: skip
 def test_replica_groups(groups, wanted):
     """One of the three ways to write groups, or a transposition within it, misread."""
-    found = one(
-        P4,
-        f"ROOT %r = f32[4]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, use_global_device_ids=true",
-    )
+    found = root("all-reduce", f"channel_id=1, replica_groups={groups}, use_global_device_ids=true")
     assert found.groups == wanted
     assert found.group_size == max(map(len, wanted))
 
@@ -421,11 +410,7 @@ def test_replica_groups(groups, wanted):
 )  # fmt: skip
 def test_what_the_numbers_count(opcode, attributes, wanted):
     """Replicas, partitions and devices confused; an empty list taken for no group instead of all."""
-    found = one(
-        P4,
-        f"ROOT %r = f32[4]{{0}} {opcode}(%p), {attributes}",
-        header="replica_count=2, num_partitions=2",
-    )
+    found = root(opcode, attributes, header="replica_count=2, num_partitions=2")
     assert found.groups == wanted
 
 
@@ -441,10 +426,7 @@ def test_what_the_numbers_count(opcode, attributes, wanted):
 )
 def test_permutes(pairs, wanted):
     """A permute's pairs taken for groups of two; a chain or an empty permute that raises."""
-    found = one(
-        P4,
-        f"ROOT %r = f32[4]{{0}} collective-permute(%p), channel_id=1, source_target_pairs={pairs}",
-    )
+    found = root("collective-permute", f"channel_id=1, source_target_pairs={pairs}")
     assert found.groups == wanted
     assert found.group_size == max(map(len, wanted), default=0)
 

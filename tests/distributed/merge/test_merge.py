@@ -1,4 +1,4 @@
-"""States folded over mesh axes are the states folded in one place: `merge_across` and `logsumexp_across`."""
+"""`merge_across` and `logsumexp_across`: states folded over mesh axes are the states folded in one place."""
 
 import functools
 import math
@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn.distributed import collectives, logsumexp_across, make_mesh, merge_across
-from energy_attn.kernels import AttentionState
+from energy_attn.kernels import AttentionState, CovarianceState, merge_all
 from tests.support.compare import close
 from tests.support.meshes import merges_for, mesh_of, parallel_of
 from tests.support.selection import few, few_rows
@@ -139,7 +139,7 @@ def test_any_number_of_devices(sizes):
     given = jax.tree.map(lambda x: x[:devices], parts("empty shards"))
     weight, energy = weights_of(given.lse)
     exact = np.einsum("i...,i...h->...h", weight, given.out), energy
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]).reshape(sizes), axes)
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(sizes), axes)
 
     def fold(merge, out, lse):
         return merge_across(AttentionState(out[0], lse[0]), axes, merge)
@@ -230,3 +230,66 @@ def test_narrow_outputs(dtype, merge):
     np.testing.assert_allclose(
         merged.out.astype(np.float64), exact, rtol=0, atol=eps * np.abs(exact).max()
     )
+
+
+def covariances(devices, empty=()) -> CovarianceState:
+    """A state of each device; those in `empty` hold no keys."""
+    rng = np.random.default_rng(devices)
+    root = rng.normal(size=(devices, 2, 3, 3))
+    out, lse = rng.normal(size=(devices, 2, 3)), rng.normal(size=(devices, 2))
+    lse[list(empty)] = -np.inf
+    held = np.isfinite(lse)[..., None]
+    covariance = (root @ root.swapaxes(-1, -2)) * held[..., None]
+    return CovarianceState(covariance, out * held, lse)
+
+
+def across(merge, axes, parts):
+    folded = jax.shard_map(
+        lambda state: merge_across(jax.tree.map(lambda x: x[0], state), axes, merge),
+        in_specs=P(axes),
+        out_specs=P(),
+    )
+    return folded(parts)
+
+
+@pytest.mark.parametrize(("merge", "shape"), few_rows([("butterfly", (3, 2)), ("gather", (2, 4))]))
+def test_covariances(merge, shape):
+    """A fold over devices that differs from the fold on one, or a derivative, in either mode and of second order."""
+    axes, devices = ("x", "y")[: len(shape)], math.prod(shape)
+    parts = covariances(devices, empty=[1])
+    rng = np.random.default_rng(0)
+    change = jax.tree.map(lambda x: rng.normal(size=x.shape), parts)
+    weights = jax.tree.map(lambda x: rng.normal(size=x.shape[1:]), parts)
+
+    others = merge == "gather"
+
+    def both(fold):
+        @jax.jit
+        def run(parts, change):
+            found, moved = jax.jvp(fold, (parts,), (change,))
+
+            def total(parts):
+                pairs = zip(fold(parts), weights, strict=True)
+                return sum((x * y).sum() for x, y in pairs)
+
+            def along(parts):
+                return jax.jvp(total, (parts,), (change,))[1]
+
+            slope, bent = jax.jvp(jax.grad(total), (parts,), (change,))
+            derivatives = {"value": found, "jvp": moved, "vjp": slope, "jvp of vjp": bent}
+            return derivatives | ({"vjp of jvp": jax.grad(along)(parts)} if others else {})
+
+        return run(parts, change)
+
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:devices]).reshape(shape), axes)):
+        found = both(functools.partial(across, merge, axes))
+    close(found, both(merge_all), tolerance=1e-12)
+
+
+def test_sums_of_covariances_are_refused(unchecked):
+    """A merge strategy that would need the mean of all keys before it has it."""
+    with jax.set_mesh(Mesh(np.array(jax.devices()), ("x",))):
+        with pytest.raises(
+            ValueError, match="merge: wanted 'gather', 'butterfly' or 'auto' for .* got 'allreduce'"
+        ):
+            across("allreduce", ("x",), covariances(8))

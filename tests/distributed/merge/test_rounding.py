@@ -1,4 +1,4 @@
-"""Arrays of 16 bits: what many devices hold of a row is rounded once, when it has been folded."""
+"""Rounding of 16-bit arrays: a row is rounded once, when the states of many devices have been folded."""
 
 import functools
 from dataclasses import replace

@@ -18,15 +18,13 @@ from energy_attn import masks
 from energy_attn.distributed import (
     SequenceParallel,
     collectives,
+    make_mesh,
+    methods,
     shard_sequence,
     unshard_sequence,
 )
-from energy_attn.distributed.internal import sequence_order, sharding_plan
+from energy_attn.distributed.internal import sharding_plan
 from energy_attn.kernels import local_attention
-from energy_attn.kernels.call._operands import Operands, Settings
-from energy_attn.kernels.call._tokens import Tokens
-from energy_attn.kernels.masks._structure import window_structure
-from energy_attn.kernels.xla._blocks import BlockedOperands
 from tests.support.compare import close
 from tests.support.masks import RULES
 from tests.support.meshes import (
@@ -43,15 +41,19 @@ from tests.support.meshes import (
     ROWS,
     SELF,
     check,
+    in_order,
     in_parts,
     inside,
+    judge,
+    laid_out,
     mesh_of,
     on_host,
     square,
     state_and_gradients,
+    with_gradients,
 )
 from tests.support.problems import Problem, _make, cast
-from tests.support.reference import dense
+from tests.support.reference import dense, dense_vjp
 from tests.support.selection import few, few_rows, pairwise
 
 FEW = square("self few", 3)
@@ -85,13 +87,6 @@ OTHERS = [row for row in OTHERS if str(row) not in map(str, [*FIRST, REFUSED])]
 SMOKE = [pytest.param(*row, marks=pytest.mark.smoke) for row in FIRST]
 
 
-def judged(problem, parallel, mesh="2x4"):
-    """Attention, energies and gradients at the problem's source, against dense attention's."""
-    run = jax.jit(state_and_gradients(problem, parallel))
-    with jax.set_mesh(mesh_of(mesh)):
-        check(run(*on_host(problem)), problem)
-
-
 @pytest.mark.parametrize(("method", "layout", "problem"), [*SMOKE, *few_rows(OTHERS, 1)], ids=str)
 def test_methods(method, layout, problem):
     """A hop too few, a shard seen twice, gradients that do not come home, padding that is seen.
@@ -100,7 +95,7 @@ def test_methods(method, layout, problem):
     not divide or that leave devices without a key; one query; rows that see nothing. And layouts: positions, lengths
     or windows that count places instead of tokens; a permutation not undone.
     """
-    judged(problem, SequenceParallel(AXES, method, layout=layout))
+    judge(problem, SequenceParallel(AXES, method, layout=layout))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +152,7 @@ def test_merges(merge):
         replace(DECODE, name="blind decode", mask=np.zeros_like(DECODE.mask)),
     )
     arrays, given = on_host(DECODE)
-    run = jax.jit(state_and_gradients(DECODE, parallel))
+    run = state_and_gradients(DECODE, parallel)
     with jax.set_mesh(mesh_of("2x4")):
         for problem in problems:
             names = "mask", "key_value_seq_lengths"
@@ -176,56 +171,7 @@ RULE_ROWS = pairwise(METHODS, ("contiguous", "striped", "zigzag"), KINDS)
 def test_rules(method, layout, rule):
     """A mask that compares places instead of positions, or that sees the arrays of another batch entry."""
     problem = replace(_make("rule", B=2, T=16, S=16, N=8, V=3, source=True), rule=rule)
-    judged(problem, SequenceParallel(AXES, method, layout=layout))
-
-
-def test_orders():
-    """What a layout is: which tokens the first and the last of four devices hold, and that all have one place."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("device",))
-    held = {
-        "contiguous": [[0, 1, 2, 3], [12, 13, 14, 15]],
-        "striped": [[0, 4, 8, 12], [3, 7, 11, 15]],
-        "zigzag": [[0, 1, 14, 15], [6, 7, 8, 9]],
-    }
-    with jax.set_mesh(mesh):
-        for layout, (first, last) in held.items():
-            parallel = SequenceParallel("device", layout=layout)
-            tokens = shard_sequence(jnp.arange(16), parallel, axis=0)
-            shards = {s.device.id: s.data.tolist() for s in tokens.addressable_shards}
-            assert shards[0] == first and shards[3] == last, layout
-            assert unshard_sequence(tokens, parallel, axis=0).tolist() == list(range(16))
-            inside = jax.jit(lambda x, p=parallel: shard_sequence(x, p, axis=0))(jnp.arange(16))
-            assert inside.sharding.is_equivalent_to(tokens.sharding, 1)
-            np.testing.assert_array_equal(inside, tokens)
-
-
-def blocks_computed(order, i, j):
-    """Scores that device i computes when it holds the keys of device j."""
-    queries, keys = (jnp.asarray(order[x])[None] for x in (i, j))
-    query, key = (jnp.zeros((1, len(order[0]), heads, 1)) for heads in (8, 2))
-    operands = Operands(query, key, key, tokens=Tokens(queries, keys))
-    blocks = BlockedOperands(operands, Settings(1.0, window_structure(right=0)))
-    return int(blocks.visibility._meet.sum()) * blocks.grid.rows * blocks.grid.keys
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("length", [8192, 32768])
-def test_causal_work_is_balanced(length):
-    """Devices that wait for the one with the last tokens: within 5 % of each other, counted in blocks at real sizes.
-
-    Contiguous shards are the control: the last device has eight times the work of the first.
-    """
-    spread = {}
-    with jax.set_mesh(mesh_of("8")):
-        for layout in ("contiguous", "striped", "zigzag"):
-            parallel = SequenceParallel("device", layout=layout)
-            order = sequence_order(length, parallel, "x").reshape(8, -1)
-            work = [sum(blocks_computed(order, i, j) for j in range(8)) for i in range(8)]
-            spread[layout] = max(work) / min(work)
-            if layout == "zigzag":  # and little of it in vain
-                assert sum(work) < 1.1 * 4 * length**2
-    assert spread["zigzag"] < 1.05 and spread["striped"] < 1.05
-    assert spread["contiguous"] > 5
+    judge(problem, SequenceParallel(AXES, method, layout=layout))
 
 
 @pytest.mark.full
@@ -253,15 +199,9 @@ def test_types_say_it_for_queries():
 
 
 def judged_inside(name, problem, axes=AXES):
-    """One of the functions by itself: values and gradients of sharded arrays, against dense attention's."""
-
-    @jax.jit
-    def run(arrays, cotangent):
-        found, back = jax.vjp(inside(name, problem, axes), arrays)
-        return found, back(cotangent)[0]
-
+    """Checks values and gradients of sharded arrays, inside `shard_map`, against dense attention's."""
     with jax.set_mesh(mesh_of("2x4" if axes == AXES else "8")):
-        check(run(*on_host(problem)), problem)
+        check(with_gradients(inside(name, problem, axes))(*on_host(problem)), problem)
 
 
 RULED = replace(POSITIONED, name="ruled", rule="prefix_rows", is_causal=False)
@@ -367,6 +307,68 @@ def test_a_rule_in_ones_own_shard_map():
         )
         out = unshard_sequence(jax.jit(run)(RULES["prefix_rows"].of(2), *moved), parallel)
     close(out, dense(problem)[0])
+
+
+# --- a device's own keys in a backward: one half first, and one last, while other gradients come home
+
+B, N, K, H, V, DEVICES = 2, 4, 2, 8, 6, 4
+
+
+@pytest.mark.parametrize(
+    ("size", "bias"),
+    [
+        pytest.param(3, (B, N, 3 * DEVICES, 3 * DEVICES), id="a bias of all"),
+        pytest.param(1, (1, N, DEVICES, DEVICES), id="one key"),
+        pytest.param(3, (1, N, 1, 3 * DEVICES), id="a bias of keys", marks=pytest.mark.full),
+        pytest.param(3, (B, 1, 3 * DEVICES, 1), id="a bias of queries", marks=pytest.mark.full),
+    ],
+)
+def test_halves_of_odd_sizes(size, bias):
+    """A key that is in neither half, or in both; the bias, mask, positions or segments of the other half.
+
+    Gradients of keys and of a bias that are added to those of other keys.
+    """
+    tokens = size * DEVICES
+    rng = np.random.default_rng(0)
+    segments = (np.arange(tokens, dtype=np.int32) // 5)[None] * np.array([[0], [1]], np.int32)
+    problem = _make(
+        "own keys",
+        *(B, tokens, tokens, N, K, H, V),
+        bias=bias,
+        mask=rng.random((1, 1, tokens, tokens)) < 0.8,
+        is_causal=True,
+        query_segment_ids=segments,
+        key_segment_ids=segments,
+    )
+    options = problem.options | {"parallel": SequenceParallel("device", methods.Ring("keys"))}
+    run = with_gradients(lambda arrays: ea.attention(**arrays, **options, return_energy=True))
+    arrays, given = on_host(problem)
+    with jax.set_mesh(make_mesh((DEVICES,), ("device",), devices=jax.devices()[:DEVICES])):
+        found, gradients = run(arrays, given)
+    close(found, dense(problem), "state", 1e-13)
+    close(gradients, dense_vjp(problem, *given), "gradient", 1e-13)
+
+
+@pytest.mark.parametrize("layout", few(["contiguous", "zigzag"], "zigzag"))
+def test_halves_of_a_gather(layout):
+    """Pieces of both halves whose keys, biases, or gradients are put back in the order of pieces."""
+    tokens = 32 * 2
+    problem = _make(
+        "pieces", *(B, tokens, tokens, N, K, H, V), bias=(1, N, tokens, tokens), is_causal=True
+    )
+    parallel = SequenceParallel("device", "gather", layout=layout)
+    options = {"is_causal": True, "parallel": parallel, "return_energy": True}
+
+    def attend(arrays):
+        return in_order(
+            problem, parallel, ea.attention(**laid_out(problem, parallel, arrays), **options)
+        )
+
+    arrays, given = on_host(problem)
+    with jax.set_mesh(make_mesh((2,), ("device",), devices=jax.devices()[:2])):
+        found, gradients = with_gradients(attend)(arrays, given)
+    close(found, dense(problem), "state", 1e-13)
+    close(gradients, dense_vjp(problem, *given), "gradient", 1e-13)
 
 
 def test_replicas_agree_to_the_bit():

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.distributed import KVCache, SequenceParallel, unshard_sequence
+from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.distributed.merge._abstract import moved
 from tests.support import caches
 from tests.support.compare import close
@@ -22,8 +22,8 @@ from tests.support.meshes import (
     MERGES,
     POSITIONED,
     SHAPES,
+    in_order,
     inside,
-    is_whole,
     laid_out,
     mesh_of,
     parallel_of,
@@ -67,9 +67,7 @@ def everywhere(problem, parallel):
         given = {n: x for n, x in arrays.items() if n != "scale"}
         given = laid_out(problem, parallel, given) | static_options(problem) | {"scale": scale}
         state = ea.attention(**given, parallel=parallel, return_energy=True)
-        if not is_whole(problem) or parallel.layout == "contiguous":
-            return state
-        return tuple(unshard_sequence(x, parallel) for x in state)
+        return in_order(problem, parallel, state)
 
     return run
 

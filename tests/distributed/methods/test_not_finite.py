@@ -1,4 +1,4 @@
-"""Over a mesh what is not finite is not left out, and what is absent is not read: methods, merges, the cache."""
+"""NaN and infinity over a mesh, in methods, merges and the cache: never left out, and never read where absent."""
 
 import functools
 
@@ -9,12 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.distributed import (
-    KVCache,
-    SequenceParallel,
-    logsumexp_across,
-    merge_across,
-)
+from energy_attn.distributed import KVCache, SequenceParallel, logsumexp_across, merge_across
 from energy_attn.kernels import AttentionState, CovarianceState
 from tests.support.compare import close, same
 from tests.support.meshes import MERGES, mesh_of

@@ -19,32 +19,23 @@ from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.kernels import local_attention
 from tests.support.compare import close
 from tests.support.flags import spawn
-from tests.support.meshes import SHAPES, batches_psum, check, mesh_of, on_host, parallel_of
-from tests.support.problems import PROBLEMS, Problem, _make, cast, cotangents, everything
+from tests.support.meshes import (
+    AXES,
+    SHAPES,
+    batches_psum,
+    check,
+    judge,
+    mesh_of,
+    on_host,
+    parallel_of,
+    state_and_gradients,
+    with_gradients,
+)
+from tests.support.problems import PROBLEMS, _make, cast, cotangents, everything
 from tests.support.reference import dense, dense_vjp
 from tests.support.selection import few, few_rows
 
 EVEN = everything("even", B=2, T=5, S=16)  # S divides by 8, as arrays sharded by their types must
-
-
-def attend(arrays, problem: Problem, **options):
-    """`(∇F, F)` at the problem's source, or at zero."""
-    rest = dict(arrays)
-    zeros = np.zeros((*problem.query.shape[:-1], problem.value.shape[-1]))
-
-    def total(source):
-        energy = ea.free_energy(**rest, source=source, **problem.options, **options)
-        return energy.sum(), energy
-
-    return jax.grad(total, has_aux=True)(rest.pop("source", zeros))
-
-
-def state_and_gradients(problem, **options):
-    def run(arrays, cotangent):
-        pair, back = jax.vjp(lambda arrays: attend(arrays, problem, **options), arrays)
-        return pair, back(cotangent)[0]
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -64,20 +55,14 @@ def test_spread(name, kind):
     Numbers of keys that 8 does not divide (13, 13, 41) and that are below 8 (7); batches, several queries, grouped
     heads, causal, windows, ragged rows, bias, mask and source are all among them.
     """
-    problem = PROBLEMS[name]
-    run = jax.jit(state_and_gradients(problem, parallel=parallel_of(kind)))
-    with jax.set_mesh(mesh_of(kind)):
-        check(run(*on_host(problem)), problem)
+    judge(PROBLEMS[name], parallel_of(kind), kind)
 
 
 @pytest.mark.parametrize(
     ("name", "method"),
     few_rows(
         [
-            ("everything", "hybrid"),
-            ("everything", "tree"),
-            ("everything", "ring"),
-            ("everything", "gather"),
+            *(("everything", method) for method in ("hybrid", "tree", "ring", "gather")),
             ("positions_causal", "tree"),
         ]
     ),
@@ -87,21 +72,16 @@ def test_queries_and_heads_split(name, method):
 
     Numbers of queries that 4 does not divide (11, 5), biases and masks for each head, and a source.
     """
-    problem = PROBLEMS[name]
-    axes = "node", "device"
-    parallel = SequenceParallel(axes, method, queries_sharded=True, heads="tensor")
-    run = jax.jit(state_and_gradients(problem, parallel=parallel))
-    with jax.set_mesh(make_mesh((2, 2, 2), (*axes, "tensor"))):
-        check(run(*on_host(problem)), problem)
+    parallel = SequenceParallel(AXES, method, queries_sharded=True, heads="tensor")
+    judge(PROBLEMS[name], parallel, make_mesh((2, 2, 2), (*AXES, "tensor")))
 
 
 def typed(arrays, mesh, axes, batch=None):
-    """The arrays placed on a mesh; keys, values and their biases sharded along their sequence."""
-    specs = {"key": P(batch, axes), "value": P(batch, axes), "bias": P(None, None, None, axes)}
-    return {
-        name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P())))
-        for name, x in arrays.items()
-    }
+    """The arrays on a mesh: keys, values and their biases sharded along their sequence, rows over `batch`."""
+    keys, rows = P(batch, axes), P(batch)
+    specs = {"key": keys, "value": keys, "bias": P(None, None, None, axes)}
+    specs |= {"query": rows, "source": rows}
+    return {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
 
 
 def test_types_that_differ():
@@ -133,17 +113,13 @@ def test_batch_on_another_axis(kinds):
     mesh = jax.make_mesh((2, 4), ("data", "device"), axis_types=types)
     parallel = SequenceParallel("device") if kinds[1] == "auto" else None
     arrays, given = on_host(EVEN)
-    run = jax.jit(state_and_gradients(EVEN, parallel=parallel))
+    batch = "data" if kinds[0] == kinds[1] else None
     with jax.set_mesh(mesh):
-        if kinds[0] == kinds[1]:
-            arrays = typed(arrays, mesh, "device", batch="data")
-            rows = NamedSharding(mesh, P("data"))
-            for name in ("query", "source"):
-                arrays[name] = jax.device_put(arrays[name], rows)
-            given = jax.device_put(given, rows)
-        else:
-            arrays = typed(arrays, mesh, "device")
-        check(run(arrays, given), EVEN)
+        if batch:
+            given = jax.device_put(given, NamedSharding(mesh, P(batch)))
+        check(
+            state_and_gradients(EVEN, parallel)(typed(arrays, mesh, "device", batch), given), EVEN
+        )
 
 
 @pytest.mark.parametrize("method", few(["tree", "ring"], "tree"))
@@ -152,13 +128,10 @@ def test_rows_of_an_automatic_axis(method):
     mesh = make_mesh((2, 4), ("data", "device"))
     parallel = SequenceParallel("device", method, "gather", queries_sharded=False, batch="data")
     arrays, given = on_host(EVEN)
-    rows = NamedSharding(mesh, P("data"))
     with jax.set_mesh(mesh):
         arrays = typed(arrays, mesh, "device", batch="data")
-        for name in ("query", "source"):
-            arrays[name] = jax.device_put(arrays[name], rows)
-        given = jax.device_put(given, rows)
-        run = jax.jit(state_and_gradients(EVEN, parallel=parallel)).lower(arrays, given).compile()
+        given = jax.device_put(given, NamedSharding(mesh, P("data")))
+        run = state_and_gradients(EVEN, parallel).lower(arrays, given).compile()
         check(run(arrays, given), EVEN)
     sent = {(c.kind, c.group_size) for c in collectives(run)}
     # the query's gradient is a sum over the devices, that of the bias one over the rows
@@ -187,20 +160,19 @@ def test_mapped_over_an_explicit_axis(implementation):
     def ask(query, key, value):
         return ea.FreeEnergy().at(query, key, value).entropy()
 
+    @jax.jit
     def run(arrays, cotangent):
         found, back = jax.vjp(state, arrays)
         (slope,) = back(cotangent)
         twice = jax.grad(lambda x: (jax.vjp(state, x)[1](cotangent)[0]["query"] ** 2).sum())
         return found, slope, twice(arrays), jax.vmap(ask)(**arrays)
 
-    run = jax.jit(run)
     *_, twice, entropy = run(arrays, given)
     mesh = make_mesh((2, 4), ("batch", "device"), explicit=True)
     with jax.set_mesh(mesh):
         arrays = typed(arrays, mesh, "device", batch="batch")
-        rows = NamedSharding(mesh, P("batch"))
-        arrays["query"] = jax.device_put(arrays["query"], rows)
-        *found, twice_spread, entropy_spread = run(arrays, jax.device_put(given, rows))
+        given = jax.device_put(given, NamedSharding(mesh, P("batch")))
+        *found, twice_spread, entropy_spread = run(arrays, given)
     check(found, problem)
     close([entropy_spread, twice_spread], [entropy, twice])
 
@@ -215,7 +187,7 @@ def test_heads_on_another_axis():
     heads = P(None, None, "model")
     specs = {name: P(None, "device", "model") for name in ("key", "value")}
     specs |= {"query": heads, "source": heads, "bias": P(None, "model", None, "device")}
-    run = jax.jit(state_and_gradients(EVEN))
+    run = state_and_gradients(EVEN)
     with jax.set_mesh(mesh):
         arrays = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
         given = jax.device_put(given, NamedSharding(mesh, heads))
@@ -263,12 +235,8 @@ print("done")
 @pytest.mark.full
 def test_bfloat16_beside_another_axis():
     """Sums of bfloat16 over some axes of a mesh, on which XLA:CPU aborts the process: a process of their own."""
-    cases = [
-        (16, "tree", "auto"),
-        (1, "tree", "gather"),
-        (1, "tree", "hierarchical"),
-        (1, "ring", "auto"),
-    ]
+    cases = [(16, "tree", "auto"), (1, "ring", "auto")]
+    cases += [(1, "tree", merge) for merge in ("gather", "hierarchical")]
     assert spawn("-c", BFLOAT16.replace("CASES", repr(cases)), devices=8) == "done\n"
 
 
@@ -280,41 +248,33 @@ def test_inside_shard_map(implementation):
     those of weights that all share (here the query) are summed. The gradient of F in a shared source is a sum, too.
     """
     problem = PROBLEMS["plain"]
-    out, _ = dense(problem)
-    whole = problem.arrays
-    arrays = {n: np.concatenate([x, 2 * x, 3 * x, -x]) for n, x in whole.items()}  # a batch of 8
-    query = arrays.pop("query")[:1]
-    weight = problem.rng("weight").standard_normal((8, *out.shape[1:]))
+    # a batch of 8, and a query that all share
+    arrays = {n: np.concatenate([x, 2 * x, 3 * x, -x]) for n, x in problem.arrays.items()}
+    arrays["query"] = arrays["query"][:1]
+    everyone = replace(problem, **arrays | {"query": np.repeat(arrays["query"], 8, axis=0)})
+    out, lse = dense(everyone)
+    weight = problem.rng("weight").standard_normal(out.shape)
+    rows, options = P("device"), {"implementation": implementation}
+    specs = ({"query": P(), "key": rows, "value": rows},)
 
-    def attention(query, key, value):
-        return ea.attention(query, key, value, implementation=implementation)
+    def attend(arrays):
+        return ea.attention(**arrays, **options)
 
-    def summed(source, query, key, value):
-        return ea.free_energy(query, key, value, source=source, implementation=implementation).sum()
+    def of_source(arrays):
+        def total(source):
+            return ea.free_energy(**arrays, source=source, **options).sum()
 
-    def of_source(query, key, value):  # equal on all devices, as the source is
-        return jax.grad(summed)(np.zeros((1, *out.shape[1:])), query, key, value)
-
-    @jax.jit
-    def run(query, arrays):
-        rows = P("device")
-        spread = jax.shard_map(attention, in_specs=(P(), rows, rows), out_specs=rows)
-
-        def loss(query, arrays):
-            return (weight * spread(query, arrays["key"], arrays["value"])).sum()
-
-        shared = jax.shard_map(of_source, in_specs=(P(), rows, rows), out_specs=P())
-        found = spread(query, arrays["key"], arrays["value"]), jax.grad(loss, (0, 1))(query, arrays)
-        return *found, shared(query, arrays["key"], arrays["value"])
+        return jax.grad(total)(np.zeros_like(out[:1]))  # equal on all devices, as the source is
 
     with jax.set_mesh(mesh_of("8")):
-        found, (dquery, darrays), shared = run(query, arrays)
-    everyone = replace(problem, query=np.repeat(query, 8, axis=0), **arrays)
-    exact = dense_vjp(everyone, weight, np.zeros(weight.shape[:-1]))
-    close(found, dense(everyone)[0])
-    close(dquery, exact["query"].sum(0, keepdims=True))
-    close(darrays, {name: exact[name] for name in darrays})
-    close(shared, dense(everyone)[0].sum(0, keepdims=True))
+        spread = jax.shard_map(attend, in_specs=specs, out_specs=rows)
+        found, gradients = with_gradients(spread)(arrays, weight)
+        shared = jax.jit(jax.shard_map(of_source, in_specs=specs, out_specs=P()))(arrays)
+    exact = dense_vjp(everyone, weight, np.zeros_like(lse))
+    exact["query"] = exact["query"].sum(0, keepdims=True)
+    close(found, out)
+    close(gradients, exact)
+    close(shared, out.sum(0, keepdims=True))
 
 
 def test_inside_shard_map_costs_the_kernel():
@@ -355,15 +315,10 @@ def test_rows_that_vmap_maps_over():
         parallel = SequenceParallel("device", **options)
         return jax.vmap(lambda arrays: ea.attention(**arrays, is_causal=True, parallel=parallel))
 
-    @jax.jit
-    def run(arrays, cotangent):
-        split = jax.shard_map(mapped(), in_specs=rows, out_specs=rows)
-        found, back = jax.vjp(split, arrays)
-        return found, back(cotangent)[0]
-
     with jax.set_mesh(make_mesh((2, 4), ("data", "device"))):
         with pytest.raises(ValueError, match=r"of the 2 devices .*got 1; .*jax\.shard_map.*vmap"):
             mapped(batch="data")(arrays)
+        run = with_gradients(jax.shard_map(mapped(), in_specs=rows, out_specs=rows))
         compiled = run.lower(arrays, cotangent[0]).compile()
         found, gradients = compiled(arrays, cotangent[0])
     close(found, dense(problem)[0])
@@ -376,19 +331,12 @@ def test_mapped_rows_of_sharded_heads():
     """The whole process aborted: XLA's partitioner takes no gather, which slices become under `vmap`, of such heads."""
     problem = _make("mapped heads", B=4, T=8, S=8, N=4)
     arrays, cotangent = on_host(problem)
-    lies = P("data", "device", "tensor")
-
-    @jax.jit
-    def run(arrays, cotangent):
-        parallel = SequenceParallel("device")
-        mapped = jax.vmap(lambda arrays: ea.attention(**arrays, parallel=parallel))
-        found, back = jax.vjp(mapped, arrays)
-        return found, back(cotangent)[0]
-
     mesh = make_mesh((2, 2, 2), ("data", "tensor", "device"))
+    parallel = SequenceParallel("device")
+    run = with_gradients(jax.vmap(lambda arrays: ea.attention(**arrays, parallel=parallel)))
     with jax.set_mesh(mesh):
-        where = jax.NamedSharding(mesh, lies)
-        found, gradients = run(*jax.device_put((arrays, cotangent[0]), where))
+        place = NamedSharding(mesh, P("data", "device", "tensor"))
+        found, gradients = run(*jax.device_put((arrays, cotangent[0]), place))
     close(found, dense(problem)[0])
     close(gradients, dense_vjp(problem, cotangent[0], np.zeros(cotangent[1].shape)))
 
@@ -472,15 +420,14 @@ def test_algorithms_2_and_3():
 def test_algorithms_2_and_3_agree():
     """The same, in numbers."""
     problem = PROBLEMS["decode_source"]
-    arrays, _ = cast(problem, jnp.float64)
-
-    def both(arrays):
-        ask = functools.partial(attend, arrays, problem, parallel=SequenceParallel())
-        return ask(), ask(implementation="reference")
-
     with jax.set_mesh(mesh_of("2x4")):
-        mine, plain = jax.device_get(jax.jit(both)(arrays))
-    close([mine, plain], [dense(problem)] * 2)
+        found = [
+            state_and_gradients(problem, SequenceParallel(), **options)(*on_host(problem))
+            for options in ({}, {"implementation": "reference"})
+        ]
+    for x in found:
+        check(x, problem)
+    (mine, _), (plain, _) = jax.device_get(found)
     close(mine[0], plain[0], tolerance=1e-14)
 
 
@@ -490,36 +437,3 @@ def test_nothing_is_sent_without_a_mesh():
     assert collectives(jax.jit(ea.attention).lower(query, key, key).compile()) == ()
     with jax.set_mesh(make_mesh((8,), ("device",))):
         assert collectives(jax.jit(ea.attention).lower(query, key, key).compile()) == ()
-
-
-WAITS = "the last of 8 contiguous shards has 1.88 times the mean work.*layout='zigzag'"
-
-
-def causal(length, parallel, heads=1, **options):
-    """The types of a causal call over eight devices; nothing is computed."""
-    mesh = make_mesh((8,), ("device",))
-    x = jax.ShapeDtypeStruct((1, length, heads, 8), jnp.bfloat16)
-    options = {"is_causal": True, "parallel": parallel} | options
-    with jax.set_mesh(mesh):
-        jax.eval_shape(functools.partial(ea.attention, **options), x, x, x)
-
-
-@pytest.mark.parametrize("method", ["ring", "tree"])
-def test_devices_that_wait(method):
-    """A causal ring whose last device works twice as long as the mean, and nobody says so."""
-    parallel = SequenceParallel("device", method=method)
-    with pytest.warns(UserWarning, match=WAITS):
-        causal(8192, parallel)
-    with pytest.warns(UserWarning, match=WAITS):
-        causal(8192, parallel, is_causal=False, mask=ea.masks.Causal())
-
-
-def test_devices_that_have_equal_work():
-    """A warning where there is nothing to balance; warnings are errors here."""
-    ring = functools.partial(SequenceParallel, "device", method="ring")
-    causal(8192, ring(layout="zigzag"))
-    causal(8192, ring(), is_causal=False)
-    causal(8192, ring(), local_window_size=(64, 0))
-    causal(4096, ring())  # too short to matter
-    causal(8192, ring(), query_positions=jnp.zeros((1, 8192), jnp.int32))
-    causal(8192, SequenceParallel("device", method="ulysses"), heads=8)

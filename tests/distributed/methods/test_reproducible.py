@@ -42,7 +42,7 @@ OPTIONS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is computed: the bytes depend on this alone."""
+    """A call: the bytes of its results depend on this alone."""
 
     option: str = "causal"
     heads: int = 4
@@ -98,13 +98,13 @@ def wave(score, at, period):
 
 @functools.cache
 def alone(problem: Problem):
-    """What one device computes of it, in one call."""
+    """The results of one device, in one call."""
     return jax.jit(functools.partial(computed, problem))(*problem.arrays())
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How it is computed."""
+    """A mesh, a method and a transformation by which a call is computed."""
 
     sizes: tuple[int, ...] = (8,)
     method: str = "auto"
@@ -115,7 +115,7 @@ class Way:
     transform: str = "jit"
 
     def run(self, problem: Problem):
-        """The same, brought back to one device's order."""
+        """The results of a call, in one device's order."""
         axes = tuple(f"s{i}" for i in range(len(self.sizes)))
         extra = {"b": 2} if self.batch else {"h": 2} if self.heads else {}
         sizes = *extra.values(), *self.sizes
@@ -132,20 +132,15 @@ class Way:
             arrays = problem.arrays()
             if self.layout != "contiguous":
                 arrays = tuple(shard_sequence(x, parallel) for x in arrays)
-            one = functools.partial(computed, problem, parallel=parallel)
-            found = {"jit": jax.jit, "eager": lambda f: f, "remat": remat}[self.transform](one)(
-                *arrays
-            )
+            run = functools.partial(computed, problem, parallel=parallel)
+            if self.transform == "remat":  # everything is computed again for the derivatives
+                run = jax.checkpoint(run)
+            found = (run if self.transform == "eager" else jax.jit(run))(*arrays)
             if self.layout != "contiguous":
                 found = jax.tree.map(
                     lambda x: unshard_sequence(x, parallel) if x.ndim > 2 else x, found
                 )
             return jax.device_get(found)
-
-
-def remat(f):
-    """Computes everything again for the derivatives."""
-    return jax.jit(jax.checkpoint(f))
 
 
 def same(found, wanted):
@@ -201,7 +196,7 @@ METHODS = "auto", "tree", "ring", "gather", "ulysses", "hybrid"
 
 @st.composite
 def ways(draw):
-    """Two draws: what, and how."""
+    """A call and a way to compute it."""
     heads, key_heads = draw(st.sampled_from([(4, 4), (4, 2), (8, 1)]))
     dtype = draw(st.sampled_from(["float32", "bfloat16", "float16", "float64"]))
     problem = Problem(draw(st.sampled_from(sorted(OPTIONS))), heads, key_heads, dtype)
@@ -245,78 +240,72 @@ def test_inside_shard_map(queries):
 
     def run(q, k, v, d_out, d_energy, query_positions, key_positions):
         def state(q, k, v):
-            return sharded_attention(
-                q,
-                k,
-                v,
-                axis_name="s",
-                is_causal=True,
-                reproducible=True,
-                query_positions=query_positions[None],
-                key_positions=key_positions[None],
-            )
+            positions = {
+                "query_positions": query_positions[None],
+                "key_positions": key_positions[None],
+            }
+            options = {"axis_name": "s", "is_causal": True, "reproducible": True}
+            return sharded_attention(q, k, v, **options, **positions)
 
         found, pull = jax.vjp(state, q, k, v)
-        moves = (2 * q, 3 * k, v)
+        moves = d_out, 2 * k, 3 * v
         return found, pull(type(found)(d_out, d_energy)), jax.jvp(state, (q, k, v), moves)[1]
 
-    cut, at = jax.P(None, "s"), jax.P(*rows[1:])
-    specs = rows, cut, cut, rows, rows, at, jax.P("s")
-    out = rows, (rows, cut, cut), rows
+    keys, at = jax.P(None, "s"), jax.P(*rows[1:])
+    specs = rows, keys, keys, rows, rows, at, jax.P("s")
+    out = rows, (rows, keys, keys), rows
     args = q, k, v, d_out, d_energy, place, place
-    found = {}
-    for p in (1, 4):
-        mesh = make_mesh((p,), ("s",), devices=jax.devices()[:p])
-        found[p] = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out))(*args)
-    same(jax.device_get(found[4]), jax.device_get(found[1]))
-    same(tuple(found[4][0]), alone(CAUSAL)[0])
+    mesh = make_mesh((4,), ("s",), devices=jax.devices()[:4])
+    found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out))(*args)
+    same(jax.device_get(found), alone(CAUSAL))
 
 
 def over_own_keys(parallel, q, k, v, d_out, d_energy):
     """The state of a few queries, which all devices have, its gradients and a tangent."""
-    lengths = jnp.array([2900, 700])
+    options = {"key_value_seq_lengths": jnp.array([2900, 700]), "parallel": parallel}
 
     def state(q, k, v):
-        return ea.attention(
-            q,
-            k,
-            v,
-            return_energy=True,
-            reproducible=True,
-            parallel=parallel,
-            key_value_seq_lengths=lengths,
-        )
+        return ea.attention(q, k, v, return_energy=True, reproducible=True, **options)
 
     found, pull = jax.vjp(state, q, k, v)
     return found, pull((d_out, d_energy)), jax.jvp(state, (q, k, v), (d_out, 2 * k, 3 * v))[1]
 
 
-def test_own_keys():
-    """Trees of devices' own keys that are joined in the order of the devices; a gradient that each has a part of."""
+@functools.cache
+def few_queries():
+    """Few queries, many keys and cotangents, and what one device computes of them."""
     rng = np.random.default_rng(1)
-    q, d_out = (array(rng.standard_normal((2, 3, 4, WIDTH)), "float32") for _ in range(2))
-    k, v = (array(rng.standard_normal((2, 6144, 2, WIDTH)), "float32") for _ in range(2))
-    given = q, k, v, d_out, array(rng.standard_normal((2, 3, 4)), "float32")
-    wanted = jax.jit(functools.partial(over_own_keys, None))(*given)
-    # runs of six leaves, of which the tree has two nodes, and of three; two runs of three, and of twelve
-    for devices, layout in ((4, "contiguous"), (8, "contiguous"), (4, "zigzag"), (1, "zigzag")):
-        mesh = make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
-        parallel = SequenceParallel("s", "tree", queries_sharded=False, layout=layout)
-        with jax.set_mesh(mesh):
-            args = q, shard_sequence(k, parallel), shard_sequence(v, parallel), *given[3:]
-            run = jax.jit(functools.partial(over_own_keys, parallel)).lower(*args).compile()
-            state, (to_query, *to_keys), moved = run(*args)
-            to_keys = [unshard_sequence(x, parallel) for x in to_keys]
-            same(jax.device_get((state, (to_query, *to_keys), moved)), wanted)
-        sent = [x.bytes for x in collectives(run)]
-        assert max(sent, default=0) < k.nbytes / devices / 4
+    shapes = (2, 3, 4, WIDTH), *[(2, 6144, 2, WIDTH)] * 2, (2, 3, 4, WIDTH), (2, 3, 4)
+    given = [array(rng.standard_normal(x), "float32") for x in shapes]
+    return given, jax.jit(functools.partial(over_own_keys, None))(*given)
 
 
-@pytest.mark.parametrize(("devices", "block"), few_rows([(4, 256), (4, 32), (1, 32)], 2))
+# runs of six leaves, of which the tree has two nodes; two runs of three; runs of three; two runs of twelve
+@pytest.mark.parametrize(
+    ("devices", "layout"),
+    few_rows([(4, "contiguous"), (4, "zigzag"), (8, "contiguous"), (1, "zigzag")]),
+)
+def test_own_keys(devices, layout):
+    """Trees of devices' own keys that are joined in the order of the devices; a gradient that each has a part of."""
+    (q, k, v, *cotangents), wanted = few_queries()
+    mesh = make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
+    parallel = SequenceParallel("s", "tree", queries_sharded=False, layout=layout)
+    with jax.set_mesh(mesh):
+        args = q, shard_sequence(k, parallel), shard_sequence(v, parallel), *cotangents
+        run = jax.jit(functools.partial(over_own_keys, parallel)).lower(*args).compile()
+        state, (to_query, *to_keys), moved = run(*args)
+        to_keys = [unshard_sequence(x, parallel) for x in to_keys]
+        same(jax.device_get((state, (to_query, *to_keys), moved)), wanted)
+    sent = [x.bytes for x in collectives(run)]
+    assert max(sent, default=0) < k.nbytes / devices / 4
+
+
+@pytest.mark.parametrize(("devices", "block"), few_rows([(4, 32), (4, 256), (1, 32)]))
 def test_caches(devices, block):
     """A step over a cache of another capacity, in blocks on several devices, beside a longer row."""
     q, k, v, *_ = WINDOW.arrays()
-    wanted = ea.FreeEnergy(is_causal=True, reproducible=True).attention(q, k, v, return_energy=True)
+    F = ea.FreeEnergy(is_causal=True, reproducible=True)
+    wanted = jax.jit(functools.partial(F.attention, return_energy=True))(q, k, v)
     parallel = None if devices == 1 else SequenceParallel("s")
     counts = jnp.array([LENGTH - 40, LENGTH - 9])  # of the two rows, before the last step
     mesh = make_mesh((devices,), ("s",), devices=jax.devices()[:devices])
@@ -343,7 +332,7 @@ def test_a_head_at_a_time(monkeypatch):
 def test_refusals():
     """An option that is ignored where the bits would not be the same."""
     q, k, v, *_ = CAUSAL.arrays()
-    with pytest.raises(ValueError, match="implementation: wanted None beside reproducible"):
+    with pytest.raises(ValueError, match="implementation: wanted None with reproducible"):
         ea.attention(q, k, v, reproducible=True, implementation="blockwise")
     with pytest.raises(TypeError, match="reproducible"):
         ea.attention(q, k, v, reproducible=1)

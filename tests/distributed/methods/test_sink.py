@@ -13,12 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.distributed import (
-    KVCache,
-    SequenceParallel,
-    sharded_attention,
-    unshard_sequence,
-)
+from energy_attn.distributed import KVCache, SequenceParallel, sharded_attention
 from energy_attn.kernels import AttentionState
 from energy_attn.prefix_tree import PrefixTree, tree_decode
 from tests.support.compare import close
@@ -28,11 +23,10 @@ from tests.support.meshes import (
     EMPTY,
     ODD,
     SELF,
-    is_whole,
-    laid_out,
     mesh_of,
     on_host,
-    static_options,
+    state_and_gradients,
+    with_gradients,
 )
 from tests.support.observables import answers, directions, exactly, measure
 from tests.support.problems import Problem, _make, cast
@@ -41,41 +35,24 @@ from tests.support.scores import gradient_of, sink_of, with_key
 from tests.support.selection import few, few_rows
 
 
-def check(problem: Problem, parallel: SequenceParallel, mesh: str, batched=False, place=None):
-    """Attention, energies and all gradients at the problem's source, against the judge's."""
-    static, sink = static_options(problem), sink_of(problem, batched)
-    whole = with_key(problem, sink)
-
-    def pair(arrays):
-        sink = arrays["sink"]
-        arrays = laid_out(problem, parallel, {n: x for n, x in arrays.items() if n != "sink"})
-        source = arrays.pop("source")
-
-        def total(source):
-            energy = ea.free_energy(**arrays, source=source, **static, sink=sink, parallel=parallel)
-            return energy.sum(), energy
-
-        found = jax.grad(total, has_aux=True)(source)
-        if not is_whole(problem) or parallel.layout == "contiguous":
-            return found
-        return tuple(unshard_sequence(x, parallel) for x in found)
-
-    @jax.jit
-    def run(arrays, given):
-        found, back = jax.vjp(pair, arrays)
-        if place is not None:  # cotangents of the types of the results
-            given = tuple(
-                jax.reshard(x, jax.typeof(y).sharding) for x, y in zip(given, found, strict=True)
-            )
-        return found, back(given)[0]
-
-    arrays, given = on_host(problem)
+def judge(problem: Problem, parallel: SequenceParallel, mesh: str, batched=False, place=None):
+    """Checks attention, energies and all gradients at the problem's source against the judge's."""
+    sink, (arrays, given) = sink_of(problem, batched), on_host(problem)
     arrays = arrays | {"sink": sink}
+    cotangents = given
     with jax.set_mesh(mesh_of(mesh)):
-        if place is not None:
+        if place is not None:  # cotangents have the types of the results
             arrays |= {n: jax.device_put(arrays[n], spec) for n, spec in place.items()}
-        found, gradients = run(arrays, given)
-    close(found, dense(whole), "state")
+            cotangents = jax.device_put(given, place["query"])
+        found = state_and_gradients(problem, parallel)(arrays, cotangents)
+    check_with_key(found, problem, sink, given)
+
+
+def check_with_key(found, problem: Problem, sink, given):
+    """Checks a state and its gradients against the judge's of the problem with one more key."""
+    state, gradients = found
+    whole = with_key(problem, sink)
+    close(state, dense(whole), "state")
     close(gradients, gradient_of(problem, sink, dense_vjp(whole, *given)))
 
 
@@ -89,7 +66,7 @@ def check(problem: Problem, parallel: SequenceParallel, mesh: str, batched=False
 )
 def test_methods(method, layout, problem):
     """A sink counted on each of eight devices, or on none; its gradient summed over devices once too often."""
-    check(problem, SequenceParallel(AXES, method, layout=layout), "2x4", batched=True)
+    judge(problem, SequenceParallel(AXES, method, layout=layout), "2x4", batched=True)
 
 
 @pytest.mark.parametrize("sharded", few([True, False], True))
@@ -99,7 +76,7 @@ def test_types(sharded):
     keys, queries = P(None, "device", "node"), P(None, None, "node")
     place = {"key": keys, "value": keys, "query": queries, "source": queries}
     place |= {"sink": P("node")} if sharded else {}
-    check(plain, SequenceParallel("device", heads="node"), "2x4 explicit", place=place)
+    judge(plain, SequenceParallel("device", heads="node"), "2x4 explicit", place=place)
 
 
 @pytest.mark.full
@@ -151,20 +128,16 @@ def test_inside_shard_map(method):
         options = {"scale": 0.4, "sink": sink, "axis_name": "device", "method": way}
         return tuple(sharded_attention(query, key, value, **options))
 
-    @jax.jit
-    def run(arrays, cotangent):
-        specs = (queries, keys, keys, P())
-        mapped = jax.shard_map(local, in_specs=specs, out_specs=(queries, queries))
-        found, back = jax.vjp(lambda x: mapped(x["query"], x["key"], x["value"], x["sink"]), arrays)
-        return found, back(cotangent)[0]
+    def spread(x):
+        mapped = jax.shard_map(
+            local, in_specs=(queries, keys, keys, P()), out_specs=(queries, queries)
+        )
+        return mapped(x["query"], x["key"], x["value"], x["sink"])
 
     arrays, given = on_host(problem)
-    arrays = arrays | {"sink": sink}
-    whole = with_key(problem, sink)
     with jax.set_mesh(mesh_of("8")):
-        found, gradients = run(arrays, given)
-    close(found, dense(whole), "state")
-    close(gradients, gradient_of(problem, sink, dense_vjp(whole, *given)))
+        found = with_gradients(spread)(arrays | {"sink": sink}, given)
+    check_with_key(found, problem, sink, given)
 
 
 @pytest.mark.parametrize("mesh", few([None, "8", "2x4 explicit"], "8"))
@@ -175,11 +148,7 @@ def test_cache_and_tree(mesh):
     seen = np.concatenate([np.ones((4, 11), bool), above], 1)
     nodes = replace(_make("sink of a tree", 1, 4, 15, 4, 2), mask=seen[None, None])
     asked = replace(
-        nodes,
-        query=nodes.query[:, :1],
-        key=nodes.key[:, :11],
-        value=nodes.value[:, :11],
-        mask=None,
+        nodes, query=nodes.query[:, :1], key=nodes.key[:, :11], value=nodes.value[:, :11], mask=None
     )
     sink = sink_of(nodes)
     axes = {"8": "device", "2x4 explicit": AXES}
@@ -192,11 +161,11 @@ def test_cache_and_tree(mesh):
         cache = KVCache.empty(1, 32, 2, 5, **options).append(key[:, :11], value[:, :11])
         new = key[:, 11:], value[:, 11:]
         found = cache.attend(query[:, :1], sink=sink)
-        return found, tree_decode(query, *new, tree=tree, cache=cache, sink=sink), cache
+        return (found, tree_decode(query, *new, tree=tree, cache=cache, sink=sink)), cache
 
     @jax.jit
     def both(arrays, given):
-        found, back, cache = jax.vjp(lambda x: _first_two(run(x)), arrays, has_aux=True)
+        found, back, cache = jax.vjp(run, arrays, has_aux=True)
         at = cache.at(arrays["query"][:, :1], energy=ea.FreeEnergy(sink=arrays["sink"]))
         return found, back(given)[0], at.entropy()
 
@@ -215,7 +184,3 @@ def test_cache_and_tree(mesh):
     for name, x in of_asked.items():  # of the first entries
         of_nodes[name][tuple(map(slice, x.shape))] += x
     close(gradients, of_nodes, tolerance=1e-10)
-
-
-def _first_two(found):
-    return found[:2], found[2]

@@ -55,7 +55,7 @@ PLACED = {
 
 
 def tree(axes, problem: Problem):
-    """A function of the whole arrays that spreads the keys over `axes`; keys, values, bias and mask are cut."""
+    """A function of whole arrays that shards keys, values, bias and mask over `axes`."""
     keys, scores = P(None, axes), P(None, None, None, axes)
     specs = {name: keys for name in ("key", "value", "key_positions", "key_segment_ids")}
     specs |= {"bias": scores, "mask": scores}
@@ -75,10 +75,6 @@ def tree(axes, problem: Problem):
     return call
 
 
-def split(problem: Problem):
-    return {n: getattr(problem, n) for n, x in problem.options.items() if isinstance(x, jax.Array)}
-
-
 @pytest.mark.parametrize("kind", few(["8", "2x4"], "2x4"))
 def test_layouts(kind):
     """Positions counted from a shard's first key: causality and windows would be right on the first device alone.
@@ -95,7 +91,12 @@ def test_layouts(kind):
 
     with jax.set_mesh(mesh_of(kind)):
         for name, problem in PLACED.items():
-            found, gradients = run(problem.arrays, split(problem), AttentionState(*given))
+            options = {
+                n: getattr(problem, n)
+                for n, x in problem.options.items()
+                if isinstance(x, jax.Array)
+            }
+            found, gradients = run(problem.arrays, options, AttentionState(*given))
             close(found, dense(problem), name)
             close(gradients, dense_vjp(problem, *given), name)
     assert not visible(PLACED["few keys"])[1].any()  # the case is what it says

@@ -1,4 +1,4 @@
-"""Files that take another's place: what is on disk, and when. That a save ends anywhere: tests/distributed/cache."""
+"""Files that replace others: what is on disk, and when; tests/distributed/cache tests saves that end anywhere."""
 
 import errno
 import os
@@ -8,22 +8,22 @@ import sys
 
 import pytest
 
-from energy_attn.distributed.runtime import _files
+from energy_attn.distributed.internal import files
 from tests.support.disk import contents, failing
 
 
 def test_what_is_written_is_on_disk(tmp_path):
     """A file that is named before its bytes are synced, or whose name is not: after a crash it would be empty."""
     with failing() as disk:
-        _files.write(tmp_path / "new", [b"a", b"bc"])
-        _files.replace(tmp_path / "new", tmp_path / "old")
+        files.write(tmp_path / "new", [b"a", b"bc"])
+        files.replace(tmp_path / "new", tmp_path / "old")
     synced = ["fsync folder", "replace", "fsync folder"]
     assert disk.log == ["open", "write", "write", "fsync", *synced]
     disk.check_synced()
     assert contents(tmp_path) == {"old": b"abc"}
     with pytest.raises(FileExistsError):
-        _files.write(tmp_path / "old", [b"d"])
-    _files.remove(tmp_path / "new")  # is not there
+        files.write(tmp_path / "old", [b"d"])
+    files.remove(tmp_path / "new")  # is not there
 
 
 def test_folders_that_cannot_be_synced(tmp_path, monkeypatch):
@@ -36,10 +36,10 @@ def test_folders_that_cannot_be_synced(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "fsync", sync)
 
     fails(errno.EINVAL)
-    _files.sync(tmp_path)
+    files.sync(tmp_path)
     fails(errno.EIO)
     with pytest.raises(OSError, match=rf"no: '{tmp_path}'"):
-        _files.sync(tmp_path)
+        files.sync(tmp_path)
 
 
 def test_a_full_disk_names_the_file(tmp_path):
@@ -47,7 +47,7 @@ def test_a_full_disk_names_the_file(tmp_path):
     for step in (2, 3):
         file = tmp_path / f"new{step}"
         with failing(step, OSError), pytest.raises(OSError, match=f"no space left: '{file}'"):
-            _files.write(file, [b"abc"])
+            files.write(file, [b"abc"])
 
 
 # Another process that saves, as far as its lock goes.
@@ -62,15 +62,15 @@ with open(sys.argv[1], "w") as file:
 
 
 def save(folder):
-    with _files.saving(folder, re.compile("new-.*"), lambda _: set()) as identity:
-        _files.write(folder / f"new-{identity}", [b"abc"])
-        assert f"process {os.getpid()} on " in (folder / _files.LOCK).read_text()
+    with files.saving(folder, re.compile("new-.*"), lambda _: set()) as identity:
+        files.write(folder / f"new-{identity}", [b"abc"])
+        assert f"process {os.getpid()} on " in (folder / files.LOCK).read_text()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no flock")
 def test_a_killed_holder_locks_nobody_out(tmp_path):
     """A second save that goes ahead, an error that does not say whose the first is, a lock for ever, files left."""
-    lock = tmp_path / _files.LOCK
+    lock = tmp_path / files.LOCK
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, lock], stdout=subprocess.PIPE)
     with holder:
         assert holder.stdout.readline() == b"held\n"
@@ -95,14 +95,14 @@ def test_folders_that_cannot_be_locked(tmp_path, monkeypatch):
         if number == errno.ENOLCK:
             save(tmp_path)
         else:
-            with pytest.raises(OSError, match=f"no: '{tmp_path / _files.LOCK}'"):
+            with pytest.raises(OSError, match=f"no: '{tmp_path / files.LOCK}'"):
                 save(tmp_path)
 
 
 def test_a_lock_that_goes_as_it_is_taken(tmp_path, monkeypatch):
     """The lock of a file that its last holder has just removed, which keeps nobody out."""
     fcntl = pytest.importorskip("fcntl")
-    lock, real, told = tmp_path / _files.LOCK, fcntl.flock, []
+    lock, real, told = tmp_path / files.LOCK, fcntl.flock, []
 
     def flock(opened, what):
         real(opened, what)

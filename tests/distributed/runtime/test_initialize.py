@@ -8,8 +8,8 @@ from collections.abc import Callable
 import jax
 import pytest
 
+from energy_attn.distributed import initialize
 from energy_attn.distributed.runtime import _initialize
-from energy_attn.distributed.runtime._initialize import Participant, coordinate, initialize, join
 from tests.support.flags import free_port
 
 JOB = {"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 0}
@@ -41,13 +41,13 @@ def started(monkeypatch) -> list[dict]:
         calls.append({"address": address, "count": count, "process": process, **options})
 
     monkeypatch.setattr(_initialize, "_started", lambda: False)
-    monkeypatch.setattr(
-        _initialize, "coordinate", lambda participant, bind: calls.append({"held": bind})
-    )
-    monkeypatch.setattr(
-        _initialize, "join", lambda participant: calls.append({"answered": participant})
-    )
-    monkeypatch.setattr(_initialize, "_leave_on_failure", lambda: None)
+    replaced = {
+        "coordinate": lambda participant, bind: calls.append({"held": bind}),
+        "join": lambda participant: calls.append({"answered": participant}),
+        "_leave_on_failure": lambda: None,
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(_initialize, name, function)
     monkeypatch.setattr(jax.distributed, "initialize", connect)
     return calls
 
@@ -61,7 +61,7 @@ def test_alone_does_nothing(started):
 def test_arguments_reach_jax(started):
     initialize("host:1234", 4, 2, local_device_ids=[4, 5], heartbeat_timeout=7)
     meeting, call = started
-    assert meeting == {"answered": Participant("host:1234", 2, 4, 30)}
+    assert meeting == {"answered": _initialize.Participant("host:1234", 2, 4, 30)}
     assert (call["address"], call["count"], call["process"]) == ("host:1234", 4, 2)
     assert call["local_device_ids"] == [4, 5]
     assert call["heartbeat_timeout_seconds"] == 7
@@ -156,11 +156,11 @@ class Rendezvous:
         self.accepts = threading.Event()
 
     def start(self, name: str, process: int, processes: int | None = None) -> None:
-        participant = Participant(
+        participant = _initialize.Participant(
             self.address, process, processes or self._callers[0], self._callers[1]
         )
         if process:
-            self._run(name, lambda: join(participant))
+            self._run(name, lambda: _initialize.join(participant))
         else:
             self._run(name, lambda: self._hold(participant))
 
@@ -179,8 +179,8 @@ class Rendezvous:
             threading.Event().wait(0.01)
         raise AssertionError("nobody listens")
 
-    def _hold(self, participant: Participant) -> None:
-        coordinate(participant, self.address)
+    def _hold(self, participant: _initialize.Participant) -> None:
+        _initialize.coordinate(participant, self.address)
         # JAX's service takes the port now; the others go on when it is there.
         host, port = self.address.split(":")
         with socket.create_server((host, int(port))) as service:
@@ -238,7 +238,9 @@ def test_port_taken():
     host, port = meeting.address.split(":")
     with socket.create_server((host, int(port))):
         with pytest.raises(RuntimeError, match="^coordinator_address: process 0 cannot listen at"):
-            coordinate(Participant(meeting.address, 0, 2, 5), meeting.address)
+            _initialize.coordinate(
+                _initialize.Participant(meeting.address, 0, 2, 5), meeting.address
+            )
 
 
 def test_strangers_and_restarted_processes():

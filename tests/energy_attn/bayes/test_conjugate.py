@@ -18,13 +18,7 @@ from jax.sharding import Mesh
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
 from energy_attn.solvers import Newton, Optax
-from tests.support.compare import close
-from tests.support.complaints import complains
-from tests.support.observables import measure
-from tests.support.problems import Problem
-from tests.support.reference import dense, dense_covariance, dense_jvp, dense_vjp, rows, visible
-from tests.support.selection import few
-from tests.support.solvers import (
+from tests.energy_attn.bayes.problem import (
     CONVERGED,
     INVERSE_TEMPERATURES,
     NO_KEYS,
@@ -37,6 +31,12 @@ from tests.support.solvers import (
     points_inside,
     random_keys,
 )
+from tests.support.compare import close
+from tests.support.complaints import complains
+from tests.support.observables import measure
+from tests.support.problems import Problem
+from tests.support.reference import dense, dense_covariance, dense_jvp, dense_vjp, rows, visible
+from tests.support.selection import few
 
 ONE_STEP = Newton(max_steps=1)
 
@@ -158,10 +158,8 @@ def test_outside_of_the_hull():
     highest = np.where(visible(PROBLEM), along, -np.inf).max(-1).transpose(0, 2, 1)
     flagged = np.asarray(solution.result) == OUTSIDE
     separated = (normal * outside).sum(-1) > highest
-    assert (
-        flagged.sum() > 0.7 * SEEN.sum()
-        and (np.asarray(solution.result)[~flagged & SEEN] == 0).all()
-    )
+    result = np.asarray(solution.result)
+    assert flagged.sum() > 0.7 * SEEN.sum() and (result[~flagged & SEEN] == 0).all()
     assert separated[flagged].all() and np.isposinf(np.asarray(solution.value)[flagged]).all()
     assert not np.asarray(gradient)[flagged].any() and np.isfinite(np.asarray(gradient)).all()
     one = visible(PROBLEM).sum(-1).transpose(0, 2, 1) == 1
@@ -357,9 +355,7 @@ def test_rounding_is_allowed_for(dtype):
     point = np.einsum("bs,bsv->bv", weights, np.asarray(value[:, :, 0], np.float64))
     point = jnp.asarray(point[:, None, None], dtype)
     exact = Newton(tolerance=0.0)
-    program = jax.jit(
-        lambda scale: measure(query, key, value, scale=scale).rate(point, solver=exact)
-    )
+    program = jax.jit(lambda x: measure(query, key, value, scale=x).rate(point, solver=exact))
     for beta in INVERSE_TEMPERATURES:
         assert program(jnp.asarray(beta / np.sqrt(8), dtype)).converged.all()
 
@@ -367,9 +363,8 @@ def test_rounding_is_allowed_for(dtype):
 @pytest.mark.full
 def test_sixteen_bits_are_widened():
     """bfloat16 arrays are solved, and answered, in float32; so is an unbatched call."""
-    arrays = [
-        jnp.asarray(x[0], jnp.bfloat16) for x in (POINT, PROBLEM.query, PROBLEM.key, PROBLEM.value)
-    ]
+    given = POINT, PROBLEM.query, PROBLEM.key, PROBLEM.value
+    arrays = [jnp.asarray(x[0], jnp.bfloat16) for x in given]
     program = jax.jit(lambda point, *arrays: measure(*arrays).rate(point))
     solution = program(*arrays)
     wide = program(*(x.astype(jnp.float32) for x in arrays))

@@ -21,10 +21,10 @@ from energy_attn import masks
 from energy_attn.bayes import gamma, saddle_attention
 from energy_attn.distributed import SequenceParallel
 from energy_attn.solvers import Newton, Optax
+from tests.energy_attn.bayes.problem import CONVERGED, NO_KEYS, POINT, PROBLEM, SEEN, SOLID, kl
 from tests.support.arrays import array
 from tests.support.observables import measure
 from tests.support.reference import dense, dense_vjp, rows
-from tests.support.solvers import CONVERGED, NO_KEYS, POINT, PROBLEM, SEEN, SOLID, kl
 
 random = np.random.default_rng(0)
 A, B = (0.7 * random.standard_normal(POINT.shape) for _ in range(2))

@@ -15,12 +15,7 @@ import pytest
 import energy_attn as ea
 from energy_attn.bayes import gamma, saddle_attention
 from energy_attn.solvers import Extragradient, Mirror, Newton, Optax, Optimistic
-from tests.support.arrays import array
-from tests.support.complaints import complains
-from tests.support.observables import measure
-from tests.support.reference import dense, dense_vjp, rows, visible
-from tests.support.selection import few
-from tests.support.solvers import (
+from tests.energy_attn.bayes.problem import (
     CONVERGED,
     INVERSE_TEMPERATURES,
     NO_KEYS,
@@ -29,6 +24,11 @@ from tests.support.solvers import (
     SEEN,
     random_keys,
 )
+from tests.support.arrays import array
+from tests.support.complaints import complains
+from tests.support.observables import measure
+from tests.support.reference import dense, dense_vjp, rows, visible
+from tests.support.selection import few
 
 FOLDER = Path(__file__).resolve().parents[3] / "papers" / "tree_attention"
 OUT, LSE = dense(PROBLEM)
@@ -142,9 +142,8 @@ def test_gamma_is_what_it_says():
 
     program = jax.jit(jax.grad(total, (0, 1), has_aux=True))
     slopes, value = program(jnp.asarray(source), jnp.asarray(POINT))
-    np.testing.assert_allclose(
-        value, np.where(SEEN, (source * POINT).sum(-1) - lse, np.inf), atol=1e-9
-    )
+    wanted = np.where(SEEN, (source * POINT).sum(-1) - lse, np.inf)
+    np.testing.assert_allclose(value, wanted, atol=1e-9)
     some = SEEN[..., None]
     np.testing.assert_allclose(slopes[0], np.where(some, POINT - out, 0), atol=1e-9)
     np.testing.assert_allclose(slopes[1], np.where(some, source, 0), atol=1e-9)

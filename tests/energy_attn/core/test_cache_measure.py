@@ -27,9 +27,8 @@ def whole(window, joined) -> Problem:
         seen &= keys >= ASKED[..., None] - window
     more = np.ones((2, 2, key_len - 9), bool)
     rng = np.random.default_rng(0)
-    arrays = (
-        rng.standard_normal(s) for s in ((2, 2, 4, 4), (2, key_len, 2, 4), (2, key_len, 2, 3))
-    )
+    shapes = (2, 2, 4, 4), (2, key_len, 2, 4), (2, key_len, 2, 3)
+    arrays = map(rng.standard_normal, shapes)
     source = rng.standard_normal((2, 2, 4, 3))
     mask = np.concatenate([seen, more], -1)[:, None]
     return Problem("cached", *arrays, source=source, mask=mask, scale=0.7)
@@ -87,11 +86,9 @@ def test_wrong_queries(unchecked):
     cache = KVCache.empty(2, 16, 2, 4, dtype=jnp.float32, window=5)
     query = jnp.ones((2, 1, 4, 4), jnp.float32)
     energy = ea.FreeEnergy()
-    with pytest.raises(
-        ValueError, match=r"local_window_size: wanted at most the cache's window, 5"
-    ):
+    with pytest.raises(ValueError, match="local_window_size: wanted at most the cache's window, 5"):
         cache.at(query, energy=ea.FreeEnergy(local_window_size=(6, 0)))
-    with pytest.raises(ValueError, match=r"lengths: wanted None beside query_positions"):
+    with pytest.raises(ValueError, match=r"lengths: wanted None with query_positions"):
         one = jnp.ones(2, jnp.int32)
         cache.at(query, energy=energy, lengths=one, query_positions=one[:, None])
     with pytest.raises(TypeError, match=r"query: wanted the dtype of the cache"):

@@ -11,7 +11,7 @@ from compare_energies import exact
 from dense_energies import FORMULAS, LENGTH, TABLES
 
 from tests.support.compare import close
-from tests.support.selection import few
+from tests.support.selection import few_rows
 
 
 @pytest.fixture(scope="module")
@@ -25,28 +25,20 @@ def energies():
 STRUCTURES = "gemma2", "graphormer", "forgetting", "longformer", "documents", "gpt_oss"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", list(FORMULAS))
-def test_derivatives(name, energies):
-    """A score, a mask or a sink of the page that is another one than published, or without a derivative."""
+WAYS = [
+    ("in_a_cache", "forgetting"),
+    *(("on_one_device", name) for name in FORMULAS),
+    *((way, name) for way in ("on_a_mesh", "in_a_cache") for name in STRUCTURES),
+]
+
+
+@pytest.mark.parametrize(("way", "name"), few_rows(list(dict.fromkeys(WAYS))))
+def test_each_way(way, name, energies):
+    """A score, a mask or a sink that is another one than published; positions of one device, or slots, for all."""
     with exact():
-        for pair in compare_energies.on_one_device(energies[name], FORMULAS[name]).values():
-            close(*pair)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_mesh(name, energies):
-    """Positions, tables or sinks of one device that are taken for those of all."""
-    with exact():
-        close(*compare_energies.on_a_mesh(energies[name], FORMULAS[name]))
-
-
-@pytest.mark.parametrize("name", few(STRUCTURES, "forgetting"))
-def test_cache(name, energies):
-    """Slots of a cache that are taken for positions."""
-    with exact():
-        close(*compare_energies.in_a_cache(energies[name], FORMULAS[name]))
+        found = getattr(compare_energies, way)(energies[name], FORMULAS[name])
+    for pair in found.values() if isinstance(found, dict) else [found]:
+        close(*pair)
 
 
 def test_page():

@@ -104,9 +104,7 @@ def test_energy_and_its_gradients(implementation, name):
         energy_, back = jax.vjp(energy, known, scale)
         gradients, slope = back(dlse)
         alone = jax.grad(
-            lambda source: (
-                dlse * energies(arrays | {"source": source}, problem, implementation)
-            ).sum()
+            lambda x: (dlse * energies(arrays | {"source": x}, problem, implementation)).sum()
         )(traced)
         return energy_, gradients | {"scale": slope}, alone
 
@@ -171,60 +169,41 @@ def test_low_precision():
         ]
     ),
 )
-def test_hessian_is_covariance(implementation, name):
-    """∇²F that is zero, or anything but the covariance of the values; from a NumPy zero, where one would be silent."""
+def test_derivatives_in_the_source(implementation, name):
+    """∇²F that is anything but the covariance of the values, a tangent that is not attention, a lost third cumulant.
+
+    From a NumPy zero, where a zero would be silent, or from the problem's source; in either mode, and in each again.
+    """
     problem = PROBLEMS[name]
     arrays, _ = cast(problem, jnp.float64)
-    source = arrays.pop("source", zero(problem))
-
-    def total(source):
-        return energies(arrays | {"source": source}, problem, implementation).sum()
-
-    hessian = jax.hessian if implementation == "reference" else lambda f: jax.jacrev(jax.grad(f))
-    found = np.asarray(jax.jit(hessian(total))(source))
-    diagonal = np.einsum("btnvbtnw->btnvw", found)
-    close(diagonal, dense_covariance(problem))
-    np.testing.assert_allclose(np.abs(found).sum(), np.abs(diagonal).sum(), err_msg="rows mix")
-
-
-@pytest.mark.parametrize("implementation", few(EVERY, "blockwise"))
-def test_third_cumulant(implementation):
-    """A derivative of third order that is zero or wrong where reverse mode of any order is promised."""
-    problem = PROBLEMS["one_query"]
-    arrays, _ = cast(problem, jnp.float64)
-    direction = problem.rng("direction").standard_normal(zero(problem).shape)
-
-    def along(step):
-        return energies(arrays | {"source": step * direction}, problem, implementation).sum()
-
-    third = jax.jit(jax.grad(jax.grad(jax.grad(along))))
-    r = rows(problem)
-    # of u·v in each row: Σ_a P_a (u·(v_a − out))³
-    centred = np.einsum("btnv,bsnv->bnts", direction, r.value)
-    centred -= np.einsum("btnv,btnv->bnt", direction, r.out)[..., None]
-    close(third(jnp.zeros(())), np.sum(r.weights * centred**3), implementation)
-
-
-@pytest.mark.parametrize("implementation", few(EVERY, "blockwise"))
-def test_forward_mode_in_the_source(implementation):
-    """A tangent in a source of NumPy's zeros that is not attention, or a Hessian product that is not Σ."""
-    problem = PROBLEMS["one_query"]
-    arrays, _ = cast(problem, jnp.float64)
-    step = problem.rng("step").standard_normal(zero(problem).shape)
+    source = np.asarray(arrays.pop("source", zero(problem)))
+    step = problem.rng("direction").standard_normal(source.shape)
 
     def energy(source):
         return energies(arrays | {"source": source}, problem, implementation)
 
-    @jax.jit
-    def run():
-        gradient = jax.grad(lambda x: energy(x).sum())
-        product = jax.jvp(gradient, (jnp.zeros(step.shape),), (step,))[1]
-        return jax.jvp(energy, (np.zeros(step.shape),), (step,))[1], product
+    def total(source):
+        return energy(source).sum()
 
-    rate, product = run()
+    hessian = jax.hessian if implementation == "reference" else lambda f: jax.jacrev(jax.grad(f))
+
+    @jax.jit
+    def run(source_, time):
+        third = jax.grad(jax.grad(jax.grad(lambda time: total(source_ + time * step))))(time)
+        product = jax.jvp(jax.grad(total), (source_,), (step,))[1]
+        return hessian(total)(source_), jax.jvp(energy, (source,), (step,))[1], product, third
+
+    found, rate, product, third = jax.device_get(run(source, 0.0))
+    covariance, r = dense_covariance(problem), rows(problem)
+    diagonal = np.einsum("btnvbtnw->btnvw", found)
+    close(diagonal, covariance)
+    np.testing.assert_allclose(np.abs(found).sum(), np.abs(diagonal).sum(), err_msg="rows mix")
     close(rate, (dense(problem)[0] * step).sum(-1), "out · dζ")
-    covariance = np.einsum("btnvw,btnw->btnv", dense_covariance(problem), step)
-    close(product, covariance, "Σ dζ")
+    close(product, np.einsum("btnvw,btnw->btnv", covariance, step), "Σ dζ")
+    # of u·v in each row: Σ_a P_a (u·(v_a − out))³
+    centred = np.einsum("btnv,bsnv->bnts", step, r.value)
+    centred -= np.einsum("btnv,btnv->bnt", step, r.out)[..., None]
+    close(third, np.sum(r.weights * centred**3), "third cumulant")
 
 
 @pytest.mark.full
@@ -262,33 +241,32 @@ def test_numpy_zero_is_no_constant(implementation):
 
         return (direction * jax.grad(total)(zero(problem))).sum()
 
+    def inside(around):  # within the slope
+        return jax.grad(functools.partial(slope, total=around(total)))
+
+    def branched(source):
+        return jax.lax.cond(source.sum() == 0, slope, lambda s: 0 * s.sum(), source)
+
+    def around(carry, _):
+        return carry, jax.grad(slope)(source)
+
+    row, of_a_row = [arrays[n] for n in ("query", "key", "value")], jax.grad(slope_of_a_row)
+    one = jax.vmap(of_a_row, in_axes=(None, 0, 0, 0, 0))
     ways = {
         "grad": lambda: jax.grad(slope)(source),
         "jit": lambda: jax.grad(jax.jit(slope))(source),
-        "jit inside": lambda: jax.grad(functools.partial(slope, total=jax.jit(total)))(source),
+        "jit inside": lambda: inside(jax.jit)(source),
         "jit of grad": lambda: jax.jit(jax.grad(slope))(source),
         "vjp": lambda: jax.vjp(slope, source)[1](jnp.ones(()))[0],
         "pulled back": lambda: jax.vjp(jax.grad(total), source)[1](direction)[0],
         "remat": lambda: jax.grad(jax.checkpoint(slope))(source),
-        "remat inside": lambda: jax.grad(functools.partial(slope, total=jax.checkpoint(total)))(
-            source
-        ),
-        "vmap": lambda: jax.vmap(jax.grad(slope_of_a_row))(
-            source, direction, *(arrays[n] for n in ("query", "key", "value"))
-        ),
-        "vmap, one source": lambda: jax.vmap(jax.grad(slope_of_a_row), in_axes=(None, 0, 0, 0, 0))(
-            source[0], direction, *(arrays[n] for n in ("query", "key", "value"))
-        ),
+        "remat inside": lambda: inside(jax.checkpoint)(source),
+        "vmap": lambda: jax.vmap(of_a_row)(source, direction, *row),
+        "vmap, one source": lambda: one(source[0], direction, *row),
         "scan": lambda: jax.grad(functools.partial(scan, slope))(source),
-        "scan inside": lambda: jax.grad(
-            functools.partial(slope, total=functools.partial(scan, total))
-        )(source),
-        "scan around": lambda: jax.lax.scan(
-            lambda carry, _: (carry, jax.grad(slope)(source)), 0.0, None, length=2
-        )[1][-1],
-        "cond": lambda: jax.grad(
-            lambda s: jax.lax.cond(s.sum() == 0, slope, lambda s: 0 * s.sum(), s)
-        )(source),
+        "scan inside": lambda: inside(lambda f: functools.partial(scan, f))(source),
+        "scan around": lambda: jax.lax.scan(around, 0.0, None, length=2)[1][-1],
+        "cond": lambda: jax.grad(branched)(source),
     }
     product = np.einsum("btnvw,btnw->btnv", dense_covariance(problem), direction)
     # One program, whose equal parts XLA joins; each way is traced by itself.
@@ -322,13 +300,10 @@ def test_source_of_another_dtype(implementation, dtype, source_dtype):
         return energy.sum().astype(source_dtype) + weight * (source**2).sum()
 
     exact, _ = dense(replace(rounded, source=np.asarray(source, np.float64)))
-    for given, at in (
-        (source, exact),
-        (np.zeros_like(source), dense(replace(rounded, source=None))[0]),
-    ):
-        found = jax.jit(lambda weight, given=given: jax.grad(total)(given, weight))(
-            jnp.ones((), source_dtype)
-        )
+    at_zero, _ = dense(replace(rounded, source=None))
+    for given, at in ((source, exact), (np.zeros_like(source), at_zero)):
+        run = jax.jit(lambda weight, given=given: jax.grad(total)(given, weight))
+        found = run(jnp.ones((), source_dtype))
         assert found.dtype == source_dtype
         np.testing.assert_allclose(found, at + 2 * np.asarray(given), rtol=0, atol=0.02)
 
@@ -340,7 +315,7 @@ def test_jit_and_eager_agree(implementation):
     arrays, _ = cast(problem, jnp.float64)
     source = np.asarray(arrays.pop("source"))
     gradient = jax.value_and_grad(
-        lambda source: energies(arrays | {"source": source}, problem, implementation).sum()
+        lambda x: energies(arrays | {"source": x}, problem, implementation).sum()
     )
     compiled = jax.jit(gradient)
     tilted, plain = dense(problem), dense(replace(problem, source=None))
@@ -386,11 +361,7 @@ def test_gradient_is_the_kernel(shape, dtype):
 
     def cost(compiled):
         analysis, memory = compiled.cost_analysis(), compiled.memory_analysis()
-        sizes = (
-            memory.temp_size_in_bytes,
-            memory.argument_size_in_bytes,
-            memory.output_size_in_bytes,
-        )
+        sizes = [getattr(memory, f"{x}_size_in_bytes") for x in ("temp", "argument", "output")]
         return np.array([analysis["flops"], analysis["bytes accessed"], *sizes])
 
     def of_measure(query, key, value):

@@ -94,9 +94,9 @@ def test_axis_and_where(axis, shape):
     rng = np.random.default_rng(2)
     scores = rng.standard_normal((3, 4, 5))
     where = None if shape is None else rng.random(shape) < 0.5
-    hidden = (
-        np.zeros(scores.shape, bool) if where is None else ~np.broadcast_to(where, scores.shape)
-    )
+    hidden = np.zeros(scores.shape, bool)
+    if where is not None:
+        hidden = ~np.broadcast_to(where, scores.shape)
     below = np.where(hidden, np.nan, scores)
 
     @jax.jit
@@ -106,9 +106,8 @@ def test_axis_and_where(axis, shape):
         return value, back(cotangent)[0], shifted_energy(scores, **options)
 
     cotangent = rng.standard_normal(scores.shape)
-    value, gradient, (energy, shift) = value_and_gradient(
-        jnp.asarray(below), jnp.asarray(cotangent)
-    )
+    given = jnp.asarray(below), jnp.asarray(cotangent)
+    value, gradient, (energy, shift) = value_and_gradient(*given)
     exact, lse = softmax(np.moveaxis(np.where(hidden, -np.inf, scores), axis, -1))
     exact = np.moveaxis(exact, -1, axis)
     slope = exact * (cotangent - (exact * cotangent).sum(axis, keepdims=True))

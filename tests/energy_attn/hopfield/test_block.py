@@ -1,5 +1,7 @@
 """The Energy Transformer's attention: its energy and update as the paper prints them, in NumPy."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -163,9 +165,8 @@ def test_bad_fields(changes, error, got, wanted):
     """A block of impossible sizes that fails when it is called, or later."""
     (name,) = changes
     valid = {"width": 8, "num_heads": 2, "key": jax.random.key(0)}
-    complains(
-        lambda: ea.hopfield.EnergyAttentionBlock(**{**valid, **changes}), error, name, got, wanted
-    )
+    make = functools.partial(ea.hopfield.EnergyAttentionBlock, **valid | changes)
+    complains(make, error, name, got, wanted)
 
 
 @pytest.mark.usefixtures("unchecked", "user_settings")

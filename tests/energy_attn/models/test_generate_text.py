@@ -18,10 +18,10 @@ from energy_attn.models import (
 )
 from energy_attn.models.generation import _generate, _sampling, _stream
 from energy_attn.prefix_tree import PrefixTree
+from tests.energy_attn.models.trained_tokenizers import byte_level, sentence_piece, write
 from tests.support.llama import PROMPTS, WRITER, build, drafter_of, log_softmax, whole_of
 from tests.support.observables import distribution
 from tests.support.selection import few
-from tests.support.tokenizers import byte_level, sentence_piece, write
 
 BYTES = LlamaConfig(256, 16, 24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
 MANY = LlamaConfig(400, 16, 24, num_hidden_layers=1, num_attention_heads=4)

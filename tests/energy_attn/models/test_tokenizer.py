@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from energy_attn.models import Tokenizer
+from tests.energy_attn.models.trained_tokenizers import TEXTS, byte_level, sentence_piece, write
 from tests.support.complaints import refused
-from tests.support.tokenizers import TEXTS, byte_level, sentence_piece, write
 
 KINDS = {
     "byte level": byte_level,

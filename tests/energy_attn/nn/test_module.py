@@ -24,14 +24,7 @@ from tests.support.selection import few, few_rows
 
 T, S, HEADS = 5, 7, 3
 # All different, so that no size can stand for another.
-SIZES = {
-    "query_size": 8,
-    "key_size": 9,
-    "value_size": 10,
-    "output_size": 11,
-    "qk_size": 4,
-    "vo_size": 6,
-}
+SIZES = dict(query_size=8, key_size=9, value_size=10, output_size=11, qk_size=4, vo_size=6)
 BIASES = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
 PROJECTIONS = ("query_proj", "key_proj", "value_proj", "output_proj")
 
@@ -93,9 +86,8 @@ def test_attention_is_gradient(name):
     arrays, _ = cast(problem, jnp.float64)
     arrays.pop("source", None)
     options = dict(problem.options)
-    fields = {
-        n: options.pop(n) for n in ("scale", "is_causal", "local_window_size") if n in options
-    }
+    names = {"scale", "is_causal", "local_window_size"} & set(options)
+    fields = {name: options.pop(name) for name in names}
     energy = ea.FreeEnergy(**fields)
     query, key, value = (arrays[n] for n in ("query", "key", "value"))
     bias, mask = arrays.get("bias"), options.pop("mask", None)
@@ -108,9 +100,8 @@ def test_attention_is_gradient(name):
 
         zeros = np.zeros((*query.shape[:-1], value.shape[-1]))
         by_call = jax.grad(total, has_aux=True)(zeros)
-        return by_call, energy.attention(
-            query, key, value, bias=bias, mask=mask, return_energy=True, **options
-        )
+        call = {"bias": bias, "mask": mask, **options}
+        return by_call, energy.attention(query, key, value, return_energy=True, **call)
 
     by_call, by_method = run(energy)
     jax.tree.map(np.testing.assert_array_equal, by_call, by_method)
@@ -156,9 +147,8 @@ def test_a_scale_for_each_head(parallel):
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def gradient(scale):
-        out, energy = ea.FreeEnergy(scale=scale, parallel=parallel).attention(
-            **arrays, return_energy=True
-        )
+        F = ea.FreeEnergy(scale=scale, parallel=parallel)
+        out, energy = F.attention(**arrays, return_energy=True)
         return energy.sum() + out.sum(), (out, energy)
 
     scaled = replace(problem, query=problem.query * scale[:, None], scale=1.0)
@@ -183,9 +173,8 @@ def test_equal_keys_give_equal_parameters(options):
     """A model rebuilt from its seed with other weights: keys split in another order, or another initialiser."""
     options = {"num_heads": 4, "query_size": 12, **options}
     both = eqx.nn.MultiheadAttention, ea.nn.MultiheadAttention
-    theirs, ours = eqx.filter_jit(lambda key: [f(**options, key=key) for f in both])(
-        jax.random.key(3)
-    )
+    make = eqx.filter_jit(lambda key: [f(**options, key=key) for f in both])
+    theirs, ours = make(jax.random.key(3))
     found, wanted = weights(ours), weights(theirs)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -208,9 +197,8 @@ def test_equal_keys_give_equal_parameters(options):
 def test_equal_weights_give_equal_outputs(options, kinds):
     """Outputs or gradients that differ from Equinox's: other heads, a size or bias mixed up, a mask lost."""
     if options:
-        theirs, ours = layers(
-            **options, **dict.fromkeys([*SIZES][1:]), **dict.fromkeys(BIASES, False)
-        )
+        same = dict.fromkeys([*SIZES][1:]) | dict.fromkeys(BIASES, False)
+        theirs, ours = layers(**options, **same)
         given = normal(1, T, 12), normal(2, S, 12), normal(3, S, 12)
     else:
         theirs, ours = layers()
@@ -242,9 +230,8 @@ def test_batches():
     batch = [np.stack([x, -x, 2 * x]) for x in inputs()]
     three = np.asarray(masks()["three axes"])
     given = (*batch, np.stack([three, three[::-1], np.ones_like(three)]))
-    found, wanted = eqx.filter_jit(lambda *x: [jax.vmap(layer)(*x) for layer in (ours, theirs)])(
-        *given
-    )
+    both = eqx.filter_jit(lambda *x: [jax.vmap(layer)(*x) for layer in (ours, theirs)])
+    found, wanted = both(*given)
     close(found, wanted, tolerance=1e-12)
 
 
@@ -343,9 +330,7 @@ def test_grouped_heads():
 @pytest.mark.full
 def test_causal_positions_and_energies():
     """Causality, positions or energies that do not reach the kernel, or reach it for the wrong head."""
-    causal = ea.nn.MultiheadAttention(
-        3, 12, energy=ea.FreeEnergy(is_causal=True), key=jax.random.key(0)
-    )
+    causal = ea.nn.MultiheadAttention(3, 12, is_causal=True, key=jax.random.key(0))
     theirs = copied_to_equinox(causal)
     x = normal(1, 6, 12)
     out, energy = causal(x, x, x, return_energy=True)
@@ -405,8 +390,7 @@ def test_options_make_the_energy():
     given = ea.nn.MultiheadAttention(2, 8, energy=ea.FreeEnergy(**options), key=jax.random.key(0))
     assert eqx.tree_equal(layer, given)
     with pytest.raises(ValueError, match=r"energy: wanted either .* got both, is_causal="):
-        ea.nn.MultiheadAttention(
-            2, 8, energy=ea.FreeEnergy(), is_causal=True, key=jax.random.key(0)
-        )
+        energy = ea.FreeEnergy()
+        ea.nn.MultiheadAttention(2, 8, energy=energy, is_causal=True, key=jax.random.key(0))
     with pytest.raises(TypeError, match=r"causal: wanted a known option .did you mean is_causal"):
         ea.nn.MultiheadAttention(2, 8, causal=True, key=jax.random.key(0))

@@ -10,7 +10,7 @@ from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.functional import shifted_energy
 from energy_attn.solvers import Newton
 from tests.support.observables import measure
-from tests.support.selection import few
+from tests.support.selection import few_rows
 
 BROKEN = 2  # the query whose row is NaN
 
@@ -22,7 +22,7 @@ def arrays():
 
 
 def observed(query, key, value, parallel):
-    """The observables of every row, `[1, T, N, ...]`, and draws."""
+    """The observables of every row, `[1, T, N, ...]`, and draws, with what they are of a broken row."""
     tangent = jnp.ones_like(query)
     F = measure(query, key, value, parallel=parallel)
     with_bias = measure(query, key, value, parallel=parallel, bias=jnp.zeros((1, 1, 1, 16)))
@@ -33,11 +33,11 @@ def observed(query, key, value, parallel):
         "covariance": F.covariance(),
         "cumulant": F.cumulant([tangent] * 3),
     }
-    return found, F.sample(key=jax.random.key(0))
+    return found, {"drawn": (-1, F.sample(key=jax.random.key(0)))}
 
 
 def solved(query, key, value, parallel):
-    """The values and results of solvers."""
+    """The values and results of solvers, with what these are of a broken row."""
     F = measure(query, key, value, parallel=parallel)
     point, options = jnp.zeros_like(query), {"solver": Newton(max_steps=4), "throw": False}
     solutions = {
@@ -46,11 +46,15 @@ def solved(query, key, value, parallel):
         "map": F.map(solver=Newton(max_steps=2), throw=False),
     }
     values = {name: solution.value for name, solution in solutions.items()}
-    return values, {name: solution.result for name, solution in solutions.items()}
+    return values, {name: (ea.Result.not_finite, x.result) for name, x in solutions.items()}
 
 
-def run(ask, spread):
-    """What is asked of the rows, each of which is seen to be broken or not; and what else is found."""
+@pytest.mark.parametrize(
+    ("ask", "spread"),
+    few_rows([(observed, False), (observed, True), (solved, False), (solved, True)]),
+)
+def test_rows(ask, spread):
+    """An entropy of 0, a rate of `no_keys` or a key that is drawn, as of a fully masked row, for a broken one."""
     parallel = SequenceParallel("device") if spread else None
     with jax.set_mesh(make_mesh((8,), ("device",))):
         found, rest = jax.device_get(jax.jit(lambda *call: ask(*call, parallel))(*arrays()))
@@ -59,29 +63,8 @@ def run(ask, spread):
     for name, x in found.items():
         assert np.isnan(x[~others]).all(), name
         assert np.isfinite(x[others]).all(), name
-    return others, rest
-
-
-every_way = pytest.mark.parametrize(
-    "spread", few([False, True], False), ids=lambda spread: "spread" if spread else "alone"
-)
-
-
-@every_way
-def test_observables(spread):
-    """An entropy of 0, or a key that is drawn: the result of a fully masked row, or of any, for a broken one."""
-    others, drawn = run(observed, spread)
-    assert (drawn[~others] == -1).all() and (drawn[others] >= 0).all()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("spread", [False, True], ids=["alone", "spread"])
-def test_solvers(spread):
-    """A rate of `no_keys`: the result of a fully masked row for a broken one."""
-    others, results = run(solved, spread)
-    for name, result in results.items():
-        assert (result[~others] == ea.Result.not_finite).all(), name
-        assert (result[others] != ea.Result.not_finite).all(), name
+    for broken, x in rest.values():
+        assert (x[~others] == broken).all() and (x[others] != broken).all()
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ import pytest
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from tests.support.compare import close
-from tests.support.complaints import complains
+from tests.support.complaints import complaining
 from tests.support.meshes import mesh_of, parallel_of
 from tests.support.observables import answers, directions, exact, exactly, measure, slopes
 from tests.support.problems import BLOCKS, PROBLEMS, Problem, cast, lse_dtype, tangents
@@ -28,12 +28,13 @@ def each_way(F: ea.Gibbs, along) -> dict[str, jax.Array]:
         "cumulant 3": F.cumulant(along[:3]),
         "entropy": F.entropy(),
         "heat capacity": F.score_moments().variance,
+        "Rényi 2": F.renyi(2),
     }
 
 
 def covariance_and_entropy(F: ea.Gibbs, along) -> dict[str, jax.Array]:
-    """What is merged as a covariance, and as a mean."""
-    return {"covariance": F.covariance(), "entropy": F.entropy()}
+    """What is merged as a covariance, as a mean, and as a sum of powers."""
+    return {"covariance": F.covariance(), "entropy": F.entropy(), "Rényi 2": F.renyi(2)}
 
 
 def observed(
@@ -226,6 +227,12 @@ def test_penalties():
 Q, K, V = (np.ones(shape, np.float32) for shape in ((2, 3, 4, 5), (2, 7, 2, 5), (2, 7, 2, 6)))
 U = np.ones((2, 3, 4, 6), np.float32)
 E = np.ones((2, 3), np.float32)
+
+
+def sampled(count):
+    return measure(Q, K, V).sample(key=jax.random.key(0), count=count)
+
+
 BAD = {
     "tangent's shape": (lambda: measure(Q, K, V).covariance(Q), ValueError, "tangent", "5]", "6)"),
     "its dtype": (lambda: measure(Q, K, V).covariance(U > 0), TypeError, "tangent", "bool", "fl"),
@@ -241,18 +248,10 @@ BAD = {
     "key": (lambda: measure(Q, K, V).sample(key=3), TypeError, "key", "int 3", "jax.random.key"),
     "order": (lambda: measure(Q, K, V).renyi(-0.5), ValueError, "order", "-0.5", "at least 0"),
     "order's type": (lambda: measure(Q, K, V).renyi(Q), TypeError, "order", "float32", "number"),
-    "count": (
-        lambda: measure(Q, K, V).sample(key=jax.random.key(0), count=0),
-        *(ValueError, "count", "0", "at least 1"),
-    ),
+    "count": (lambda: sampled(0), ValueError, "count", "0", "at least 1"),
 }
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input(what, unchecked, user_settings):
-    """A mistake that surfaces as an error of XLA, of Python's unpacking, or not at all."""
-    call, error, name, received, wanted = BAD[what]
-    complains(call, error, name, received, wanted)
+# A mistake that surfaces as an error of XLA, of Python's unpacking, or not at all.
+test_bad_input = complaining(BAD, "user_settings")
 
 
 EMPTY = {
@@ -273,11 +272,8 @@ def test_nothing_asked():
     for shape in ((0, 2, 2, 3), (2, 0, 2, 3)):
         given = jnp.zeros(shape), key[: shape[0]], key[: shape[0]]
         with jax.set_mesh(make_mesh((2, 4))):
-            for method, merge, split in (
-                ("tree", "hierarchical", None),
-                ("tree", "auto", True),
-                ("ring", "auto", None),
-            ):
+            ways = ("tree", "hierarchical", None), ("tree", "auto", True), ("ring", "auto", None)
+            for method, merge, split in ways:
                 parallel = SequenceParallel(method=method, merge=merge, queries_sharded=split)
                 F = measure(*given, parallel=parallel)
                 for name in ("attention", "covariance", "product"):

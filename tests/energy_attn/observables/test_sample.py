@@ -1,5 +1,6 @@
 """Drawn keys: the frequency of each against its weight."""
 
+import contextlib
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from tests.support.meshes import mesh_of, parallel_of
 from tests.support.observables import measure, statistic
 from tests.support.problems import BLOCKS, LARGE, PROBLEMS, cast
 from tests.support.reference import rows
+from tests.support.selection import few_rows
 
 
 @functools.partial(jax.jit, static_argnames=("name", "number", "kind"))
@@ -21,11 +23,24 @@ def draw(arrays, rng, name, number, kind=None):
     return measure(**arrays, **problem.options, parallel=parallel).sample(key=rng, count=number)
 
 
-def test_distribution():
-    """Keys drawn with wrong chances: with a bias and a source, hidden keys, fully masked rows."""
-    problem = PROBLEMS["everything"]
+@pytest.mark.parametrize(
+    ("name", "count", "kind"),
+    few_rows(
+        [
+            ("everything", 2000, None),
+            ("large", 50, None),
+            ("everything", 2000, "2x4"),
+            ("blocks_causal", 2000, "8"),
+            ("decode", 2000, "8 explicit"),
+        ]
+    ),
+)
+def test_distribution(name, count, kind):
+    """Keys with wrong chances, or counted from their block's or device's first; hidden keys, fully masked rows."""
+    problem = {**PROBLEMS, **LARGE, **BLOCKS}[name]
     arrays, _ = cast(problem, jnp.float64)
-    drawn = np.asarray(draw(arrays, jax.random.key(1), "everything", 2000))
+    with jax.set_mesh(mesh_of(kind)) if kind else contextlib.nullcontext():
+        drawn = np.asarray(draw(arrays, jax.random.key(1), name, count, kind))
     assert abs(statistic(drawn, rows(problem).weights)) < 4
 
 
@@ -42,26 +57,6 @@ def test_union():
 
     drawn = np.asarray(draw_each(**arrays))
     assert abs(statistic(drawn, rows(problem).weights)) < 4
-
-
-@pytest.mark.full
-def test_many_blocks():
-    """Blocks that are chosen with wrong chances, and keys that are counted from their block's beginning."""
-    problem = LARGE["large"]
-    arrays, _ = cast(problem, jnp.float64)
-    drawn = np.asarray(draw(arrays, jax.random.key(2), "large", 50))
-    assert abs(statistic(drawn, rows(problem).weights)) < 4
-
-
-@pytest.mark.full
-def test_over_a_mesh():
-    """Keys of a device that win too often, or that are counted from its own first key."""
-    for kind, name in (("2x4", "everything"), ("8", "blocks_causal"), ("8 explicit", "decode")):
-        problem = {**PROBLEMS, **BLOCKS}[name]
-        arrays, _ = cast(problem, jnp.float64)
-        with jax.set_mesh(mesh_of(kind)):
-            drawn = np.asarray(draw(arrays, jax.random.key(3), name, 2000, kind))
-        assert abs(statistic(drawn, rows(problem).weights)) < 4
 
 
 def test_draws_are_independent():
@@ -90,9 +85,8 @@ def test_same_on_any_mesh():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 6, 2, 4), jnp.float64)
     energy = ea.FreeEnergy()
     parts = [energy.at(q, k[cut], v[cut]) for cut in (slice(0, 2), slice(2, None))]
-    both, whole = (
-        F.sample(key=jax.random.key(1), count=40) for F in (parts[0] | parts[1], energy.at(q, k, v))
-    )
+    measures = parts[0] | parts[1], energy.at(q, k, v)
+    both, whole = (F.sample(key=jax.random.key(1), count=40) for F in measures)
     np.testing.assert_array_equal(both, whole)
 
 

@@ -1,5 +1,6 @@
 """What training reads of the forward pass: attention with its statistics in one pass, and the largest scores."""
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -92,34 +93,26 @@ def test_over_devices(parallel):
     np.testing.assert_allclose(rate, slopes(loss, problem, along), rtol=1e-9)
 
 
-def test_union():
-    """A maximum, or an entropy, of one part of a union."""
+def test_unions_and_scores():
+    """A maximum, or an entropy, of one part of a union; those of the products in the place of those of the scores."""
     problem = PROBLEMS["grouped"]
     tilt = np.ones((*problem.query.shape[:-1], problem.value.shape[-1]))
+
+    def ask(F):
+        return {"largest": F.score_max(), "Rényi 2": F.renyi(2), **F.statistics()._asdict()}
 
     @jax.jit
     def run(query, key, value, tilt):
         energy = ea.FreeEnergy()
         F = energy.at(query, key[:, :3], value[:, :3]) | energy.at(query, key[:, 3:], value[:, 3:])
-        return {"largest": F.tilt(tilt).score_max(), **F.tilt(tilt).statistics()._asdict()}
-
-    whole = replace(problem, source=tilt)
-    wanted = {"largest": largest(whole), **exact_statistics(whole)}
-    close(run(**problem.arrays, tilt=tilt), wanted, tolerance=1e-12)
-
-
-def test_scores_of_ones_own():
-    """The mean or the maximum of the products in the place of that of the scores."""
-    problem = PROBLEMS["grouped"]
-
-    @jax.jit
-    def run(arrays):
-        F = ea.FreeEnergy(score=ea.scores.SoftCap(0.5)).at(**arrays)
-        return {"largest": F.score_max(), **F.statistics()._asdict()}
+        capped = ea.FreeEnergy(score=ea.scores.SoftCap(0.5)).at(query, key, value)
+        return ask(F.tilt(tilt)), ask(capped)
 
     capped = replace(problem, scale=0.0, bias=0.5 * np.tanh(rows(problem).scores / 0.5))
-    wanted = {"largest": largest(capped), **exact_statistics(capped)}
-    close(run(problem.arrays), wanted, tolerance=1e-12)
+    found = run(**problem.arrays, tilt=tilt)
+    for x, whole in zip(found, (replace(problem, source=tilt), capped), strict=True):
+        wanted = exact_statistics(whole) | {"largest": largest(whole)}
+        close(x, wanted | {"Rényi 2": exactly(whole)["Rényi 2"]}, tolerance=1e-12)
 
 
 def test_subgradient():
@@ -198,7 +191,7 @@ def test_absent_queries_have_no_scores():
 
 
 def test_one_pass():
-    """A second pass over the keys for a statistic; a gradient with more than one backward."""
+    """A second pass over the keys for a statistic, or for energies beside attention; more than one backward."""
     shapes = [jax.ShapeDtypeStruct((1, 70, 2, 8), jnp.float32)] * 3
 
     def cost(f):
@@ -226,3 +219,9 @@ def test_one_pass():
         counts, flops = cost(g)
         assert counts == least[0]
         assert flops < 1.05 * least[1]
+
+    def moments(q, k, v):
+        F, along = ea.FreeEnergy(is_causal=True).at(q, k, v), jnp.ones_like(q)
+        return F(), F.attention(), F.cumulant([along]), F.moment([along])
+
+    assert cost(moments)[1] < 1.1 * cost(functools.partial(ea.attention, is_causal=True))[1]

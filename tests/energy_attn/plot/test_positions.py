@@ -68,9 +68,7 @@ def test_mask(batched):
 def test_bad_input(monkeypatch):
     """A picture of something else, or a traceback out of matplotlib where it is not installed."""
     shown = jax.nn.softmax(jnp.zeros((3, 2, 4), jnp.float32))
-    with pytest.raises(
-        ValueError, match=r"weights: wanted .*\(rows, heads, keys\).*float32\[3,4\]"
-    ):
+    with pytest.raises(ValueError, match=r"weights: wanted .*\(rows, heads, keys\).*\[3,4\]"):
         ea.plot.weights(shown[:, 0])
     with pytest.raises(ValueError, match="keys: wanted 4 labels, got 3"):
         ea.plot.weights(shown, keys="abc")
@@ -78,9 +76,7 @@ def test_bad_input(monkeypatch):
         ea.plot.mask(ea.masks.Causal())
     with pytest.raises(TypeError, match="mask: wanted a mask or booleans, got float32"):
         ea.plot.mask(shown[0])
-    with pytest.raises(
-        ValueError, match="query_len: wanted None with a mask that is an array, got 3"
-    ):
+    with pytest.raises(ValueError, match="query_len: wanted None with a mask that is an array"):
         ea.plot.mask(np.ones((3, 4), bool), 3)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"plot.weights: .*pip install matplotlib"):

@@ -108,9 +108,8 @@ def target(seed, zeros=False):
     def chances(word):
         if word not in known:
             rng = np.random.default_rng([seed, len(word), *[token + 1 for token in word]])
-            known[word] = distribution(
-                rng.standard_normal(V) * 1.5, 1.0, 2 if zeros else None, None
-            )
+            logits, top_k = rng.standard_normal(V) * 1.5, 2 if zeros else None
+            known[word] = distribution(logits, 1.0, top_k, None)
         return known[word]
 
     return chances
@@ -129,11 +128,8 @@ def words_of(tree):
     return found
 
 
-ROWS, SLOTS, LEVELS = (
-    V**8,
-    9,
-    5,
-)  # of the trees below, all choices at up to eight nodes: one program
+# of the trees below, all choices at up to eight nodes: one program
+ROWS, SLOTS, LEVELS = V**8, 9, 5
 
 
 def chosen(tree, choice, first):
@@ -222,9 +218,8 @@ def test_lossless(name, zeros):
 @partial(jax.jit, static_argnames=("top_k", "context"))
 def sampled(tree, logits, key, temperature, top_k, top_p, context):
     context_logits = logits[:, -1] if context else None
-    return accept_sampling(
-        tree, logits, key, temperature, top_k, top_p, context_logits=context_logits
-    )
+    options = {"context_logits": context_logits}
+    return accept_sampling(tree, logits, key, temperature, top_k, top_p, **options)
 
 
 @pytest.mark.parametrize("context", few([False, True], True))
@@ -355,10 +350,8 @@ def test_bad_input():
     tree = PrefixTree.from_beam(jnp.asarray(ROOTS))
     for function, change, *told in wrong_calls():
         arguments = {"tree": tree, "logits": LOGITS, **change}
-        arguments = {
-            name: jnp.asarray(x) if isinstance(x, np.ndarray) else x
-            for name, x in arguments.items()
-        }
+        arrays = {n: jnp.asarray(x) for n, x in arguments.items() if isinstance(x, np.ndarray)}
+        arguments |= arrays
         if function is not accept_greedy:
             arguments = {"key": jax.random.key(0), **arguments}
         complains(partial(function, **arguments), *told)

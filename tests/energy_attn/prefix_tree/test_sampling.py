@@ -67,9 +67,8 @@ def test_exactly_so_many():
     signed = np.asarray([[-0.0, 0.0, -0.0, 0.0, -1, -1, -1, -1]], np.float32)
     for logits in (even, signed, np.float32(-1e-30) * even):
         for k in (1, 3, 4):
-            assert np.isfinite(processed(logits, 1.0, k, None)).tolist() == [
-                [n < k for n in range(8)]
-            ]
+            kept = np.isfinite(processed(logits, 1.0, k, None)).tolist()
+            assert kept == [[n < k for n in range(8)]]
     kept = np.isfinite(processed(even, 1.0, None, 0.3)).tolist()  # two have 0.25, three 0.375
     assert kept == [[n < 3 for n in range(8)]]
     assert np.isfinite(processed(even, 1.0, 4, 0.5)).sum() == 2  # of the four that are left
@@ -98,10 +97,8 @@ def test_extremes():
     @jax.jit
     def all_ways(rows):
         ways = (None, None), (2, None), (None, 0.5)
-        return [
-            (processed(rows[:2], 1.0, *way), sample_tokens(jax.random.key(0), rows, 1.0, *way))
-            for way in ways
-        ]
+        first, key = rows[:2], jax.random.key(0)
+        return [(processed(first, 1, *x), sample_tokens(key, rows, 1.0, *x)) for x in ways]
 
     for found, tokens in all_ways(rows):
         assert np.isneginf(found).all() and tokens.tolist() == [0, 0, 2]

@@ -52,9 +52,8 @@ def test_a_model_that_retrieves(sharpness):
     # another rule: the derivative at 6,001 log-weights
     grid = jnp.linspace(-300.0, 0.0, 6001)
     slope = jax.grad(at)
-    slopes = jax.jit(lambda u: jax.lax.map(lambda u: slope(jnp.full(DOCUMENTS, u), *given), u))(
-        grid
-    )
+    each = jax.jit(lambda u: jax.lax.map(lambda u: slope(jnp.full(DOCUMENTS, u), *given), u))
+    slopes = each(grid)
     wanted = np.trapezoid(slopes, grid, axis=0)
     np.testing.assert_allclose(found.effects, wanted, atol=0.01 * float(change))
 

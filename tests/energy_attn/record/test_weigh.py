@@ -106,9 +106,8 @@ def test_model(model):
 
     @jax.jit
     def over_devices(weights):
-        return jax.grad(ea.weigh(answer))(
-            weights, DOCUMENTS, model, TOKENS, parallel=parallel_of("8")
-        )
+        options = {"parallel": parallel_of("8")}
+        return jax.grad(ea.weigh(answer))(weights, DOCUMENTS, model, TOKENS, **options)
 
     with jax.set_mesh(mesh_of("8")):
         close(jax.device_get(over_devices(zeros)), np.asarray(gradient))

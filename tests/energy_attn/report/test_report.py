@@ -12,7 +12,6 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.models import LlamaConfig
-from energy_attn.report._report import EnergyReport
 from tests.support.arrays import drawn
 from tests.support.compare import close
 from tests.support.llama import build
@@ -236,13 +235,10 @@ def test_bad_input(unchecked, model, tokens):
     layer = drawn(ea.nn.MultiheadAttention, num_heads=2, query_size=4, dtype=jnp.float32)
     x = jnp.asarray(np.zeros((2, 3, 4), np.float32))
     one, fewer = (jnp.asarray(np.zeros(shape, np.float32)) for shape in ((3, 4), (1, 3, 4)))
+    F = measure(x, x, x)
     for call, error, words in (
         (lambda: ea.energy_report("model", x), TypeError, "model: wanted .* got str"),
-        (
-            lambda: ea.energy_report(measure(x, x, x), per_query=1),
-            TypeError,
-            "per_query: wanted True",
-        ),
+        (lambda: ea.energy_report(F, per_query=1), TypeError, "per_query: wanted True"),
         (lambda: ea.energy_report(x, x, x), TypeError, "model: wanted a Gibbs"),
         (lambda: ea.energy_report(layer, x, fewer, x), ValueError, r"key_: wanted shape \(2"),
         (lambda: ea.energy_report(layer, one, one, [1.0]), TypeError, "value: wanted"),
@@ -253,22 +249,31 @@ def test_bad_input(unchecked, model, tokens):
             call()
 
 
+Q = np.ones((3, 2, 4), np.float32)
+
+
+def report_of(values):
+    """A report of these figures."""
+    shapes = jax.eval_shape(lambda: ea.energy_report(measure(Q, Q, Q)))
+    figures = zip(FIELDS, map(jnp.asarray, values), strict=True)
+    return dataclasses.replace(shapes, **dict(figures))
+
+
 @pytest.mark.full
 def test_picture(tmp_path):
     """A map upside down or of another quantity, numbers that cannot be told from their cell, a file not written."""
     pytest.importorskip("matplotlib")
     values = np.arange(15.0).reshape(5, 3, 1) * np.asarray([1.0, -1.0])
     values[0, 1, 1] = -np.inf
-    report = EnergyReport(*map(jnp.asarray, values))
+    report = report_of(values)
     shown = values[[0, 1, 4, 2, 3]]
     figure = ea.plot.energy_report(report, tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     maps = [panel for panel in figure.axes if panel.images]
     for panel, wanted in zip(maps, shown, strict=True):
         (image,) = panel.images
-        np.testing.assert_array_equal(
-            image.get_array().filled(-np.inf), np.where(np.isfinite(wanted), wanted, -np.inf)
-        )
+        shown = np.where(np.isfinite(wanted), wanted, -np.inf)
+        np.testing.assert_array_equal(image.get_array().filled(-np.inf), shown)
         assert image.origin == "upper"
         assert (panel.get_xlabel(), panel.get_ylabel()) == ("head", "layer")
         said = {(t.get_position()[1], t.get_position()[0]): t.get_text() for t in panel.texts}
@@ -280,34 +285,27 @@ def test_picture(tmp_path):
     ticks = [[t.get_text() for t in panel.get_yticklabels()] for panel in panels]
     assert ticks[0] == ticks[3] == ["a", "b.energy", "c"] and ticks[1] == ["0", "1", "2"]
     # beyond a hundred heads there are no numbers
-    wide = EnergyReport(*map(jnp.asarray, np.zeros((5, 10, 20))))
+    wide = report_of(np.zeros((5, 10, 20)))
     assert not any(panel.texts for panel in ea.plot.energy_report(wide).axes)
 
 
 def test_picture_refuses(monkeypatch, unchecked):
     """A picture of something else, or a traceback out of matplotlib where it is not installed."""
-    rows = EnergyReport(*map(jnp.asarray, np.ones((5, 1, 3, 2))))
+    rows = report_of(np.ones((5, 1, 3, 2)))
     with pytest.raises(TypeError, match="report: wanted the result of energy_attn.energy_report"):
         ea.plot.energy_report(rows.energy)
     with pytest.raises(ValueError, match="per_query"):
         ea.plot.energy_report(rows)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        ea.plot.energy_report(EnergyReport(*map(jnp.asarray, np.ones((5, 1, 2)))))
-
-
-Q = np.ones((3, 2, 4), np.float32)
+        ea.plot.energy_report(report_of(np.ones((5, 1, 2))))
 
 
 @pytest.mark.parametrize(
     ("inputs", "options", "says"),
     [
         (("measure", Q), {}, "inputs: wanted no inputs for a Gibbs; too many"),
-        (
-            ("layer", Q),
-            {},
-            "inputs: wanted query, key_, value, .* for a MultiheadAttention; missing",
-        ),
+        (("layer", Q), {}, "inputs: wanted query, key_, value, .* for a Multi.*; missing"),
         (("model",), {}, "inputs: wanted tokens, .* for a Llama; missing .* 'tokens'"),
         (("measure",), {"mask": None}, "inputs: wanted no inputs for a Gibbs; .* 'mask'"),
     ],

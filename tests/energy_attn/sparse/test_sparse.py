@@ -141,9 +141,8 @@ def test_by_sorting(alpha, sink):
     assert 0.1 < float((weights > 0).mean()) < 0.7  # it is sparse, and no argmax
 
 
-@pytest.mark.parametrize(
-    "order", [pytest.param(2, marks=pytest.mark.smoke), pytest.param(3, marks=pytest.mark.full)]
-)
+@pytest.mark.smoke
+@pytest.mark.parametrize("order", few([2, 3], 2))
 def test_higher_order(order):
     """A derivative that is right but once, by either mode: the threshold held constant, or one step of Newton."""
     x = {name: ARRAYS[name] for name in ("query", "value")} | {"sink": SINK}
@@ -307,9 +306,7 @@ def test_cache_sends_two_numbers_a_row():
 def test_layers_and_wrong_ones():
     """A layer that forgets the regulariser; what has no measure of Gibbs; wrong numbers."""
     energy = ea.FreeEnergy(regulariser=ea.Tsallis())
-    layer = ea.nn.MultiheadAttention(
-        num_heads=2, query_size=4, key=jax.random.key(0), energy=energy
-    )
+    layer = ea.nn.MultiheadAttention(2, 4, energy=energy, key=jax.random.key(0))
     x = jnp.asarray(RNG.standard_normal((5, 4)), layer.query_proj.weight.dtype)
     plain = ea.nn.MultiheadAttention(num_heads=2, query_size=4, key=jax.random.key(0))
     found, other = eqx.filter_jit(lambda *layers: [f(x, x, x) for f in layers])(layer, plain)
@@ -324,12 +321,7 @@ def test_layers_and_wrong_ones():
     for call in asked:
         complains(call, NotImplementedError, "regulariser", "Tsallis", "None")
     named = ea.FreeEnergy(regulariser=ea.Tsallis(), implementation="reference")
-    complains(
-        lambda: named.attention(q, q, q),
-        NotImplementedError,
-        "implementation",
-        "reference",
-        "blockwise",
-    )
+    told = NotImplementedError, "implementation", "reference", "blockwise"
+    complains(lambda: named.attention(q, q, q), *told)
     complains(lambda: ea.Tsallis(1.0), ValueError, "alpha", "1.0", "above 1")
     complains(lambda: ea.Tsallis(2.5), ValueError, "alpha", "2.5", "up to 2")

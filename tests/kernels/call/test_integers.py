@@ -10,14 +10,14 @@ import pytest
 import energy_attn as ea
 from energy_attn import masks
 from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.kernels import KernelCall, local_attention
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._kernel import check_call_of
-from energy_attn.kernels.dispatch import _registry
+from energy_attn.kernels import implementations, local_attention
+from energy_attn.kernels.internal import check_call_of
+from tests.kernels.derivatives import check_dense
 from tests.support.compare import close
-from tests.support.problems import _make, cast, cotangents
-from tests.support.reference import dense, dense_vjp
+from tests.support.problems import _make, call_of, cast
+from tests.support.reference import dense
 from tests.support.selection import few_rows
+from tests.support.traits import kernel_of
 
 FAR = 2**32  # 32 bits do not tell it from 0
 # documents of which 32 bits mix up all but two
@@ -47,17 +47,11 @@ def same(ids):
 )
 def test_ids_are_compared_exactly(problem, said):
     """Documents 1 and 2^32 + 1, which in 32 bits see each other, in values and gradients."""
-    arrays, exact = cast(problem, jnp.float64)
-    dout, dlse = cotangents(problem, jnp.float64)
 
-    @jax.jit
-    def run(arrays, ids, cotangent):
-        state, back = jax.vjp(lambda arrays: local_attention(**arrays, **said(ids)), arrays)
-        return tuple(state), back(type(state)(*cotangent))[0]
+    def attend(arrays, ids):
+        return local_attention(**arrays, **said(ids))
 
-    state, gradients = run(arrays, IDS, (dout, dlse))
-    close(state, dense(exact), "state", tolerance=1e-12)
-    close(gradients, dense_vjp(exact, dout, dlse), "gradients", tolerance=1e-12)
+    check_dense(attend, problem, others=(IDS,), parts=("state", "gradients"))
 
 
 @pytest.mark.parametrize(
@@ -77,11 +71,11 @@ def test_kernels_that_compare_32_bits_decline():
     x = jax.ShapeDtypeStruct((2, 8, 2, 64), jnp.float32)
 
     def asked(x, ids):
-        call = check_call(x, x, x, **same(ids))
-        for kernel in _registry._REGISTRY.values():
+        call = call_of(x, x, x, **same(ids))
+        for kernel in map(kernel_of, implementations()):
             if kernel.platforms:
                 with pytest.raises(NotImplementedError, match="query_segment_ids: wanted int32"):
-                    check_call_of(kernel, KernelCall(call.operands, call.settings))
+                    check_call_of(kernel, call)
 
     jax.eval_shape(asked, x, jax.ShapeDtypeStruct((2, 8), jnp.int64))
 
@@ -100,9 +94,11 @@ LENGTHS = {
 def test_a_length_is_not_cut_off(said):
     """A length of 2^32 + 2, which in 32 bits is 2."""
     short = _make("short", T=3, S=5, key_value_seq_lengths=np.array([5, 3]))
-    arrays, exact = cast(short, jnp.float64)
-    run = jax.jit(lambda arrays, lengths: tuple(local_attention(**arrays, **said(lengths))))
-    close(run(arrays, MANY), dense(exact), tolerance=1e-12)
+
+    def attend(arrays, lengths):
+        return local_attention(**arrays, **said(lengths))
+
+    check_dense(attend, short, others=(MANY,), parts=("state",))
 
 
 def test_positions_keep_their_order():
@@ -111,11 +107,8 @@ def test_positions_keep_their_order():
     known = np.minimum(positions, 2**31 - 1)
     problem = _make("order", B=1, T=5, S=5, is_causal=True)
     problem = dataclasses.replace(problem, query_positions=known, key_positions=known)
-    arrays, exact = cast(problem, jnp.float64)
 
-    @jax.jit
-    def run(arrays, at):
-        found = local_attention(**arrays, is_causal=True, query_positions=at, key_positions=at)
-        return tuple(found)
+    def attend(arrays, at):
+        return local_attention(**arrays, is_causal=True, query_positions=at, key_positions=at)
 
-    close(run(arrays, positions), dense(exact), tolerance=1e-12)
+    check_dense(attend, problem, others=(positions,), parts=("state",))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from energy_attn import masks, scores
-from energy_attn.kernels.internal import arguments
+from tests.support.problems import call_of
 
 READ = {
     "a causal mask": lambda: {"is_causal": True},
@@ -38,5 +38,5 @@ def test_what_reads_positions(name):
         return tokens
 
     x = jnp.ones((1, 4, 2, 8))
-    arguments.check_call(x, x, x, place=place, **(READ | UNREAD)[name]())
+    call_of(x, x, x, place=place, **(READ | UNREAD)[name]())
     assert asked == [name in READ]

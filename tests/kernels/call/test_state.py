@@ -5,7 +5,7 @@ cotangents `(dout, dlse)` of the folded state
 
     out = Σ w_i out_i,   dout_i = w_i dout,   dlse_i = w_i (dlse + dout·(out_i − out)).
 
-The yardstick is a merge of two written naively in NumPy, in the parts' own dtypes and along the same tree.
+A result may err by a few roundings of the terms whose sum it is, and of the largest lse.
 """
 
 import functools
@@ -125,52 +125,6 @@ def exact(parts: Parts) -> dict[str, np.ndarray]:
     }
 
 
-# The yardstick.
-def naive_merge(a: AttentionState, b: AttentionState):
-    """The merged state and the two shares, in the arrays' dtypes."""
-    a, b = (
-        AttentionState(
-            np.where(np.isfinite(x.lse)[..., None], x.out, x.out.dtype.type(0)),
-            np.where(np.isfinite(x.lse), x.lse, x.lse.dtype.type(-np.inf)),
-        )
-        for x in (a, b)
-    )
-    lse = np.logaddexp(a.lse, b.lse)
-    shift = np.where(np.isfinite(lse), lse, lse.dtype.type(0))
-    shares = [np.exp(x.lse - shift) for x in (a, b)]
-    out = sum(
-        s[..., None] * x.out.astype(lse.dtype) for s, x in zip(shares, (a, b), strict=True)
-    ).astype(a.out.dtype)
-    return AttentionState(out, lse), (a, b), shares
-
-
-def naive(parts: Parts, tree) -> dict[str, np.ndarray]:
-    """State and gradients along the tree, each node's in the parts' dtypes."""
-    dout, dlse = np.zeros_like(parts.out), np.zeros_like(parts.lse)
-    empty = AttentionState(np.zeros_like(parts.out[0]), np.full_like(parts.lse[0], -np.inf))
-
-    def state(node):
-        return naive_merge(*children(node))[0]
-
-    def children(node):
-        return map(state, node) if isinstance(node, tuple) else (parts.at(node), empty)
-
-    def pull_back(node, douts, dlses):
-        whole, states, shares = naive_merge(*children(node))
-        for i, (share, mine) in enumerate(zip(shares, states, strict=True)):
-            along = douts.astype(share.dtype) * (mine.out - whole.out).astype(share.dtype)
-            mine_dout = (share[..., None] * douts.astype(share.dtype)).astype(douts.dtype)
-            mine_dlse = share * (dlses + along.sum(-1))
-            if isinstance(node, tuple):
-                pull_back(node[i], mine_dout, mine_dlse)
-            elif i == 0:
-                dout[node], dlse[node] = mine_dout, mine_dlse
-
-    whole = state(tree)
-    pull_back(tree, parts.dout, parts.dlse)
-    return {"out": whole.out, "lse": whole.lse, "dout": dout, "dlse": dlse}
-
-
 # What is judged.
 MERGE = jax.jit(merge)
 MERGE_ALL = jax.jit(merge_all, static_argnames="axis")
@@ -183,9 +137,8 @@ def nothing(like: AttentionState) -> AttentionState:
 
 
 def as_jax(parts: Parts):
-    return AttentionState(jnp.asarray(parts.out), jnp.asarray(parts.lse)), AttentionState(
-        jnp.asarray(parts.dout), jnp.asarray(parts.dlse)
-    )
+    out, lse, dout, dlse = map(jnp.asarray, parts)
+    return AttentionState(out, lse), AttentionState(dout, dlse)
 
 
 @functools.partial(jax.jit, static_argnames="axis")
@@ -213,13 +166,12 @@ def along_tree(parts: Parts, tree) -> dict[str, np.ndarray]:
     return {"out": whole.out, "lse": whole.lse, "dout": dout, "dlse": dlse}
 
 
-def check(found, parts: Parts, tree, what, roundings=1):
-    """All of `found` is within a small multiple of the naive way's error, and of its shape and dtype.
+def check(found, parts: Parts, what, roundings=1):
+    """All of `found` is within a few roundings of the terms in sums, and of the exact merge's shape and dtypes.
 
-    Where the naive way is exact by luck: `roundings` of the terms in sums. More than one are those of merges in
-    a tree, which round `out` and its cotangent to their own dtype in between.
+    More than one are those of merges in a tree, which round `out` and its cotangent to their own dtype in between.
     """
-    wanted, rough = exact(parts), naive(parts, tree)
+    wanted = exact(parts)
     lse = max(1.0, largest(parts.lse))
     out = max(1.0, largest(np.where(np.isfinite(parts.lse)[..., None], parts.out, 0)))
     dout, dlse = max(1.0, largest(parts.dout)), max(1.0, largest(parts.dlse))
@@ -233,15 +185,11 @@ def check(found, parts: Parts, tree, what, roundings=1):
         assert_close(
             array,
             wanted[name],
-            rough[name],
-            magnitude=4 * roundings * sizes[name],
+            wanted[name].astype(getattr(parts, name).dtype),
+            magnitude=8 * roundings * sizes[name],
             scores=0.0 if name == "lse" else lse,
             what=f"{what}, {name}",
         )
-
-
-def left_comb(parts):
-    return functools.reduce(lambda tree, i: (tree, i), range(len(parts.lse)))
 
 
 # The laws.
@@ -253,7 +201,7 @@ def test_associativity(dtypes, case):
     parts, tree = case
     parts = typed(parts, dtypes)
     found = along_tree(parts, tree)
-    check(found, parts, tree, f"merged along {tree}", roundings=len(parts.lse) + 1)
+    check(found, parts, f"merged along {tree}", roundings=len(parts.lse) + 1)
 
 
 @every_dtype
@@ -341,10 +289,8 @@ def test_shift(dtypes, shift):
     parts = random_parts()
     parts = typed(with_empty(parts._replace(lse=parts.lse + shift)), dtypes)
     found = state_and_gradients(*as_jax(parts))
-    check(found, parts, left_comb(parts), f"shifted by {shift}")
-    if (
-        shift and dtypes[1] == "float64"
-    ):  # the shift itself rounds there by 1e-12, in float32 by 1e-3
+    check(found, parts, f"shifted by {shift}")
+    if shift and dtypes[1] == "float64":  # which the shift rounds by 1e-12, float32 by 1e-3
         still = state_and_gradients(*as_jax(parts._replace(lse=parts.lse - shift)))
         np.testing.assert_allclose(found["lse"], still["lse"] + shift, rtol=0, atol=1e-10)
         for name in ("out", "dout", "dlse"):

@@ -9,8 +9,8 @@ import pytest
 
 from energy_attn.kernels import AttentionState, empty_state, merge
 from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.dispatch import _attend_and_merge
-from energy_attn.kernels.dispatch._attend_and_merge import attend_and_merge
+from energy_attn.kernels.dispatch import _over_keys
+from energy_attn.kernels.dispatch._over_keys import attend_and_merge
 from energy_attn.kernels.dispatch._registry import attend
 from energy_attn.kernels.xla import _blockwise_derivatives
 from energy_attn.kernels.xla._blockwise_derivatives import backward_by_head, row_cotangents
@@ -42,8 +42,8 @@ def cases(*usual):
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Parts of a few queries, one of them with what is left."""
-    monkeypatch.setattr(_attend_and_merge, "PART", 1)
-    monkeypatch.setattr(_attend_and_merge, "LEAST_PART", 2)
+    monkeypatch.setattr(_over_keys, "PART", 1)
+    monkeypatch.setattr(_over_keys, "LEAST_PART", 2)
 
 
 def some_keys(operands, where):

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn import attention
-from energy_attn.kernels import _private, local_attention
+from energy_attn.kernels import _imports, local_attention
 from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._operands import Operands, Settings
 from energy_attn.kernels.dispatch import _probe, _registry
@@ -50,7 +50,7 @@ def afresh(monkeypatch):
     def forget():
         fresh = {name: type(kernel)() for name, kernel in _registry._REGISTRY.items()}
         monkeypatch.setattr(_registry, "_REGISTRY", fresh)
-        _private.private_names.cache_clear()
+        _imports.private_names.cache_clear()
         _probe._tried.cache_clear()
         jax.clear_caches()
 
@@ -194,7 +194,7 @@ def test_unknown_parameters(afresh, monkeypatch):
     def lowering(ctx, *arrays, unheard_of, **options):
         raise AssertionError("called without it")
 
-    found = _private.private_names("cudnn")
+    found = _imports.private_names("cudnn")
     known = found.forward
     primitive = Primitive("another_cudnn")
     primitive.multiple_results = True
@@ -225,29 +225,29 @@ def test_other_results(afresh, monkeypatch):
 @pytest.fixture
 def gone(afresh, monkeypatch):
     """Removes one of the private names from JAX, as a new version may."""
-    uses = dict(_private._USES)
+    uses = dict(_imports._USES)
 
     def take(use, name):
         versions, names = uses[use]
         changed = versions, names | {name: f"{names[name]}_as_it_was"}
-        monkeypatch.setitem(_private._USES, use, changed)
-        _private.private_names.cache_clear()
+        monkeypatch.setitem(_imports._USES, use, changed)
+        _imports.private_names.cache_clear()
 
     return take
 
 
 # flash-attn-jax and fa4-jax are not installed for these tests
 @pytest.mark.smoke
-@pytest.mark.parametrize("use", sorted({*_private._USES} - {"flash", "fa4"}))
+@pytest.mark.parametrize("use", sorted({*_imports._USES} - {"flash", "fa4"}))
 def test_private_names(use, gone):
     """A listed name that this JAX lacks, or a name that is used before it is looked up."""
-    assert set(vars(_private.private_names(use))) == set(_private._USES[use][1])
-    for name, place in list(_private._USES[use][1].items()):
+    assert set(vars(_imports.private_names(use))) == set(_imports._USES[use][1])
+    for name, place in list(_imports._USES[use][1].items()):
         gone(use, name)
         with pytest.raises(
             NotImplementedError, match=f"{use}: wanted .*{place}.*{jax.__version__}"
         ):
-            _private.private_names(use)
+            _imports.private_names(use)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
-"""The canonical fold, beside the tree written out."""
+"""The canonical fold compared with the tree written out, and the layout that it asks for."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from energy_attn.kernels.fold import _tree as tree
+from energy_attn import attention
+from energy_attn.distributed import SequenceParallel
+from energy_attn.kernels.internal import canonical_tree as tree
+from tests.support.meshes import in_parts, mesh_of
 
 
 def join(a, b):
@@ -40,3 +44,33 @@ def test_fold():
             items = {int(n): x for n, x in zip(numbers[present], values[present], strict=True)}
             wanted = written_out(items, 24) if items else 0.0
             np.testing.assert_allclose(found(numbers, values, present), wanted, rtol=1e-13)
+
+
+def test_as_written_is_the_identity():
+    """A missing or wrong rule of the wish for a layout: of either mode, of both, under `jax.vmap`."""
+    x, change = np.random.default_rng(0).standard_normal((2, 3, 4))
+
+    def f(x):
+        return tree.as_written(x) ** 3
+
+    def second(x):
+        return jax.jvp(jax.grad(lambda x: f(x).sum()), (x,), (jnp.asarray(change[0]),))[1]
+
+    found = jax.jit(jax.vmap(second))(x)
+    np.testing.assert_allclose(found, 6 * x * change[0], rtol=1e-14)
+    np.testing.assert_array_equal(jax.jvp(f, (x,), (change,))[1], 3 * x**2 * change)
+
+
+def test_as_written_is_not_serialised(monkeypatch):
+    """A program of a ring for TPUs that JAX refuses to export, as its queries or heads are computed in parts."""
+    in_parts(monkeypatch)
+    query, key = (jax.ShapeDtypeStruct((1, 64, n, 128), jnp.bfloat16) for n in (4, 2))
+
+    def loss(*arrays):
+        parallel = SequenceParallel("device", "ring")
+        return attention(*arrays, is_causal=True, parallel=parallel).sum()
+
+    with jax.set_mesh(mesh_of("8")):
+        train = jax.jit(jax.grad(loss, (0, 1, 2)))
+        program = jax.export.export(train, platforms=("tpu",))(query, key, key)
+    assert "tpu_custom_call" in program.mlir_module()

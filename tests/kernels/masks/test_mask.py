@@ -1,18 +1,42 @@
-"""Masks against Python's integers, up to the last position of 32 bits: pairs, intervals, and the laws of joining."""
+"""Masks against Python's integers, up to the last position of 32 bits: pairs, intervals, the laws of joining, and what
+kernels that compare numbers of tokens make of them.
+
+The masks of `support/masks.py`, their gradients and tangents go through these kernels in `test_local_attention.py` and
+`test_tangents.py`.
+"""
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from energy_attn import masks
-from energy_attn.kernels.masks._abstract import Interval, interval
-from energy_attn.kernels.masks._structure import structure_of
-from energy_attn.kernels.masks._visibility import may_meet, meeting, must_meet, reachable, visible
+from energy_attn.kernels import local_attention
+from energy_attn.kernels.internal import explain, may_meet, tried
+from energy_attn.kernels.masks import Interval
+from energy_attn.kernels.masks._structure import pairwise, structure_of
+from energy_attn.kernels.masks._visibility import interval, meeting, must_meet, reachable, visible
+from tests.kernels.derivatives import check_dense
 from tests.support.arrays import array
-from tests.support.random_masks import JOINED, SINGLE, blocks, rules, seen, sees, with_batch
+from tests.support.problems import _make, call_of
+from tests.support.random_masks import (
+    JOINED,
+    SINGLE,
+    blocks,
+    places,
+    rules,
+    seen,
+    sees,
+    with_batch,
+)
+from tests.support.traits import SMALL
+
+KERNELS = [SMALL["pallas_gpu"], SMALL["pallas_tpu"]]
 
 
 @given(rules, blocks, blocks)
@@ -120,3 +144,117 @@ def test_joined_masks_keep_their_names_and_take_fields():
     np.testing.assert_array_equal(
         near.visible(jnp.array([[2]]), jnp.arange(4)[None]), [[False, True, True, False]]
     )
+
+
+@pytest.mark.smoke
+@given(rules, blocks, blocks)
+@settings(max_examples=6)
+def test_numbers_of_tokens(rule, queries, keys):
+    """What is known of a query taken for what is known of a key, or a table that is read at a wrong place."""
+    arrays = tuple(jax.tree.leaves(with_batch(rule)))
+    pairs = pairwise(structure_of(with_batch(rule)), arrays)
+    assert pairs.problem is None
+    query, key = (array(np.asarray(x)[None], np.int32) for x in (queries, keys))
+    features = pairs.features(arrays, query, key)
+    assert (len(features.queries), len(features.keys)) == (pairs.of_queries, pairs.of_keys)
+    for turned in (False, True):  # keys in front
+        i, j = (1, 2) if turned else (2, 1)
+        found = pairs.visible(
+            jnp.expand_dims(query, i),
+            jnp.expand_dims(key, j),
+            [jnp.expand_dims(x, i) for x in features.queries],
+            [jnp.expand_dims(x, j) for x in features.keys],
+        )
+        found = np.broadcast_to(found, (1, 3, 3))[0]
+        np.testing.assert_array_equal(found.T if turned else found, seen(rule, queries, keys))
+
+
+def test_only_comparisons_are_of_pairs():
+    """A table of segments, or a length, that is read for each pair."""
+    rule = masks.Causal() | (masks.Segments(np.zeros(8, np.int32)) & masks.Prefix(3))
+    pairs = pairwise(*_split(rule))
+    assert (pairs.of_queries, pairs.of_keys) == (2, 3)  # id, inside; id, inside, below the length
+    window = pairwise(*_split(masks.Causal() & masks.Window(3, 2)))
+    assert (window.of_queries, window.of_keys) == (0, 0)
+    remainder = pairwise(*_split(masks.Function(lambda query, key: (query - key) % 5 == 0)))
+    assert (remainder.of_queries, remainder.of_keys) == (0, 0)  # 5 is a constant of the kernel
+
+
+def test_a_choice_of_booleans():
+    """The other of two booleans, of which compilers of kernels select none."""
+    rule = masks.Function(lambda q, k: jnp.where(q > k, (q - k) % 2 == 0, k < 5))
+    pairs, tokens = pairwise(*_split(rule)), array(np.arange(8)[None], np.int32)
+    assert pairs.problem is None
+    of_queries, of_keys = pairs.features((), tokens, tokens)
+    found = pairs.visible(
+        tokens[:, :, None],
+        tokens[:, None],
+        [x[:, :, None] for x in of_queries],
+        [x[:, None] for x in of_keys],
+    )
+    q, k = np.ogrid[:8, :8]
+    np.testing.assert_array_equal(found[0], np.where(q > k, (q - k) % 2 == 0, k < 5))
+
+
+def _split(rule):
+    rule = with_batch(rule)
+    return structure_of(rule), tuple(jax.tree.leaves(rule))
+
+
+def of_both(query, key, table):
+    return table[query % 4, key % 4]
+
+
+def of_rows(query, key, table):
+    return (table[query % 2] == key[..., None]).any(-1)
+
+
+def of_twenty(query, key):
+    return functools.reduce(jnp.logical_or, [query % i == key for i in range(2, 22)])
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (masks.Function(of_both, np.ones((4, 4), bool)), "the operation concatenate of both"),
+        (masks.Function(lambda q, k: jnp.sin(q - k) > 0), "got float32"),
+        (masks.Function(of_rows, np.ones((2, 3), np.int32)), "the operation reduce_or of both"),
+        (masks.Function(of_twenty), "at most 16 numbers, got 20"),
+    ],
+)
+def test_declined(rule, reason):
+    """A mask whose program a kernel's compiler refuses, or that it computes wrongly, in place of one that declines."""
+    x = array(np.ones((1, 8, 1, 16)), np.float32)
+    call = call_of(x, x, x, mask=rule)
+    for kernel in KERNELS:
+        with pytest.raises(NotImplementedError, match=rf"^mask: wanted .*{reason}.*blockwise"):
+            kernel.check(call)
+    for platform in ("cuda", "tpu"):
+        chosen = explain(tried(), call.settings, call.operands, platform)
+        assert chosen.name == "decode"  # XLA's operations
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda x: x.name)
+def test_a_composition(kernel):
+    """A tile that is skipped or not masked, forward, backward or along a direction; absent tokens that are seen."""
+    places = [*range(8), -1, *range(8, 16), 2**31 - 1]
+    check_composition(kernel, JOINED["near or same"], places, places)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda x: x.name)
+@given(rule=rules, queries=places, keys=places)
+@settings(max_examples=25, phases=[Phase.generate])
+def test_many_compositions(kernel, rule, queries, keys):
+    """The same."""
+    check_composition(kernel, rule, queries, keys)
+
+
+def check_composition(kernel, rule, queries, keys):
+    problem = _make("composition", B=1, T=18, S=18, N=2, K=1, H=4)
+    positions = (array(np.asarray(x)[None], np.int32) for x in (queries, keys))
+    options = dict(zip(("query_positions", "key_positions"), positions, strict=True))
+    options |= {"mask": rule, "implementation": kernel}
+    mask = seen(rule, queries, keys)[None, None]
+    masked = functools.partial(dataclasses.replace, mask=mask)
+    check_dense(lambda x: local_attention(**x, **options), problem, np.float32, 4e-6, judge=masked)

@@ -19,21 +19,19 @@ from energy_attn.kernels import (
     AbstractJAXKernel,
     AbstractKernel,
     AttentionState,
-    KernelCall,
+    implementations,
     local_attention,
 )
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._kernel import check_call_of
-from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.xla._blocks import BlockedOperands
-from energy_attn.kernels.xla._grid import BlockSizes, Index
+from energy_attn.kernels.internal import check_call_of, explain, tried
+from tests.kernels.derivatives import check_dense
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.complaints import a, complains
 from tests.support.masks import IDS, LENGTHS, RULES, UNKNOWN
-from tests.support.problems import PROBLEMS, _make, cast, cotangents, tangents
-from tests.support.reference import dense, dense_jvp, dense_vjp, visible
+from tests.support.problems import PROBLEMS, _make, call_of, cast, cotangents
+from tests.support.reference import dense, dense_vjp, visible
 from tests.support.selection import few
+from tests.support.traits import kernel_of
 
 IDS, LENGTHS = IDS[:2], LENGTHS[:2]
 PROBLEM = _make("rules", B=2, T=9, S=9, N=2, K=1, H=4)
@@ -50,26 +48,21 @@ def test_who_takes_what(name):
     """A vendor's kernel that ignores a mask which it does not know: a wrong answer, and fast; ours that declines it."""
     x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
     rule = RULES[name].of(1)
-    call, plain = check_call(x, x, x, mask=rule), check_call(x, x, x)
-    for kernel in _registry._REGISTRY.values():
+    call, plain = call_of(x, x, x, mask=rule), call_of(x, x, x)
+    for kernel in map(kernel_of, implementations()):
         if kernel.name in ("decode", "decode_cpu"):  # too many rows
             continue
         if not kernel.platforms or kernel.name in OURS:
-            check_call_of(kernel, KernelCall(call.operands, call.settings))
+            check_call_of(kernel, call)
             continue
-        if kernel.name not in (
-            "cudnn",
-            "flash",
-            "fa4",
-        ):  # what they need is not installed everywhere
-            check_call_of(kernel, KernelCall(plain.operands, plain.settings))
+        if kernel.name == "splash":  # what the others need is not installed everywhere
+            check_call_of(kernel, plain)
         with pytest.raises(
             NotImplementedError, match=r"^mask: wanted All or Causal or Window.*, got "
         ):
-            check_call_of(kernel, KernelCall(call.operands, call.settings))
+            check_call_of(kernel, call)
     for platform, name in {"cuda": OURS[0], "tpu": OURS[1], "cpu": "blockwise"}.items():
-        chosen = _registry.explain(_registry.tried(), call.settings, call.operands, platform)
-        assert chosen.name == name
+        assert explain(tried(), call.settings, call.operands, platform).name == name
 
 
 def test_simple_rules_are_options():
@@ -77,8 +70,8 @@ def test_simple_rules_are_options():
     ids = jnp.asarray(IDS)[:, :9]
     rule = masks.Causal() & masks.Window(4, 7) & masks.Segments(ids) & masks.Lengths(LENGTHS)
     arrays, _ = cast(PROBLEM, jnp.float32)
-    found = check_call(**arrays, mask=rule & masks.All())
-    wanted = check_call(
+    found = call_of(**arrays, mask=rule & masks.All())
+    wanted = call_of(
         **arrays,
         is_causal=True,
         local_window_size=(4, 7),
@@ -109,8 +102,8 @@ def test_windows_are_options(sides):
     """A side without a bound, which the mask takes and the option did not."""
     arrays, _ = cast(PROBLEM, jnp.float32)
     left, right = (sides, sides) if isinstance(sides, int) else sides
-    found = check_call(**arrays, local_window_size=sides)
-    assert found.settings == check_call(**arrays, mask=masks.Window(left, right)).settings
+    found = call_of(**arrays, local_window_size=sides)
+    assert found.settings == call_of(**arrays, mask=masks.Window(left, right)).settings
 
 
 @pytest.mark.parametrize(
@@ -193,30 +186,6 @@ def test_hidden_keys_are_not_read(implementation, name):
     assert all(np.isfinite(x).all() for x in gradients.values())
 
 
-SKIPPED = few(sorted(RULES), "prefix_rows", "documents_function", "nested", "dilated", "table")
-
-
-@pytest.mark.parametrize("name", SKIPPED)
-def test_blocks_are_skipped(name):
-    """A table that skips a block with a visible pair, or, by the predicate, one that reads a hidden block."""
-    problem = dataclasses.replace(_make("skip", B=2, T=16, S=16, N=1), rule=name)
-
-    @jax.jit
-    def meet(arrays):
-        call = check_call(**arrays, **problem.options)
-        blocks = BlockedOperands(call.operands, call.settings, BlockSizes(8, 4, 4, 4))
-        assert (blocks.grid.query_blocks, blocks.grid.key_blocks) == (4, 4)
-        over_keys = jax.vmap(lambda i, j: blocks.meet(Index(0, i, j)), (None, 0))
-        return jax.vmap(over_keys, (0, None))(jnp.arange(4), jnp.arange(4))
-
-    exact = visible(problem)[:, 0].reshape(2, 4, 4, 4, 4).any((0, 2, 4))
-    found = np.asarray(meet(cast(problem, jnp.float32)[0]))
-    assert not (exact & ~found).any()
-    # by intervals of both entries, or past the end of a table, more are read
-    if name not in ("prefix_rows", "documents", "table"):
-        np.testing.assert_array_equal(found, exact)
-
-
 class Mine(AbstractJAXKernel):
     """A user's kernel: the softmax as one writes it, and JAX's derivative; for one query head a key head."""
 
@@ -247,30 +216,12 @@ class Mine(AbstractJAXKernel):
 @pytest.mark.parametrize("mesh", [False, True])
 def test_a_kernel_of_ones_own(mesh):
     """A kernel handed over that is not the one that runs, or that has no derivative, on one device or on a mesh."""
-    problem = dataclasses.replace(_make("mine", B=1, T=16, S=16, N=2), is_causal=True)
-    arrays, _ = cast(problem, jnp.float64)
-    given = cotangents(problem, jnp.float64)
     options = {"parallel": SequenceParallel("device", "tree")} if mesh else {}
-    options |= {"implementation": Mine(), "return_energy": True}
-
-    @jax.jit
-    def run(arrays, given):
-        state, back = jax.vjp(lambda x: ea.attention(**x, **problem.options, **options), arrays)
-        return state, back(given)[0]
-
+    options |= {"implementation": Mine(), "return_energy": True, "is_causal": True}
+    problem = _make("mine", B=1, T=16, S=16, N=2, is_causal=True)
     two = make_mesh((2,), ("device",), devices=jax.devices()[:2])
     with jax.set_mesh(two) if mesh else contextlib.nullcontext():
-        state, gradients = run(arrays, given)
-    check(AttentionState(*state), problem)
-    close(gradients, dense_vjp(problem, *given), tolerance=1e-12)
-    change = tangents(problem)
-    with jax.set_mesh(two) if mesh else contextlib.nullcontext():
-        along = jax.jit(
-            lambda x, dx: jax.jvp(
-                lambda x: ea.attention(**x, **problem.options, **options), (x,), (dx,)
-            )[1]
-        )(arrays, {name: jnp.asarray(x) for name, x in change.items()})
-    close(AttentionState(*along), dense_jvp(problem, change), tolerance=1e-12)
+        check_dense(lambda x: ea.attention(**x, **options), problem)
 
 
 def test_kernels_and_names_are_tried_in_turn():
@@ -283,7 +234,7 @@ def test_kernels_and_names_are_tried_in_turn():
     first = jax.jit(functools.partial(run, implementation=(Mine(), "reference")))()
     check(first, longer(np.asarray([2, 2])))
     # the reference itself is differentiated by JAX, by whatever name
-    query, reference = arrays.pop("query"), _registry.Reference()
+    query, reference = arrays.pop("query"), kernel_of("reference")
 
     @jax.jit
     def along(query):
@@ -310,13 +261,7 @@ X = np.ones((2, 4, 1, 8))
     ("wrong", "error", "name", "received", "wanted"),
     [
         (Unhashable(), TypeError, "implementation", "Unhashable", "can be hashed"),
-        (
-            Nameless(),
-            TypeError,
-            "implementation",
-            "Nameless",
-            "platforms, interpreted, exported, masks",
-        ),
+        (Nameless(), TypeError, "implementation", "Nameless", "platforms, interpreted, exported"),
         (Mine, TypeError, "implementation", "Mine", "a kernel"),
         ([Mine(), 3], TypeError, "implementation", "list", "a kernel"),
         (("mine",), ValueError, "implementation", "'mine'", "'blockwise'"),
@@ -366,33 +311,18 @@ def closing(length):
         (lambda: masks.Or("x", masks.Causal()), TypeError, "first", "str 'x'", "mask"),
         (lambda: masks.Or(masks.Causal(), masks.Causal), TypeError, "second", "Causal", "mask"),
         (lambda: masks.Not(None), TypeError, "mask", "NoneType None", "mask"),
-        (
-            by(masks.Causal),
-            TypeError,
-            "mask",
-            "Causal(...) makes one",
-            "a mask of energy_attn.masks",
-        ),
-        (
-            by(masks.Causal() | masks.Prefix(I3)),
-            ValueError,
-            "mask.second.length",
-            "[3]",
-            "batch, 2",
-        ),
+        (by(masks.Causal), TypeError, "mask", "Causal(...) makes one", "of energy_attn.masks"),
+        (by(~masks.Causal() | masks.Prefix(I3)), ValueError, "mask.second.length", "[3]", "batch"),
         (by(masks.Segments(I3[:, None])), ValueError, "mask.query_ids", "int32[3,1]", "batch, 2"),
         (by(masks.Causal() & masks.Segments(I3)), ValueError, "mask.query_ids", "[1,3]", "0 to 3"),
         (by(masks.Prefix(LENGTHS), X[0]), ValueError, "mask.length", "int32[2]", "batch, 1"),
-        (
-            by(masks.Function(lambda q, k: k - q)),
-            TypeError,
-            "function's result",
-            "int32",
-            "boolean",
-        ),
+        (by(masks.Function(lambda q, k: k - q)), TypeError, "function's result", "int32", "bool"),
         (
             by(masks.Function(lambda q, k: (k < q)[0, 0])),
-            *(ValueError, "function", "bool[2]", "(1, 3, 2)"),
+            ValueError,
+            "function",
+            "[2]",
+            "(1, 3, 2)",
         ),
         (lambda: jax.jit(closing)(3), ValueError, "function", "closes over", "parameters"),
         (lambda: jax.vmap(closing)(LENGTHS), ValueError, "function", "closes over", "parameters"),

@@ -1,5 +1,6 @@
-"""Tables of the blocks of masks: what they say of any intervals, and how many blocks a kernel then computes."""
+"""Blocks that kernels compute under masks, and tables of the blocks of a mask: what they say of any intervals."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,23 +13,22 @@ from hypothesis import strategies as st
 import energy_attn as ea
 from energy_attn import masks
 from energy_attn.kernels import local_attention
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.masks._abstract import Interval
-from energy_attn.kernels.pallas._rows import block_run, block_spans
+from energy_attn.kernels.masks import Interval
+from energy_attn.kernels.pallas._rows import block_list, block_run, block_spans
 from energy_attn.kernels.pallas._tiles import tile_ranges, visibility_of
 from energy_attn.kernels.pallas.gpu._plan import make_plan
 from energy_attn.kernels.pallas.tpu._kernel import make_layout
 from energy_attn.kernels.pallas.tpu._scores import block_ranges, block_visibility
-from energy_attn.kernels.xla._blocks import BlockedOperands
-from energy_attn.kernels.xla._grid import BlockSizes, Index
+from energy_attn.kernels.xla._blocks import BlockedOperands, Index
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.complaints import complains
-from tests.support.problems import _make, cast
+from tests.support.masks import RULES
+from tests.support.problems import _make, call_of, cast
 from tests.support.random_masks import JOINED, rules, sees
-from tests.support.reference import dense
+from tests.support.reference import dense, visible
 from tests.support.selection import few
-from tests.support.traits import SMALL_LAYOUT, SMALL_TILES
+from tests.support.traits import SMALL_LAYOUT, SMALL_TILES, BlockSizes
 
 
 @pytest.mark.parametrize(("name", "block"), [("near or same", 4), ("not both", 3)])
@@ -88,9 +88,16 @@ def traced(function, *rules):
     return jax.tree.map(np.asarray, jax.jit(function)(*rules))
 
 
-def call_of(rule, length=32):
+def masked_call(rule, length=32):
     x = jnp.ones((1, length, 1, 4), jnp.float32)
-    return check_call(x, x, x, mask=rule)
+    return call_of(x, x, x, mask=rule)
+
+
+def meeting(blocks):
+    """Which blocks of queries and of keys meet."""
+    over_keys = jax.vmap(lambda i, j: blocks.meet(Index(0, i, j)), (None, 0))
+    sizes = blocks.grid.query_blocks, blocks.grid.key_blocks
+    return jax.vmap(over_keys, (0, None))(*map(jnp.arange, sizes))
 
 
 def test_table_is_exact():
@@ -100,21 +107,37 @@ def test_table_is_exact():
         np.testing.assert_array_equal(np.diff(np.diff(found, axis=0), axis=1), SPOTS)
 
 
+SKIPPED = few(sorted(RULES), "prefix_rows", "documents_function", "nested", "dilated", "table")
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_blocks_are_skipped(name):
+    """A table that skips a block with a visible pair, or, by the predicate, one that reads a hidden block."""
+    problem = dataclasses.replace(_make("skip", B=2, T=16, S=16, N=1), rule=name)
+
+    @jax.jit
+    def meet(arrays):
+        call = call_of(**arrays, **problem.options)
+        return meeting(BlockedOperands(call.operands, call.settings, BlockSizes(8, 4, 4, 4)))
+
+    exact = visible(problem)[:, 0].reshape(2, 4, 4, 4, 4).any((0, 2, 4))
+    found = np.asarray(meet(cast(problem, jnp.float32)[0]))
+    assert not (exact & ~found).any()
+    # by intervals of both entries, or past the end of a table, more are read
+    if name not in ("prefix_rows", "documents", "table"):
+        np.testing.assert_array_equal(found, exact)
+
+
 def test_blocks_that_are_computed():
     """A kernel that reads blocks where the table has none: as slow as no mask; or that masks whole ones."""
 
     def read(rule):
-        call = call_of(masks.tabulate(rule, 32, block=4))
+        call = masked_call(masks.tabulate(rule, 32, block=4))
         blocks = BlockedOperands(call.operands, call.settings, BlockSizes(4, 4, 4, 4))
         of_tpu = SMALL_LAYOUT._replace(rows=4, keys_of_few_rows=4)
         at = make_layout(call.operands, call.settings, "forward", of_tpu)
         assert (at.row_block, at.key_block) == (4, 4)
-        numbers = jnp.arange(8)
-        over_keys = jax.vmap(lambda i, j: blocks.meet(Index(0, i, j)), (None, 0))
-        return (
-            jax.vmap(over_keys, (0, None))(numbers, numbers),
-            block_ranges(block_visibility(call.operands, at), at, 1),
-        )
+        return meeting(blocks), block_ranges(block_visibility(call.operands, at), at, 1)
 
     meets, ranges = traced(read, masks.Function(named, NAMED))
     np.testing.assert_array_equal(meets, SPOTS)
@@ -126,7 +149,7 @@ def test_tiles_that_are_computed():
     """The same of the tiles of GPUs, whose sizes are not those of blocks."""
 
     def read(rule):
-        call, found = call_of(masks.tabulate(rule, 128, block=16), 128), []
+        call, found = masked_call(masks.tabulate(rule, 128, block=16), 128), []
         for kind in ("forward", "key"):
             plan = make_plan(call.operands, call.settings, kind, SMALL_TILES)
             assert (plan.row_times, plan.keys) == (16, 16)
@@ -147,7 +170,7 @@ def test_whole_blocks_of_a_table():
     """Blocks of a kernel that lie across those of the table, and so meet four times as many."""
 
     def sizes(rule):
-        call = call_of(masks.tabulate(rule, 70, block=4), 70)
+        call = masked_call(masks.tabulate(rule, 70, block=4), 70)
         grid = BlockedOperands(call.operands, call.settings, BlockSizes(14, 14, 14, 14)).grid
         assert (grid.queries, grid.keys, grid.query_blocks, grid.key_blocks) == (12, 12, 6, 6)
 
@@ -228,3 +251,16 @@ def test_runs_and_spans():
         assert row[begin:end].all() and (begin == end) == (not len(places))
         if len(places):
             assert begin == places[0] and (end == len(row) or not row[end])
+
+
+def test_list_of_blocks():
+    """A block that meets left out or visited twice; one that needs a mask among those that need none."""
+    random = np.random.default_rng(0)
+    meets, whole = random.random((2, 5, 7)) < 0.5, random.random((2, 5, 7)) < 0.5
+    found = jax.tree.map(np.asarray, jax.jit(block_list)(meets, whole))
+    for b, x in np.ndindex(2, 5):
+        stop, first = found.stop[b, x], found.unmasked[b, x]
+        order = found.order[b, x]
+        assert sorted(order) == list(range(7))
+        np.testing.assert_array_equal(np.sort(order[:stop]), np.flatnonzero(meets[b, x]))
+        np.testing.assert_array_equal(np.sort(order[:first]), np.flatnonzero((meets & whole)[b, x]))

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from energy_attn.kernels import AttentionState, CovarianceState, merge, merge_all
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.reductions._expectation import covariance
+from energy_attn.kernels.internal import reductions
 from tests.support.compare import close, same
-from tests.support.problems import _make, cast
+from tests.support.problems import _make, call_of, cast
 from tests.support.reference import dense, dense_covariance
 
 EMPTY = CovarianceState(np.zeros((3, 3)), np.zeros(3), np.asarray(-np.inf))
@@ -105,7 +104,7 @@ def test_covariance_of_a_call():
 
     @jax.jit
     def run(arrays):
-        call = check_call(**arrays, **problem.options)
-        return covariance(("reference",), call.settings, call.operands)
+        call = call_of(**arrays, **problem.options)
+        return reductions.covariance(("reference",), call.settings, call.operands)
 
     close(run(arrays), (dense_covariance(problem), *dense(problem)))

@@ -1,6 +1,8 @@
 """Scores in kernels: states and every derivative against dense arrays, who declines, memory, and wrong ones."""
 
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,63 +11,134 @@ import pytest
 
 import energy_attn as ea
 from energy_attn import scores
-from energy_attn.kernels import KernelCall, local_attention
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._kernel import check_call_of
-from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.xla._blockwise import Blockwise
-from energy_attn.kernels.xla._grid import BlockSizes
+from energy_attn.kernels import local_attention
+from energy_attn.kernels.internal import check_call_of
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.complaints import complains
-from tests.support.problems import Problem, _make, cast
+from tests.support.problems import Problem, _make, call_of, cast
 from tests.support.reference import dense, dense_vjp
-from tests.support.scores import BATCH, CASES, HEADS, _t5, dense_energy
+from tests.support.scores import BATCH, CASES, HEADS, Case, _t5, dense_energy
 from tests.support.selection import few, few_rows
+from tests.support.traits import SMALL, BlockSizes, Blockwise, kernel_of
+
+
+def _twice(score, at, table, shift):
+    """A table for each batch entry beside one of all, the first read beyond its end, and integers."""
+    index = at.batch + jnp.abs(at.query - at.key)
+    entry = table.at[at.batch, index].get(mode="clip") * shift[at.head].astype(score.dtype)
+    return jnp.where(at.key > at.query, score, jax.nn.relu(score)) + entry
+
+
+RNG = np.random.default_rng(0)
+TWICE = Case(
+    lambda p: scores.Function(_twice, p["table"], jnp.arange(HEADS)),
+    lambda s, b, h, i, j, p: (
+        jnp.where(j > i, s, jnp.maximum(s, 0)) + p["table"][b, np.minimum(b + abs(i - j), 3)] * h
+    ),
+    {"table": RNG.standard_normal((BATCH, 4))},
+)
+CASES = CASES | {"twice": TWICE}
+BLOCKS = Blockwise(BlockSizes(rows=4, least_rows=2, keys=3, keys_of_few_rows=3))
+KERNELS = {"reference": "reference", "blocks": BLOCKS, "decode": "decode", **SMALL}
+PALLAS = ("pallas_gpu", "pallas_tpu")
+
+
+class Form(NamedTuple):
+    """A call without its score: a problem, options, which pair is seen, and positions."""
+
+    problem: Problem
+    options: dict
+    seen: np.ndarray
+    queries: np.ndarray
+    keys: np.ndarray
+
+
+def form_of(problem, queries, keys, **options):
+    seen = (queries[:, None, :, None] >= 0) & (keys[:, None, None, :] >= 0)
+    if "is_causal" in options:
+        seen = seen & (keys[:, None, None, :] <= queries[:, None, :, None])
+    return Form(problem, options, seen, queries, keys)
+
 
 # Grouped heads; a key that none sees; a row that sees none.
-MASK = np.random.default_rng(0).random((2, 1, 5, 7)) < 0.7
+MASK = RNG.random((2, 1, 5, 7)) < 0.7
 MASK[:, :, 3] = MASK[..., 6] = False
-PROBLEM = _make(
-    "scores", N=HEADS, K=2, H=3, V=2, source=True, bias=(1, HEADS, 1, 7), mask=MASK, scale=0.6
-)
-BLOCKS = Blockwise(BlockSizes(rows=4, least_rows=2, keys=3, keys_of_few_rows=3))
-KERNELS = {"reference": "reference", "blocks": BLOCKS, "decode": "decode"}
+ARRAYS = _make("scores", N=HEADS, K=2, H=3, V=2, source=True, bias=(1, HEADS, 1, 7))
+# several tiles, the last not full
+TILES = _make("scores in tiles", T=19, S=37, N=HEADS, K=2, H=3, V=2)
+QUERIES, KEYS = (RNG.permutation(n)[None].astype(np.int32) for n in (40, 60))
+QUERIES, KEYS = QUERIES[:, :19], KEYS[:, :37]
+QUERIES[:, 4] = KEYS[:, 30] = -1  # absent
+COUNTED = np.arange(19)[None], np.arange(37)[None]
+# Arrays of all kinds; counted positions, of which most tiles need no mask, or which the score alone reads; positions
+# that are given, with what is not there.
+FORMS = {
+    "arrays": Form(ARRAYS, {"mask": MASK}, MASK, np.arange(5)[None], np.arange(7)[None]),
+    "counted": form_of(TILES, *COUNTED, is_causal=True),
+    "free": form_of(TILES, *COUNTED),
+    "given": form_of(TILES, QUERIES, KEYS, query_positions=QUERIES, key_positions=KEYS),
+}
 
 
-def arrays_of(kernel, dtype=jnp.float64):
-    arrays, _ = cast(PROBLEM, dtype)
-    if kernel == "decode":  # declines a source beside a score
-        del arrays["source"]
-    return arrays
-
-
-def both(case, kernel, **options):
+def functions(case, kernel, form):
     """The state by a kernel and by dense arrays, as functions of `(arrays, parameters)`."""
+    _, options, seen, queries, keys = FORMS[form]
+    kernel = KERNELS.get(kernel, kernel)
+    options = {n: array(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
 
     def ours(arrays, parameters):
+        if form == "given":  # nothing of what is absent is read
+            arrays = {
+                name: x if name == "query" else x.at[:, 30].set(jnp.nan)
+                for name, x in arrays.items()
+            }
         given = options | {"score": case.make(parameters), "implementation": kernel}
-        return tuple(local_attention(**arrays, scale=0.6, mask=jnp.asarray(MASK), **given))
+        return tuple(local_attention(**arrays, scale=0.6, **given))
 
     def theirs(arrays, parameters):
-        return dense_energy(case, arrays, parameters, scale=0.6, seen=MASK)
+        same = dataclasses.replace(case, dense=lambda s, *x: case.dense(s, *x).astype(s.dtype))
+        options = {"scale": 0.6, "seen": seen, "queries": queries, "keys": keys}
+        return dense_energy(same, arrays, parameters, **options)
 
     return ours, theirs
 
 
-def number(f, x):
-    out, energy = f(*x)
-    out = out.astype(jnp.float64)
-    energy = energy.astype(jnp.float64)
-    return jnp.sin(out).sum() + jnp.where(energy == -jnp.inf, 0.0, jnp.cos(energy)).sum()
+def inputs(case, kernel, form, dtype):
+    """Arrays and parameters, and a direction."""
+    arrays, _ = cast(FORMS[form].problem, dtype)
+    if kernel == "decode":  # declines a source beside a score
+        del arrays["source"]
+    x = arrays, jax.tree.map(lambda a: array(a, dtype), case.parameters)
+    return x, directions(x)
 
 
 def directions(x):
-    return jax.tree.map(lambda a: array(np.cos(np.arange(a.size) + 1.0).reshape(a.shape)), x)
+    return jax.tree.map(
+        lambda a: array(np.cos(np.arange(a.size) + 1.0).reshape(a.shape), a.dtype), x
+    )
 
 
-def tilted(x):
-    return jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+def number(f, x):
+    out, energy = f(*x)
+    energy = jnp.where(energy == -jnp.inf, 0.0, jnp.cos(energy))
+    return jnp.sin(out.astype(energy.dtype)).sum() + energy.sum()
+
+
+def everything(f, x, u, *, second):
+    """Values, and derivatives along a direction, in all arrays and, if asked for, of second order."""
+
+    def with_state(x):
+        state = f(*x)
+        return number(lambda: state, ()), state
+
+    gradient = jax.grad(with_state, has_aux=True)
+    found = {"tangent": jax.jvp(functools.partial(number, f), (x,), (u,))[1]}
+    if not second:
+        found["gradient"], found["state"] = gradient(x)
+        return found
+    (found["gradient"], found["state"]), (found["second"], _) = jax.jvp(gradient, (x,), (u,))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -90,7 +163,8 @@ def test_definitions(name):
     def derivatives(x, u):
         def of(f):
             found, back = jax.vjp(f, *x)
-            return found, back(tilted(found)), jax.jvp(f, x, u)[1]
+            along = jnp.cos(jnp.arange(found.size, dtype=found.dtype)).reshape(found.shape)
+            return found, back(along), jax.jvp(f, x, u)[1]
 
         return of(ours), of(theirs)
 
@@ -99,61 +173,75 @@ def test_definitions(name):
     assert all(np.abs(y).max() > 1e-3 for y in jax.tree.leaves(wanted[1]))  # none is zero by chance
 
 
-PAIRS = [
-    ("blocks", "function"),
-    ("reference", "t5"),
-    ("decode", "composed"),
-    *((kernel, name) for kernel in ("blocks", "decode") for name in CASES),
+FIRST = [
+    ("blocks", "function", "arrays"),
+    ("reference", "t5", "arrays"),
+    ("decode", "composed", "arrays"),
+    ("pallas_gpu", "twice", "given"),
 ]
+# positions in all forms, tables and numbers of each kind, and each kernel
+PRODUCT = [
+    *FIRST,
+    *((kernel, name, "arrays") for kernel in ("blocks", "decode") for name in CASES),
+    *((kernel, name, "given") for kernel in PALLAS for name in CASES),
+    *((kernel, name, "counted") for kernel in PALLAS for name in ("composed", "function")),
+    ("pallas_gpu", "t5", "counted"),
+    *((kernel, "t5", "free") for kernel in PALLAS),
+]
+SECOND = {("function", "arrays"), ("t5", "arrays"), ("function", "counted")}
 
 
-@pytest.mark.parametrize(("kernel", "name"), few_rows(list(dict.fromkeys(PAIRS)), 3))
-def test_derivatives(kernel, name):
-    """A score that is skipped, applied to the source or bias too, or without a derivative in some argument or mode."""
-    case = CASES[name]
-    x = arrays_of(kernel), jax.tree.map(array, case.parameters)
-    second = name in ("function", "t5")
-
-    def derivatives(f):
-        g = functools.partial(number, f)
-
-        @jax.jit
-        def run(x, u):
-            gradient = jax.grad(g)
-            if second:
-                return f(*x), jax.jvp(g, (x,), (u,)), jax.jvp(gradient, (x,), (u,))
-            return f(*x), jax.jvp(g, (x,), (u,)), gradient(x)
-
-        return run(x, directions(x))
-
-    found, wanted = map(derivatives, both(case, KERNELS[kernel]))
-    close(found, wanted, name)
+@pytest.mark.parametrize(
+    ("kernel", "name", "form"),
+    [
+        pytest.param("pallas_tpu", "t5", "counted", marks=pytest.mark.smoke),
+        *few_rows(list(dict.fromkeys(PRODUCT)), len(FIRST)),
+    ],
+)
+def test_derivatives(kernel, name, form):
+    """A score that is skipped, applied to the source or bias too, or without a derivative in some argument or mode; a
+    number of another head or batch entry, a position of another tile, a sum that a tile is missing from."""
+    case, dtype = CASES[name], jnp.float32 if kernel in PALLAS else jnp.float64
+    x, u = inputs(case, kernel, form, dtype)
+    ours, theirs = functions(case, kernel, form)
+    run = functools.partial(everything, second=(name, form) in SECOND)
+    found = jax.jit(functools.partial(run, ours))(x, u)
+    wide = jax.tree.map(lambda a: array(a, np.float64), (x, u))
+    exact = jax.tree.map(np.asarray, jax.jit(functools.partial(run, theirs))(*wide))
+    close(found, exact, name, tolerance=3e-6 if kernel in PALLAS else 1e-11)
 
 
-@pytest.mark.parametrize("kernel", few(["blocks", "decode"], "blocks"))
-def test_sixteen_bits(kernel):
-    """Parameters rounded to 16 bits in each block, or scores computed in them."""
+@pytest.mark.parametrize(
+    ("kernel", "form"),
+    few_rows(
+        [
+            ("blocks", "arrays"),
+            ("pallas_gpu", "counted"),
+            ("decode", "arrays"),
+            ("pallas_tpu", "counted"),
+        ],
+        2,
+    ),
+)
+def test_sixteen_bits(kernel, form):
+    """Scores computed in 16 bits, or parameters summed in them or rounded to them in each block."""
     case = CASES["composed"]
-    low = (
-        arrays_of(kernel, jnp.bfloat16),
-        jax.tree.map(lambda a: array(a, jnp.bfloat16), case.parameters),
+    x, _ = inputs(case, kernel, form, jnp.bfloat16)
+    ours, theirs = (
+        jax.jit(jax.grad(functools.partial(number, f))) for f in functions(case, kernel, form)
     )
-    ours, theirs = both(case, KERNELS[kernel])
-    gradients = [jax.jit(jax.grad(functools.partial(number, f))) for f in (ours, theirs)]
-    found, naive = (f(low) for f in gradients)
-    wanted = gradients[1](jax.tree.map(lambda a: array(a, np.float64), low))
-    for x, y, z in zip(*map(jax.tree.leaves, (found, wanted, naive)), strict=True):
-        assert x.dtype == jnp.bfloat16
-        least = float(jnp.finfo(jnp.bfloat16).eps) * np.abs(y).max()
-        error, usual = (np.abs(np.asarray(a, np.float64) - y).max() for a in (x, z))
-        assert error <= 2 * usual + least
+    wanted = theirs(jax.tree.map(lambda a: array(a, np.float64), x))
+    for one, rough, exact in zip(*map(jax.tree.leaves, (ours(x), theirs(x), wanted)), strict=True):
+        assert one.dtype == jnp.bfloat16
+        error, usual = (np.abs(np.asarray(a, np.float64) - exact).max() for a in (one, rough))
+        assert error <= 2 * usual + float(jnp.finfo(jnp.bfloat16).eps) * np.abs(exact).max()
 
 
 def test_transformations():
     """A score that `vmap`, `scan` or `checkpoint` loses, or whose parameters they do not batch."""
     case = CASES["function"]
-    arrays = arrays_of("blocks")
-    ours, theirs = both(case, "blockwise")
+    (arrays, _), _ = inputs(case, "blocks", "arrays", jnp.float64)
+    ours, theirs = functions(case, "blockwise", "arrays")
     many = jax.tree.map(lambda a: array(np.stack([a, 2 * a, -a])), case.parameters)
     g, h = (jax.grad(lambda p, x, f=f: number(f, (x, p))) for f in (ours, theirs))
 
@@ -188,9 +276,7 @@ def judged(bias, query, key, dout=0.0, dlse=1.0):
 
 
 @pytest.mark.parametrize("axis", few([0, None], 0))
-@pytest.mark.parametrize(
-    "kernel", few(["decode_cpu", "pallas_tpu", "pallas_gpu"], "decode_cpu", "pallas_tpu")
-)
+@pytest.mark.parametrize("kernel", few(["decode_cpu", *PALLAS], "decode_cpu", "pallas_tpu"))
 def test_vmap(kernel, axis):
     """Slopes of one mapped call, or of one row, for all; their gradients summed over calls, or a bias over rows."""
     slopes, bias, query, key = drawn_slopes()
@@ -233,15 +319,55 @@ def test_vmap_of_a_score_without_arrays(kernel):
     close(found, jax.tree.map(lambda *x: np.stack(x), *wanted), tolerance=ROUNDED)
 
 
-@pytest.mark.parametrize("name", ["pallas_gpu", "pallas_tpu", "cudnn", "flash", "fa4", "splash"])
-def test_who_declines(name):
-    """A kernel that ignores a score: a wrong answer, and fast."""
-    x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
-    call = check_call(
-        x, x, x, score=scores.Function(lambda s, at, table: s + table[at.key], jnp.ones(128))
-    )
-    with pytest.raises(NotImplementedError, match=r"^score: wanted "):
-        check_call_of(_registry._REGISTRY[name], KernelCall(call.operands, call.settings))
+@pytest.mark.parametrize("kernel", PALLAS)
+def test_which(kernel):
+    """A score that a kernel declines without need."""
+    for case in CASES.values():
+        (arrays, parameters), _ = inputs(case, kernel, "free", jnp.float32)
+        check_call_of(kernel_of(kernel), call_of(**arrays, score=case.make(parameters)))
+
+
+def _by(f, *parameters):
+    return lambda: scores.Function(f, *map(array, parameters))
+
+
+TABLE = np.ones((HEADS, 65), np.float32)
+WIDE = _by(lambda s, at, table: s + table[at.key], np.ones(128, np.float32))
+REASONS = [
+    (lambda: scores.RelativeBias(array(TABLE)), "at most 64 entries, got 65 in RelativeBias"),
+    (_by(lambda s, at, x: s + x[at.key, at.query], np.ones((9, 9))), "one index, got"),
+    (_by(lambda s, at, x: s + x[at.head, s.astype(jnp.int32)], TABLE[:, :9]), "by the product"),
+    (_by(lambda s, at: jax.lax.erf_inv(s)), "got erf_inv in Function"),
+    (_by(lambda s, at: s + at.key.astype(jnp.float64).astype(s.dtype)), "got float64"),
+    (_by(lambda s, at: s * at.head[..., None, 0].astype(s.dtype)), "single numbers, got Function"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "score", "reason"),
+    [
+        *((kernel, *row) for kernel in PALLAS for row in REASONS),
+        *((kernel, WIDE, "") for kernel in (*PALLAS, "cudnn", "flash", "fa4", "splash")),
+    ],
+    ids=lambda x: (
+        x if isinstance(x, str) and x in (*PALLAS, "cudnn", "flash", "fa4", "splash") else ""
+    ),
+)
+def test_reasons(kernel, score, reason):
+    """A kernel that ignores a score: a wrong answer, and fast; one that is found out only when a program is lowered."""
+    x = array(np.ones((1, 128, HEADS, 64)), jnp.bfloat16 if reason == "" else np.float32)
+    with pytest.raises(NotImplementedError, match=f"^score: wanted .*{reason}"):
+        check_call_of(kernel_of(kernel), call_of(x, x, x, score=score()))
+
+
+@pytest.mark.parametrize("kernel", PALLAS)
+def test_source(kernel):
+    """A source that the score is applied to."""
+    arrays, _ = cast(TILES, jnp.float32)
+    source = array(np.ones((2, 19, HEADS, 2)), np.float32)
+    call = call_of(**arrays, source=source, score=scores.SoftCap(2.0))
+    with pytest.raises(NotImplementedError, match=r"^score: wanted None with a source, got Soft"):
+        check_call_of(kernel_of(kernel), call)
 
 
 def test_what_is_not_learnt():
@@ -323,7 +449,7 @@ def function(f, *parameters):
         (lambda: scores.Compose(jnp.tanh), TypeError, "scores", "", "scores"),
         (lambda: scores.Function(3), TypeError, "function", "3", "function"),
         (
-            lambda: scores.Function(jnp.tanh, jnp.ones(2, complex)),
+            lambda: scores.Function(len, jnp.ones(2, complex)),
             TypeError,
             "parameters",
             "complex",

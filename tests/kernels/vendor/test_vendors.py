@@ -14,23 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, KernelCall, _private, local_attention
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._kernel import AssumedGPU, check_call_of, lowered_for
-from energy_attn.kernels.dispatch import _probe, _registry
-from energy_attn.kernels.dispatch._lowering import platform_here
+from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels.call._kernel import lowered_for
+from energy_attn.kernels.dispatch import _probe
+from energy_attn.kernels.internal import AssumedGPU, check_call_of, platform_here, private_names
 from energy_attn.kernels.vendor import _adapter, _gpu, _splash
 from tests.support.naive import assert_all_close, select
-from tests.support.problems import _make, cast, cotangents
+from tests.support.problems import _make, call_of, cast, cotangents, problem_call
 from tests.support.reference import visible
 from tests.support.selection import few, few_rows
 
-KERNELS = {
-    "cudnn": _gpu.CuDNN,
-    "flash": _gpu.FlashAttn,
-    "fa4": _gpu.FA4,
-    "splash": _splash.Splash,
-}
+KERNELS = {"cudnn": _gpu.CuDNN, "flash": _gpu.FlashAttn, "fa4": _gpu.FA4, "splash": _splash.Splash}
 
 
 # As the vendors compute: statistics in float32 as [B, N, T], weights and the gradient of scores rounded to 16 bits, the
@@ -79,9 +73,12 @@ def backward(query, key, value, lse, out, d_out, *, seen, scale, sum_rounded):
     return d_query.astype(dtype), over_groups(d_key), over_groups(d_value)
 
 
-def distances(query, key):
-    """How far each key is behind each query, both counted from the first."""
-    return np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])[None, :]
+def aligned(query, key, left, right, last=True):
+    """The keys in a window (None: without a side), which aligns the last query and the last key, or the first ones."""
+    behind = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])
+    behind += (key.shape[1] - query.shape[1]) * last
+    seen = np.ones(behind.shape, bool) if right is None else behind >= -right
+    return seen if left is None else seen & (behind <= left)
 
 
 class Calls:
@@ -93,13 +90,11 @@ class Calls:
 
 class FakeCuDNN(Calls):
     def seen(self, query, key, mask_type, sliding_window_length):
-        behind = distances(query, key)  # the first query is aligned with the first key
         causal = mask_type.name in ("CAUSAL", "PADDING_CAUSAL")
-        seen = behind >= 0 if causal else behind == behind
         if sliding_window_length is not None:
             assert causal and sliding_window_length > 0
-            seen &= behind < sliding_window_length
-        return seen
+        left = None if sliding_window_length is None else sliding_window_length - 1
+        return aligned(query, key, left, 0 if causal else None, last=False)
 
     def call(self, run, query, key, *arrays, layout, seed, dropout_rate, variadic_args, **options):
         assert layout == 0 and dropout_rate == 0 and variadic_args == (False, False)
@@ -138,11 +133,8 @@ class FakeCuDNN(Calls):
 
 class FakeFlash(Calls):
     def seen(self, query, key, is_causal, window_size_left, window_size_right):
-        # the last query is aligned with the last key
-        behind = distances(query, key) + key.shape[1] - query.shape[1]
         right = 0 if is_causal else window_size_right
-        seen = behind == behind if right < 0 else behind >= -right
-        return seen if window_size_left < 0 else seen & (behind <= window_size_left)
+        return aligned(query, key, *(None if x < 0 else x for x in (window_size_left, right)))
 
     def forward(self, query, key, value, *, softmax_scale, **options):
         self.forwards += 1
@@ -158,12 +150,9 @@ class FakeFlash(Calls):
 
 class FakeFA4(Calls):
     def seen(self, query, key, config):
-        # the last query is aligned with the last key
-        behind = distances(query, key) + key.shape[1] - query.shape[1]
         assert not (config.causal and config.local)
         left, right = config.window if config.local else (None, 0 if config.causal else None)
-        seen = behind == behind if right is None else behind >= -right
-        return seen if left is None else seen & (behind <= left)
+        return aligned(query, key, left, right)
 
     def fwd_lse(self, config, query, key, value, aux):
         self.forwards += 1
@@ -179,53 +168,37 @@ class FakeFA4(Calls):
         return backward(*arrays, seen=seen, scale=config.scale, sum_rounded=False)
 
 
-class Bound:
-    def __init__(self, bind):
-        self.bind = bind
-
-
 @pytest.fixture
 def vendor(monkeypatch):
-    """Puts a vendor's kernel into the registry, for CPUs, with its emulation beneath."""
+    """A vendor's kernel by name, for CPUs, and the emulation beneath it."""
     if platform_here() != "cpu":
         pytest.skip("emulated on CPUs")
 
-    def put(name):
+    def emulated(name):
         kernel = KERNELS[name]()
         monkeypatch.setattr(KERNELS[name], "platforms", ("cpu",))
-        monkeypatch.setattr(_registry, "_REGISTRY", {name: kernel})
+        calls = {"cudnn": FakeCuDNN, "flash": FakeFlash, "fa4": FakeFA4}[name]()
         if name == "cudnn":
-            calls = FakeCuDNN()
             for side in ("forward", "backward"):
-                bound = Bound(getattr(calls, f"bind_{side}"))
-                monkeypatch.setattr(_private.private_names("cudnn"), side, bound)
-            return probed(kernel, calls)
-        if name == "fa4":
-            calls = FakeFA4()
-            package = SimpleNamespace(Config=SimpleNamespace, backend=lambda _: calls)
-            monkeypatch.setattr(_gpu, "fa4_package", lambda: package)
-            return probed(kernel, calls)
-        calls = FakeFlash()
-        package = SimpleNamespace(forward=calls.forward, backward=calls.backward)
-        monkeypatch.setattr(_gpu, "flash_package", lambda: package)
-        return probed(kernel, calls)
-
-    def probed(kernel, calls):
+                bound = SimpleNamespace(bind=getattr(calls, f"bind_{side}"))
+                monkeypatch.setattr(private_names("cudnn"), side, bound)
+        else:
+            package = calls
+            if name == "fa4":
+                package = SimpleNamespace(Config=SimpleNamespace, backend=lambda _: calls)
+            monkeypatch.setattr(_gpu, f"{name}_package", lambda: package)
         assert _probe.obstacle(kernel, "cpu") is None
         calls.forwards = calls.backwards = 0
-        return calls
+        return kernel, calls
 
-    return put
-
-
-@pytest.fixture
-def splash(monkeypatch):
-    """Splash in the registry, interpreted, in blocks of 128."""
-    monkeypatch.setattr(_registry, "_REGISTRY", {"splash": _splash.Splash(blocks=(128,))})
+    return emulated
 
 
-def attend(arrays, problem, name):
-    return local_attention(**arrays, **problem.options, implementation=name)
+SPLASH_KERNEL = _splash.Splash(blocks=(128,))
+
+
+def attend(arrays, problem, kernel):
+    return local_attention(**arrays, **problem.options, implementation=kernel)
 
 
 def broken_beyond(problem, name, x):
@@ -237,59 +210,50 @@ def broken_beyond(problem, name, x):
     return jnp.where(there.reshape(*there.shape, *[1] * (x.ndim - 2)), x, jnp.nan)
 
 
-def check(name, problem, dtype, cases=("both", "out", "lse")):
+def check(kernel, problem, dtype="bfloat16", cases=("both", "out", "lse")):
     arrays, _ = cast(problem, dtype)
 
     @jax.jit
     def run(arrays, dout, dlse):
-        state, back = jax.vjp(lambda arrays: attend(arrays, problem, name), arrays)
+        state, back = jax.vjp(lambda arrays: attend(arrays, problem, kernel), arrays)
         return state._asdict() | back(AttentionState(dout, dlse))[0]
 
     arrays = {n: broken_beyond(problem, n, x) for n, x in arrays.items()}
     for which in cases:
         given = select(which, *cotangents(problem, dtype))
         found = run(arrays, *(broken_beyond(problem, "query", x) for x in given))
-        assert_all_close(found, problem, jnp.dtype(dtype), which, label=name)
+        assert_all_close(found, problem, jnp.dtype(dtype), which, label=kernel.name)
+
+
+def named(*problems):
+    return {problem.name: problem for problem in problems}
 
 
 SIZES = {"B": 2, "T": 64, "S": 64, "N": 4, "K": 2, "H": 16}
-TAKEN = {
-    problem.name: problem
-    for problem in (
-        _make("vendor_plain", **SIZES | {"S": 96}),
-        _make("vendor_more_queries", **SIZES | {"T": 96, "K": 4}, scale=0.7),
-        _make("vendor_causal", **SIZES, is_causal=True),
-        _make("vendor_window_causal", **SIZES, is_causal=True, local_window_size=(5, 3)),
-        _make("vendor_window_left", **SIZES | {"K": 1}, local_window_size=(9, 0)),
-        _make("vendor_window_diagonal", **SIZES, is_causal=True, local_window_size=0),
-        _make("vendor_window_all", **SIZES, is_causal=True, local_window_size=63),
-    )
-}
-FLASH_ALONE = {
-    problem.name: problem
-    for problem in (
-        _make("vendor_few", **SIZES | {"T": 1, "S": 7}),
-        _make("vendor_window", **SIZES | {"T": 23, "S": 23}, local_window_size=(3, 5)),
-        _make("vendor_window_right", **SIZES, local_window_size=(64, 5)),
-    )
-}
+TAKEN = named(
+    _make("vendor_plain", **SIZES | {"S": 96}),
+    _make("vendor_more_queries", **SIZES | {"T": 96, "K": 4}, scale=0.7),
+    _make("vendor_causal", **SIZES, is_causal=True),
+    _make("vendor_window_causal", **SIZES, is_causal=True, local_window_size=(5, 3)),
+    _make("vendor_window_left", **SIZES | {"K": 1}, local_window_size=(9, 0)),
+    _make("vendor_window_diagonal", **SIZES, is_causal=True, local_window_size=0),
+    _make("vendor_window_all", **SIZES, is_causal=True, local_window_size=63),
+)
+FLASH_ALONE = named(
+    _make("vendor_few", **SIZES | {"T": 1, "S": 7}),
+    _make("vendor_window", **SIZES | {"T": 23, "S": 23}, local_window_size=(3, 5)),
+    _make("vendor_window_right", **SIZES, local_window_size=(64, 5)),
+)
 LENGTHS = {"query_seq_lengths": np.array([64, 9]), "key_value_seq_lengths": np.array([23, 64])}
-RAGGED = {
-    problem.name: problem
-    for problem in (
-        _make("ragged_keys", **SIZES | {"S": 96}, key_value_seq_lengths=np.array([96, 0])),
-        _make("ragged_causal", **SIZES, is_causal=True, **LENGTHS),
-        _make("ragged_window", **SIZES, is_causal=True, local_window_size=(9, 0), **LENGTHS),
-    )
-}
+RAGGED = named(
+    _make("ragged_keys", **SIZES | {"S": 96}, key_value_seq_lengths=np.array([96, 0])),
+    _make("ragged_causal", **SIZES, is_causal=True, **LENGTHS),
+    _make("ragged_window", **SIZES, is_causal=True, local_window_size=(9, 0), **LENGTHS),
+)
 CASES = [(name, p) for name in ("cudnn", "flash", "fa4") for p in TAKEN.values()]
 CASES += [(name, p) for name in ("flash", "fa4") for p in FLASH_ALONE.values()]
 # groups of heads, other numbers of keys, a scale and windows; which keys are seen, `test_what_is_seen` asks of all
-JUDGED = (
-    ("cudnn", "vendor_plain"),
-    ("flash", "vendor_more_queries"),
-    ("fa4", "vendor_window"),
-)
+JUDGED = (("cudnn", "vendor_plain"), ("flash", "vendor_more_queries"), ("fa4", "vendor_window"))
 CASES.sort(key=lambda case: (case[0], case[1].name) not in JUDGED)
 
 
@@ -304,28 +268,25 @@ CASES.sort(key=lambda case: (case[0], case[1].name) not in JUDGED)
 )
 def test_state_and_gradients(name, problem, vendor):
     """Layouts, heads' groups, a window off by one, the cotangent of lse dropped or doubled."""
-    vendor(name)
-    check(name, problem, "bfloat16")
+    check(vendor(name)[0], problem)
 
 
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=str)
 def test_lengths(problem, vendor):
     """Rows of any length without the vendor: positions, or what it leaves behind a length, in a state or gradient."""
-    calls = vendor("cudnn")
-    check("cudnn", problem, "bfloat16")
+    kernel, calls = vendor("cudnn")
+    check(kernel, problem)
     assert calls.forwards and calls.backwards
 
 
 def test_lengths_under_vmap(vendor):
     """Lengths of one of the mapped calls for all, or beyond the keys, of which cuDNN would read what is behind them."""
-    calls = vendor("cudnn")
-    problem = RAGGED["ragged_causal"]
-    arrays, _ = cast(problem, "bfloat16")
+    kernel, calls = vendor("cudnn")
+    arrays, _ = cast(RAGGED["ragged_causal"], "bfloat16")
 
     def run(arrays, length):
-        return local_attention(
-            **arrays, is_causal=True, key_value_seq_lengths=length, implementation="cudnn"
-        )
+        options = {"is_causal": True, "key_value_seq_lengths": length}
+        return local_attention(**arrays, **options, implementation=kernel)
 
     lengths = jnp.array([23, 64], jnp.int32)
     found = jax.jit(jax.vmap(run))(arrays, jnp.array([23, 999], jnp.int32))
@@ -336,7 +297,7 @@ def test_lengths_under_vmap(vendor):
 @pytest.mark.parametrize(("name", "problem"), CASES, ids=str)
 def test_what_is_seen(name, problem, vendor, monkeypatch):
     """A side of a window that is off by one, lost, or the other; forward or backward."""
-    calls, found = vendor(name), []
+    (kernel, calls), found = vendor(name), []
     of_vendor = type(calls).seen
 
     def seen(*args, **options):
@@ -344,11 +305,9 @@ def test_what_is_seen(name, problem, vendor, monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(calls, "seen", seen)
-    kernel = _registry._REGISTRY[name]
 
     def run(arrays):
-        call = check_call(**arrays, **problem.options)
-        call = KernelCall(call.operands, call.settings, "cuda")
+        call = call_of(**arrays, **problem.options, platform="cuda")
         kernel.check(call)
         state = kernel.forward(call)
         return kernel.backward(call, state, state)
@@ -362,8 +321,7 @@ def test_what_is_seen(name, problem, vendor, monkeypatch):
 @pytest.mark.parametrize("name", few(["cudnn", "flash"], "flash"))
 def test_float16(name, vendor):
     """A fixed dtype instead of that of the operands."""
-    vendor(name)
-    check(name, TAKEN["vendor_causal"], "float16", cases=("both",))
+    check(vendor(name)[0], TAKEN["vendor_causal"], "float16", cases=("both",))
 
 
 def test_cotangent_of_lse_in_two_parts():
@@ -379,17 +337,23 @@ def test_cotangent_of_lse_in_two_parts():
 @pytest.mark.parametrize("name", ["cudnn", "flash", "fa4"])
 def test_no_second_backward_without_need(name, vendor):
     """A second backward for a cotangent of out alone, the common case."""
-    calls = vendor(name)
+    kernel, calls = vendor(name)
     arrays, _ = cast(TAKEN["vendor_causal"], "bfloat16")
 
     def loss(arrays, part):
-        state = attend(arrays, TAKEN["vendor_causal"], name)
+        state = attend(arrays, TAKEN["vendor_causal"], kernel)
         return sum(x.astype(jnp.float32).sum() for x in part(state))
 
     jax.jit(lambda a: jax.grad(loss)(a, lambda state: (state.out,))).lower(arrays)
     assert (calls.forwards, calls.backwards) == (1, 1)
     jax.jit(lambda a: jax.grad(loss)(a, lambda state: state)).lower(arrays)
     assert (calls.forwards, calls.backwards) == (2, 3)
+
+
+def of_cosines(problem, kernel, arrays):
+    """The state, and the gradients for cotangents that are made of it."""
+    state, back = jax.vjp(lambda arrays: attend(arrays, problem, kernel), arrays)
+    return state, back(AttentionState(jnp.ones_like(state.out), jnp.cos(state.lse)))[0]
 
 
 @pytest.mark.parametrize(
@@ -407,16 +371,13 @@ def test_no_second_backward_without_need(name, vendor):
 )
 def test_vmap(name, batched, vendor):
     """Gradients of vmapped calls in another order (the vendor's own rule), or an operand of too small a batch."""
-    vendor(name)
+    kernel, _ = vendor(name)
     problem = TAKEN["vendor_window_causal"]
     arrays, _ = cast(problem, "bfloat16")
     arrays = {n: x if n in batched else x[0] for n, x in arrays.items()}
     axes = {n: 0 if n in batched else None for n in arrays}
 
-    def gradients(arrays):
-        state, back = jax.vjp(lambda arrays: attend(arrays, problem, name), arrays)
-        return state, back(AttentionState(jnp.ones_like(state.out), jnp.cos(state.lse)))[0]
-
+    gradients = functools.partial(of_cosines, problem, kernel)
     found = jax.jit(jax.vmap(gradients, in_axes=(axes,)))(arrays)
     rows = [{n: x[i] if n in batched else x for n, x in arrays.items()} for i in range(2)]
     alone = jax.jit(gradients)
@@ -429,27 +390,31 @@ def test_vmap(name, batched, vendor):
 
 def test_global_state_in_the_backward(vendor):
     """Weights relative to a shard of the keys, where a ring passes the state of all of them."""
-    vendor("cudnn")
+    kernel, _ = vendor("cudnn")
     problem = TAKEN["vendor_plain"]
-    arrays, _ = cast(problem, "bfloat16")
-    kernel = _registry._REGISTRY["cudnn"]
-    operands, settings, *_ = check_call(**arrays)
-    whole = jax.jit(lambda operands: kernel.forward(KernelCall(operands, settings, "cuda")))(
-        operands
-    )
+    call = problem_call(problem, "bfloat16", "cuda")
+    operands = call.operands
+    whole = jax.jit(lambda x: kernel.forward(call._replace(operands=x)))(operands)
     half = operands._replace(key=operands.key[:, :64], value=operands.value[:, :64])
     cotangent = AttentionState(*cotangents(problem, "bfloat16"))
 
     @jax.jit
     def pull(operands):
-        found = kernel.backward(KernelCall(operands, settings, "cuda"), whole, cotangent)
+        found = kernel.backward(call._replace(operands=operands), whole, cotangent)
         return found.key.astype(jnp.float32), found.value.astype(jnp.float32)
 
     for found, wanted in zip(pull(half), pull(operands), strict=True):
         np.testing.assert_allclose(found, wanted[:, :64], atol=0.02)
 
 
-ALL = ("cudnn", "flash", "fa4", "splash")
+@pytest.fixture
+def installed(monkeypatch):
+    """The packages of vendors' kernels, as far as checks look for them."""
+    for package in ("flash_package", "fa4_package"):
+        monkeypatch.setattr(_gpu, package, lambda: None)
+
+
+ALL = tuple(KERNELS)
 BASE = _make("vendor_base", B=1, T=128, S=128, N=2, H=64)
 POSITIONS = np.arange(128, dtype=np.int32)[None]
 IDS = {"query_segment_ids": POSITIONS, "key_segment_ids": POSITIONS}
@@ -479,7 +444,7 @@ DECLINED = (
     (("cudnn",), {"query": BASE.query[:, :63]}, "query: wanted at least 64 rows"),
     (("cudnn",), {"local_window_size": 5}, "window_size: wanted no keys after"),
     (("splash",), {"query": BASE.query[:, :63]}, "query: wanted a multiple of 128"),
-    (("splash",), IDS | LENGTH, "query_segment_ids: wanted None beside lengths"),
+    (("splash",), IDS | LENGTH, "query_segment_ids: wanted None with lengths"),
     (("splash",), {"scale": 0.3}, "scale: wanted a power of two, got 0.3"),
 )
 DECLINED = [
@@ -494,14 +459,10 @@ DECLINED = [
     [(name, *case) for names, *case in DECLINED for name in names],
     ids=lambda x: x if isinstance(x, str) and ":" not in x else "",
 )
-def test_declines(name, changes, reason, dtype, monkeypatch):
+def test_declines(name, changes, reason, dtype, installed):
     """A call that the kernel takes and computes wrongly, or fails at."""
-    for package in ("flash_package", "fa4_package"):
-        monkeypatch.setattr(_gpu, package, lambda: None)
-    problem = replace(BASE, **changes)
-    call = check_call(**cast(problem, dtype)[0], **problem.options)
     with pytest.raises(NotImplementedError, match=reason):
-        check_call_of(KERNELS[name](), KernelCall(call.operands, call.settings))
+        check_call_of(KERNELS[name](), problem_call(replace(BASE, **changes), dtype))
 
 
 @pytest.mark.parametrize(
@@ -520,12 +481,9 @@ def test_declines(name, changes, reason, dtype, monkeypatch):
         ("fa4", None, 256, None),
     ],
 )
-def test_capabilities(name, found, width, reason, monkeypatch):
+def test_capabilities(name, found, width, reason, installed):
     """A GPU that a vendor's library does not know, or a width that it has on others: XLA would fail at it."""
-    for package in ("flash_package", "fa4_package"):
-        monkeypatch.setattr(_gpu, package, lambda: None)
-    shape = (1, 128, 2, width)
-    call = check_call(*(jnp.zeros(shape, jnp.bfloat16),) * 3)
+    call = call_of(*(jnp.zeros((1, 128, 2, width), jnp.bfloat16),) * 3)
     with gpu(found):
         declined(KERNELS[name](), call, reason)
 
@@ -538,9 +496,9 @@ def gpu(capability):
 
 def declined(kernel, call, reason):
     if reason is None:
-        return kernel.check(KernelCall(call.operands, call.settings))
+        return kernel.check(call)
     with pytest.raises(NotImplementedError, match=reason):
-        kernel.check(KernelCall(call.operands, call.settings))
+        kernel.check(call)
 
 
 @pytest.mark.parametrize(
@@ -556,21 +514,18 @@ def declined(kernel, call, reason):
 def test_versions_of_cudnn(found, width, reason, monkeypatch):
     """A version that computes wrongly; one refused that is right; or none, where another machine compiles."""
     monkeypatch.setattr(_gpu, "cuda_version", lambda library: found)
-    declined(
-        KERNELS["cudnn"](), check_call(*(jnp.zeros((1, 64, 1, width), jnp.float16),) * 3), reason
-    )
+    declined(KERNELS["cudnn"](), call_of(*(jnp.zeros((1, 64, 1, width), jnp.float16),) * 3), reason)
 
 
-def test_fa4_for_the_gpu_at_hand(monkeypatch):
+def test_fa4_for_the_gpu_at_hand(installed, monkeypatch):
     """Kernels for one GPU in a program for another: the package compiles for the default device."""
-    monkeypatch.setattr(_gpu, "fa4_package", lambda: None)
     monkeypatch.setattr(_gpu.jax, "devices", lambda: [SimpleNamespace(compute_capability="10.0")])
     for found, width, reason in (
         ((10, 0), 128, None),
         ((10, 0), 192, "up to 128, got 192"),
         ((9, 0), 64, "got a program for .9, 0. and .10, 0. at hand"),
     ):
-        call = check_call(*(jnp.zeros((1, 64, 1, width), jnp.bfloat16),) * 3)
+        call = call_of(*(jnp.zeros((1, 64, 1, width), jnp.bfloat16),) * 3)
         with gpu(found):
             declined(KERNELS["fa4"](), call, reason)
 
@@ -580,8 +535,8 @@ def test_no_package(monkeypatch):
     for package in ("fa4_jax", "flash_attn_jax"):
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(_gpu, "flash_package", _gpu.flash_package.__wrapped__)
-    _private.private_names.cache_clear()
-    call = check_call(**cast(BASE, "bfloat16")[0], **BASE.options)
+    private_names.cache_clear()
+    call = problem_call(BASE, "bfloat16")
     declined(KERNELS["fa4"](), call, "pip install 'fa4-jax")
     advice = r"(?s)(?=.*pip install flash-attn-jax).*libcudart\.so\.12"
     declined(KERNELS["flash"](), call, advice)
@@ -590,68 +545,62 @@ def test_no_package(monkeypatch):
 @pytest.mark.parametrize("broken", [np.inf, np.nan])
 def test_a_broken_energy_is_none_of_no_keys(broken):
     """FlashAttention-2 writes plus infinity for a NaN among the scores, as it does for a row without keys."""
-    call = check_call(**cast(BASE, "bfloat16")[0], **BASE.options)
+    call = problem_call(BASE, "bfloat16")
     shape = call.operands.query.shape
     lse = np.zeros(shape[:-1], np.float32)
     lse[0, 1, 0] = broken
     given = jnp.zeros(shape, jnp.bfloat16), jnp.asarray(lse)
     for unrounded, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
-        broken_call = KernelCall(call.operands, call.settings.needing(unrounded=unrounded))
-        out, energy = map(np.asarray, _adapter.vendor_state(*given, broken_call))
+        call = call._replace(settings=call.settings.needing(unrounded=unrounded))
+        out, energy = map(np.asarray, _adapter.vendor_state(*given, call))
         assert out.dtype == dtype and energy.dtype == jnp.float32
         assert np.isnan(out[0, 1, 0]).all() and np.isnan(energy[0, 1, 0])
         assert np.isnan(out).sum() == shape[-1] and np.isnan(energy).sum() == 1
 
 
 NARROW = {"H": 8, "scale": 0.5, "is_causal": True, "local_window_size": 130}
-SPLASH = {
-    problem.name: problem
-    for problem in (
-        _make("splash_plain", B=2, T=128, S=256, N=2, K=1, H=64),
-        _make("splash_causal", B=1, T=256, S=256, N=4, K=2, H=64, is_causal=True),
-        _make("splash_window", B=1, T=256, S=256, N=1, H=64, local_window_size=(100, 20)),
-        _make("splash_window_causal", 1, 256, 256, 1, **NARROW),
-    )
-}
+SPLASH = named(
+    _make("splash_plain", B=2, T=128, S=256, N=2, K=1, H=64),
+    _make("splash_causal", B=1, T=256, S=256, N=4, K=2, H=64, is_causal=True),
+    _make("splash_window", B=1, T=256, S=256, N=1, H=64, local_window_size=(100, 20)),
+    _make("splash_window_causal", 1, 256, 256, 1, **NARROW),
+)
 
 
 @pytest.mark.parametrize(
     "problem", few(list(SPLASH.values()), next(iter(SPLASH.values()))), ids=str
 )
-def test_splash(problem, splash):
+def test_splash(problem):
     """The kernels themselves: masks, heads' groups, scaled queries, and delta with the cotangent of lse in it."""
-    check("splash", problem, "bfloat16")
+    check(SPLASH_KERNEL, problem)
 
 
-RAGGED_SPLASH = {
-    problem.name: problem
-    for problem in (
-        _make(
-            "splash_lengths",
-            *(2, 256, 256, 2),
-            K=1,
-            H=64,
-            is_causal=True,
-            query_seq_lengths=np.array([256, 9]),
-            key_value_seq_lengths=np.array([100, 256]),
-        ),
-        _make("splash_keys", *(2, 128, 256), H=64, key_value_seq_lengths=np.array([130, 0])),
-        _make(
-            "splash_segments",
-            *(2, 128, 128),
-            H=64,
-            is_causal=True,
-            query_segment_ids=(np.arange(128) // np.array([[50], [30]])).astype(np.int32),
-            key_segment_ids=(np.arange(128) // np.array([[50], [40]])).astype(np.int32),
-        ),
-    )
-}
+RAGGED_SPLASH = named(
+    _make(
+        "splash_lengths",
+        *(2, 256, 256, 2),
+        K=1,
+        H=64,
+        is_causal=True,
+        query_seq_lengths=np.array([256, 9]),
+        key_value_seq_lengths=np.array([100, 256]),
+    ),
+    _make("splash_keys", *(2, 128, 256), H=64, key_value_seq_lengths=np.array([130, 0])),
+    _make(
+        "splash_segments",
+        *(2, 128, 128),
+        H=64,
+        is_causal=True,
+        query_segment_ids=(np.arange(128) // np.array([[50], [30]])).astype(np.int32),
+        key_segment_ids=(np.arange(128) // np.array([[50], [40]])).astype(np.int32),
+    ),
+)
 
 
 @pytest.mark.parametrize("problem", RAGGED_SPLASH.values(), ids=str)
-def test_splash_lengths_and_segments(problem, splash):
+def test_splash_lengths_and_segments(problem):
     """Rows without keys, of which the kernels make the mean of all values, or what is behind a length, NaN included."""
-    check("splash", problem, "bfloat16", ("both",))
+    check(SPLASH_KERNEL, problem, cases=("both",))
 
 
 @pytest.mark.parametrize(
@@ -662,15 +611,14 @@ def test_splash_lengths_and_segments(problem, splash):
     ],
     ids=["fused_parts", "fused", "parts"],
 )
-def test_splash_blocks(keys, blocks, kernels, monkeypatch):
+def test_splash_blocks(keys, blocks, kernels):
     """A part of a block of keys lost; a sum that the kernel of all gradients rounds, or leaves to the caller."""
     kernel = _splash.Splash(blocks=blocks, computed=128, fewest=1)
-    monkeypatch.setattr(_registry, "_REGISTRY", {"splash": kernel})
     problem = _make("splash_blocks", *(1, keys, keys, 2), K=1, H=64, is_causal=True)
-    call = check_call(**cast(problem, "bfloat16")[0], **problem.options)
+    call = problem_call(problem, "bfloat16")
     query, key = (x.swapaxes(1, 2) for x in call.operands.qkv[:2])
     assert kernel._blocks(query, key, call.settings).fused == (kernels == 1)
-    check("splash", problem, "bfloat16", ("both",))
+    check(kernel, problem, cases=("both",))
 
 
 BLOCKS = [  # queries, keys, options, and the blocks of each
@@ -688,7 +636,7 @@ def test_blocks_of_splash(queries, keys, options, blocks):
     """Blocks of which most is hidden by the diagonal, or by a window."""
 
     def cut(query, key):
-        call = check_call(query, key, key, **options)
+        call = call_of(query, key, key, **options)
         arrays = (x.swapaxes(1, 2) for x in call.operands.qkv[:2])
         found.append(_splash.Splash()._blocks(*arrays, call.settings))
 
@@ -699,16 +647,12 @@ def test_blocks_of_splash(queries, keys, options, blocks):
 
 
 @pytest.mark.full
-def test_splash_in_shard_map(splash):
+def test_splash_in_shard_map():
     """Results whose types lack the mesh axes they vary over, which JAX wants there."""
     problem = SPLASH["splash_plain"]
     arrays, _ = cast(problem, "bfloat16")
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def gradients(arrays):
-        state, back = jax.vjp(lambda arrays: attend(arrays, problem, "splash"), arrays)
-        return state, back(AttentionState(jnp.ones_like(state.out), jnp.cos(state.lse)))[0]
-
+    gradients = functools.partial(of_cosines, problem, SPLASH_KERNEL)
     spec = jax.sharding.PartitionSpec("x")
     split = jax.shard_map(gradients, mesh=mesh, in_specs=spec, out_specs=spec)
     jax.tree.map(np.testing.assert_array_equal, jax.jit(split)(arrays), jax.jit(gradients)(arrays))

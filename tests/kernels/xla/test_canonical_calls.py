@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import energy_attn as ea
 from energy_attn.kernels import AttentionState, local_attention, scores
-from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._state import of_each
-from energy_attn.kernels.dispatch._registry import attend as attend_operands
-from energy_attn.kernels.xla._canonical import Canonical
+from energy_attn.kernels.internal import Canonical
+from tests.kernels.derivatives import check_dense
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.problems import PROBLEMS, cast, cotangents, tangents
@@ -38,29 +38,8 @@ QUICK = "everything", "no_keys", "predicates", "scale_zero_source", "bias_infini
 @pytest.mark.parametrize("problem", few(list(PROBLEMS.values()), *QUICK))
 def test_values(problem):
     """A bias, mask, score, source or empty axis that is left out, or read in the place of another head, row or key."""
-    arrays, problem = cast(problem, np.float64)
-    bias = arrays.pop("bias", None)
-
-    @jax.jit
-    def run(arrays, bias, cotangent, directions):
-        def state(arrays, bias):
-            return local_attention(
-                **arrays, bias=bias, **problem.options, implementation=Canonical()
-            )
-
-        found, pull = jax.vjp(state, arrays, bias)
-        moved = directions if bias is None else {x: directions[x] for x in arrays}
-        d_bias = None if bias is None else directions["bias"]
-        moved = jax.jvp(state, (arrays, bias), (moved, d_bias))[1]
-        gradients, of_bias = pull(AttentionState(*cotangent))
-        return found, gradients if bias is None else gradients | {"bias": of_bias}, moved
-
-    cotangent, directions = cotangents(problem, np.float64), tangents(problem)
-    found, gradients, moved = run(arrays, bias, cotangent, directions)
-    close(tuple(found), dense(problem), "state", 1e-11)
-    wanted = dense_vjp(problem, *cotangent)
-    close(gradients, {name: wanted[name] for name in gradients}, "gradients", 1e-10)
-    close(tuple(moved), dense_jvp(problem, directions), "tangent", 1e-10)
+    options = problem.options | {"implementation": Canonical()}
+    check_dense(lambda x: local_attention(**x, **options), problem, np.float64, 1e-10)
 
 
 @pytest.mark.parametrize("dtype", few(["float32", "bfloat16", "float64"], "float32"))
@@ -154,7 +133,7 @@ def test_terms_of_scores(dtype):
     order = rng.permutation(keys)
     found = run(late, tokens.at(order), d_out, bias[..., order], mask[..., order])
     same_bytes(found, (state, moved, d_query, *(x[order] for x in d_keys)))
-    for row in (slice(31, 32), slice(5, 8)):
+    for row in (slice(31, 32), slice(5, 8))[: 1 if dtype == "float32" else 2]:
         found = run(late.at(row), tokens, d_out[row], bias[:, :, row], mask[:, :, row])
         same_bytes(found[:3], at((state, moved, d_query), row))
     a, b = (
@@ -172,7 +151,7 @@ def test_terms_of_scores(dtype):
             (6, 2, 7, 2, "float64"),
             (1, 1, 1, 1, "float32"),
             (8, 8, 16, 257, "float32"),
-        ],
+        ]
     ),
 )
 def test_odd_sizes(heads, key_heads, width, value_width, dtype):
@@ -218,19 +197,16 @@ def test_sink(batched):
     problem = dataclasses.replace(PROBLEMS["positions_causal"], source=None)
     sink = array(sink_of(problem, batched))
     arrays, problem = cast(problem, np.float64)
-    call = check_call(
-        *(arrays[x] for x in ("query", "key", "value")), None, None, None, **problem.options
-    )
+    options = problem.options | {"implementation": Canonical(), "return_energy": True}
 
     def state(arrays, sink):
-        operands = call.operands._replace(**arrays, sink=sink)
-        return attend_operands((Canonical(),), call.settings, operands)
+        return ea.attention(**arrays, sink=sink, **options)
 
     cotangent, directions = cotangents(problem, np.float64), tangents(problem)
     found, pull = jax.vjp(jax.jit(state), arrays, sink)
     wanted = with_key(problem, np.asarray(sink))
     close(tuple(found), dense(wanted), "state", 1e-11)
-    gradients, of_sink = pull(AttentionState(*cotangent))
+    gradients, of_sink = pull(cotangent)
     exact = gradient_of(problem, np.asarray(sink), dense_vjp(wanted, *cotangent))
     close(gradients | {"sink": of_sink}, exact, "gradients", 1e-10)
     d_sink = np.random.default_rng(5).standard_normal(sink.shape)

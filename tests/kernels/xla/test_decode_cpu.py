@@ -1,4 +1,4 @@
-"""`decode_cpu` in many small pieces, on problems of each kind that it takes, and in programs over several devices."""
+"""Kernels of few rows: `decode_cpu` in small pieces and over several devices; and those with all scores in memory."""
 
 import functools
 
@@ -12,16 +12,16 @@ from jax.sharding import PartitionSpec as P
 from energy_attn import scores
 from energy_attn.distributed import collectives
 from energy_attn.kernels import KernelCall, local_attention
-from energy_attn.kernels.internal import PartIndices, arguments
+from energy_attn.kernels.internal import PartIndices
 from energy_attn.kernels.xla import _decode
-from energy_attn.kernels.xla._decode import DecodeCPU
-from energy_attn.kernels.xla._products import scores_of
+from tests.kernels.derivatives import check_dense
 from tests.support.compare import close, same
 from tests.support.flags import EMITTERS, OLD
-from tests.support.problems import Problem, cast, cotangents
-from tests.support.reference import dense, dense_vjp
-from tests.support.selection import few, few_rows
-from tests.support.traits import EVERY, SMALL_PIECES, attend, state_and_gradients
+from tests.support.meshes import mesh_of
+from tests.support.problems import Problem, call_of, cast
+from tests.support.reference import dense
+from tests.support.selection import few
+from tests.support.traits import EVERY, SMALL_PIECES, attend
 
 # Each way to the pieces: a score's arrays, what is hidden and how, rows of several heads, a width of values of its own,
 # fewer keys than are added together. What any implementation does with a problem, `test_local_attention.py` asks.
@@ -43,24 +43,14 @@ TAKEN = (
 )
 def test_state(name):
     """A piece left out, or keys of two pieces that count twice; a key that is hidden and counts."""
-    arrays, rounded = cast(EVERY[name], jnp.float32)
-    run = functools.partial(attend, problem=EVERY[name], implementation=SMALL_PIECES)
-    close(tuple(jax.jit(run)(arrays)), dense(rounded), name, tolerance=4e-6)
+    problem = EVERY[name]
+    run = functools.partial(attend, problem=problem, implementation=SMALL_PIECES)
+    check_dense(run, problem, jnp.float32, 4e-6, parts=("state",))
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    few_rows(
-        [
-            ("grouped", "bfloat16"),
-            ("value_wider", "float16"),
-            ("ragged_keys", "bfloat16"),
-            ("grouped", "float16"),
-            ("value_wider", "bfloat16"),
-            ("ragged_keys", "float16"),
-        ],
-        3,
-    ),
+    [("grouped", "bfloat16"), ("value_wider", "float16"), ("ragged_keys", "bfloat16")],
 )
 def test_16_bits(name, dtype):
     """Weights or sums in 16 bits."""
@@ -79,12 +69,9 @@ def test_16_bits(name, dtype):
 )
 def test_gradients(name):
     """A backward from a state that another kernel's is not: of rows without keys, or of keys in another order."""
-    arrays, rounded = cast(EVERY[name], jnp.float32)
-    dout, dlse = cotangents(EVERY[name], jnp.float32)
-    found = state_and_gradients(SMALL_PIECES, EVERY[name])(arrays, dout, dlse)
-    out, lse = dense(rounded)
-    wanted = {"out": out, "lse": lse} | dense_vjp(rounded, dout, dlse)
-    close(found, wanted, name, tolerance=1e-5)
+    problem = EVERY[name]
+    run = functools.partial(attend, problem=problem, implementation=SMALL_PIECES)
+    check_dense(run, problem, jnp.float32, 1e-5, parts=("state", "gradients"))
 
 
 # Each way to multiply whole blocks: rows of a key head one by one, or together in one product or both.
@@ -104,12 +91,9 @@ def test_whole_blocks(dtype, queries, heads, kv_heads, width):
     query, key, value = map(random.standard_normal, [(2, queries, heads, width), *shapes])
     lengths = np.array([key_len, 530])
     problem = Problem("whole blocks", query, key, value, key_value_seq_lengths=lengths)
-    arrays, rounded = cast(problem, dtype)
-    given = cotangents(problem, dtype)
-    found = state_and_gradients(DecodeCPU(), problem)(arrays, *given)
-    out, lse = dense(rounded)
-    wanted = {"out": out, "lse": lse} | dense_vjp(rounded, *given)
-    close(found, wanted, tolerance=max(float(jnp.finfo(dtype).eps), 1e-14) * 16)
+    run = functools.partial(attend, problem=problem, implementation=_decode.DecodeCPU())
+    tolerance = max(float(jnp.finfo(dtype).eps), 1e-14) * 16
+    check_dense(run, problem, dtype, tolerance, parts=("state", "gradients"))
 
 
 def test_scores_of_blocks():
@@ -121,7 +105,7 @@ def test_scores_of_blocks():
         return s * (1 + at.batch).astype(s.dtype) - 0.1 * (at.key - at.query).astype(s.dtype)
 
     score = scores.Function(of_place)
-    call = arguments.check_call(*map(jnp.asarray, (query, key, key)), score=score)
+    call = call_of(*map(jnp.asarray, (query, key, key)), score=score)
     operands = call.operands._replace(indices=PartIndices(batch=jnp.array([5, 2])))
     found = SMALL_PIECES.forward(KernelCall(operands, call.settings, "cpu"))
     raw = np.einsum("btnh,bsnh->btns", query.astype(float), key) / 2
@@ -137,11 +121,13 @@ def test_a_value_of_two_blocks_that_is_not_finite(lengths):
     value[0, 4, 0, 1] = np.inf
     x = jnp.zeros((1, 9, 1, 4), jnp.float32)
     given = {} if lengths is None else {"key_value_seq_lengths": jnp.array([lengths])}
-    found = local_attention(x[:, :1], x, jnp.asarray(value), implementation=DecodeCPU(6), **given)
+    found = local_attention(
+        x[:, :1], x, jnp.asarray(value), implementation=_decode.DecodeCPU(6), **given
+    )
     np.testing.assert_allclose(found.out[0, 0, 0], [1, np.inf, 1, 1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", [DecodeCPU(), SMALL_PIECES])
+@pytest.mark.parametrize("kernel", [_decode.DecodeCPU(), SMALL_PIECES])
 def test_absent_values_are_not_read(kernel):
     """0 · NaN, or a maximum that an absent key has a part in."""
     key = np.random.default_rng(0).standard_normal((2, 17, 4, 8)).astype(np.float32)
@@ -181,7 +167,7 @@ def test_loops_copy_no_keys(name):
 @pytest.mark.parametrize("window", [None, 5])
 def test_blocks_without_a_live_slot_are_not_read(monkeypatch, capacity, window):
     """A step that takes as long as the capacity of its cache; rows that read the blocks of the longest."""
-    read = []
+    read, scores_of = [], _decode.scores_of
 
     def counted(query, key, how):
         jax.debug.callback(lambda: read.append(1))
@@ -202,7 +188,7 @@ def test_blocks_without_a_live_slot_are_not_read(monkeypatch, capacity, window):
         local_window_size=None if window is None else (window, 0),
         query_positions=jnp.asarray(last),
         key_positions=jnp.asarray(positions),
-        implementation=DecodeCPU(size),
+        implementation=_decode.DecodeCPU(size),
     )
     jax.effects_barrier()
     seen = (positions >= 0) & (window is None or positions >= last - window)
@@ -215,12 +201,18 @@ def test_blocks_without_a_live_slot_are_not_read(monkeypatch, capacity, window):
     close(state.lse, wanted, tolerance=1e-6)
 
 
+def sharded(mesh, length, width):
+    """One query, and keys whose tokens are on all axes of a mesh."""
+    query, key = (jax.ShapeDtypeStruct((1, n, 4, width), jnp.float32) for n in (1, length))
+    spec = P(None, mesh.axis_names)
+    return query.update(sharding=NamedSharding(mesh, P())), key.update(
+        sharding=NamedSharding(mesh, spec)
+    )
+
+
 def test_a_partitioned_program_has_decode():
     """The pieces of sharded values would be sent between devices."""
-    mesh = Mesh(np.array(jax.devices()[:2]), ("keys",))
-    sharded = NamedSharding(mesh, P(None, "keys"))
-    query = jax.ShapeDtypeStruct((1, 1, 4, 8), jnp.float32, sharding=NamedSharding(mesh, P()))
-    key = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32, sharding=sharded)
+    query, key = sharded(Mesh(np.array(jax.devices()[:2]), ("keys",)), 64, 8)
     sent = collectives(jax.jit(local_attention).lower(query, key, key).compile())
     assert {x.kind for x in sent} == {"all-reduce"}
     with pytest.raises(NotImplementedError, match="XLA cannot split it over devices"):
@@ -235,3 +227,34 @@ def test_vmap_over_nothing():
     assert found.out.shape == x.shape and found.lse.shape == x.shape[:-1]
     back = jax.grad(lambda x: jax.vmap(lambda x: local_attention(x, x, x).out)(x).sum())(x)
     assert back.shape == x.shape
+
+
+def test_a_tangent_gathers_no_keys():
+    """A loop over blocks of keys in a tangent that XLA partitions: keys and values are gathered."""
+    query, key = sharded(mesh_of("8"), 4096, 64)
+
+    def state(*arrays):
+        return tuple(local_attention(*arrays, implementation="decode"))
+
+    arrays = query, key, key
+    run = jax.jit(lambda arrays, along: jax.jvp(state, arrays, along))
+    assert {x.kind for x in collectives(run.lower(arrays, arrays).compile())} == {"all-reduce"}
+
+
+def test_float16_cotangents_do_not_underflow():
+    """Weights that are rounded before they are divided by a total of thousands, in the kernel that judges others."""
+    rng = np.random.default_rng(0)
+    shapes = (1, 4, 2, 16), (1, 4096, 2, 16), (1, 4096, 2, 16), (1, 4, 2, 16)
+    query, key, value, weights = (rng.standard_normal(x).astype(np.float16) for x in shapes)
+
+    def gradient(dtype):
+        def loss(query):
+            arrays = (jnp.asarray(x, dtype) for x in (query, key, value))
+            out = local_attention(*arrays, scale=0.1, implementation="reference").out
+            return (out.astype(jnp.float32) * weights.astype(np.float32) * 1e-3).sum()
+
+        return np.asarray(jax.grad(loss)(jnp.asarray(query, dtype)), np.float64)
+
+    wanted = gradient(jnp.float32)
+    error = np.linalg.norm(gradient(jnp.float16) - wanted) / np.linalg.norm(wanted)
+    assert error < 0.004

@@ -1,16 +1,50 @@
-"""All private names of other packages that this library calls.
+"""Names that are imported when they are first used: the library's own, and all private names of other packages.
 
-Any version of JAX may rename or drop its own. `private_names` looks them up before they are called,
-so that a kernel declines instead of failing. A name does not tell its signature, so `_probe` also
-lowers each kernel once before it is used.
+A module that imports its own names by `lazy` makes programs that do not use them start sooner. It imports the names
+where type checkers and the documentation look, under `typing.TYPE_CHECKING`, and lists them again for `lazy`;
+`tests/repository/test_lazy.py` compares the two.
+
+Any version of JAX may rename or drop its private names. `private_names` looks them up before they are called, so that
+a kernel declines instead of failing. A name does not tell its signature, so `dispatch/_probe.py` also lowers each
+kernel once before it is used.
 """
 
 import functools
 import importlib
+import sys
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+
+
+def lazy(
+    module: str, *, modules: Mapping[str, str] | None = None, names: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` (PEP 562) of a module that imports names when they are first used.
+
+    `module`: its `__name__`. `modules`: maps a name to the module that it stands for: `{"models": ".models"}`.
+    `names`: maps any other name to the module that defines it: `{"KVCache": ".cache._cache"}`. No name may be that of
+    a folder of the package, as importing the folder would bind it.
+    """
+    this, modules, names = sys.modules[module], modules or {}, names or {}
+
+    def get(name: str) -> object:
+        if name in modules:
+            result: object = importlib.import_module(modules[name], this.__package__)
+        elif name in names:
+            result = getattr(importlib.import_module(names[name], this.__package__), name)
+        else:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        setattr(this, name, result)
+        return result
+
+    def list_names() -> list[str]:
+        return sorted({*vars(this), *modules, *names})
+
+    return get, list_names
+
 
 _CUDNN = "jax._src.cudnn.fused_attention_stablehlo."
 _SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"

@@ -89,6 +89,7 @@ def rows(seed: int = 0, **more: Any) -> dict[str, Any]:
 VECTORS = (3, 2, 2)  # one of the values' width for each query and head
 THREE = dict.fromkeys("abc", VECTORS)
 BIAS = drawn(7, bias=(1, 2, 1, 5))
+SINK = {"sink": np.array([0.4, -0.9])}
 SOURCE = drawn(8, source=VECTORS)
 # the second query sees no key, the last key is seen by none
 SEEN = np.ones((1, 1, 3, 5), bool)
@@ -104,8 +105,10 @@ SEGMENTS = {
 }
 
 
-def measure(query: Any, key: Any, value: Any, scale: Any = None, bias: Any = None) -> ea.Gibbs:
-    return ea.FreeEnergy(scale=scale).at(query, key, value, bias=bias)
+def measure(
+    query: Any, key: Any, value: Any, scale: Any = None, bias: Any = None, sink: Any = None
+) -> ea.Gibbs:
+    return ea.FreeEnergy(scale=scale, sink=sink).at(query, key, value, bias=bias)
 
 
 def sparse(query: Any, key: Any, value: Any, scale: Any, source: Any, bias: Any) -> Any:
@@ -146,8 +149,8 @@ def union(query: Any, key: Any, value: Any, scale: Any, source: Any) -> ea.Gibbs
     return (first | second).tilt(source)
 
 
-def observables(tangent: Any, tangents: Any, bias: Any, source: Any, **arrays: Any) -> Any:
-    F = measure(bias=bias, **arrays).tilt(source)
+def observables(tangent: Any, tangents: Any, source: Any, **arrays: Any) -> Any:
+    F = measure(**arrays).tilt(source)
     return (
         F.covariance(),
         F.covariance(tangent),
@@ -298,7 +301,6 @@ def cached(key: Any, value: Any, quantize: Any = None) -> KVCache:
 
 CACHE = drawn(5, key=(1, 5, 1, 3), value=(1, 5, 1, 2), query=(1, 3, 2, 3), source=(1, 3, 2, 2))
 SCALE = {"scale": np.asarray(0.7)}
-SINK = {"sink": np.array([0.4, -0.9])}
 
 
 def decode(
@@ -440,6 +442,7 @@ CASES = {
             rows()
             | BIAS
             | SOURCE
+            | SINK
             | drawn(14, tangent=VECTORS)
             | {"tangents": list(drawn(15, **THREE).values())}
         ),

@@ -1,0 +1,122 @@
+"""Public names: what is shown, documented, typed, and checked at the signature."""
+
+import importlib
+import inspect
+import re
+import tomllib
+import types
+import typing
+from functools import partial
+from pathlib import Path
+
+import check_structure
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+import energy_attn.distributed
+import energy_attn.kernels
+
+pytestmark = pytest.mark.structure
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPORTS = check_structure.exports(ROOT)
+PACKAGES = {package for package, _ in EXPORTS}
+MODULES = {package: importlib.import_module(package) for package in PACKAGES}
+PUBLIC = {f"{package}.{name}": getattr(MODULES[package], name) for package, name in EXPORTS}
+# Public parameters that may be anything at all, and why.
+ANYTHING = {"energy_attn.energy_report(options)": "the overloads of its three forms say which"}
+
+
+def functions_of(public) -> list[types.FunctionType]:
+    """A public function, or the methods of a public class that are public too."""
+    if inspect.isclass(public):
+        own = [n for n in vars(public) if n == "__call__" or not n.startswith("_")]
+        return [f for f in (getattr(public, n) for n in own) if inspect.isfunction(f)]
+    return [f for f in [inspect.unwrap(public)] if inspect.isfunction(f)]
+
+
+def test_packages_show_what_they_export():
+    """A module that is imported to be used, a helper, or a name in one of two lists of a package's names alone."""
+    assert {"energy_attn", "energy_attn.kernels", "energy_attn.distributed"} <= PACKAGES
+    for package in {*PACKAGES, "energy_attn.distributed.cost"}:
+        module = importlib.import_module(package)
+        exported = {name for other, name in EXPORTS if other == package}
+        assert package not in PACKAGES or {*getattr(module, "__all__", exported)} == exported
+        shown = {name for name in dir(module) if not name.startswith("_")}
+        shown -= {"jaxtyping"}  # which the type checks of this suite put there
+        modules = {name for name in shown if inspect.ismodule(getattr(module, name))}
+        folders = {name for name in modules if hasattr(getattr(module, name), "__path__")}
+        alone = {getattr(module, n).__name__ for n in modules - folders - {check_structure.DOOR}}
+        assert alone <= {*PACKAGES, "energy_attn.distributed.cost"}, package
+        assert package not in PACKAGES or shown - modules <= exported, package
+
+
+def by_place(function) -> list[str]:
+    """The arguments that may be given by place behind the value, or that hide something."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if {"query", "value"} & set(names):
+        last = max(i for i, n in enumerate(names) if n in ("query", "key", "key_", "value"))
+        return names[last + 1 :]
+    return [name for name in names[1:] if name in ("bias", "mask", "where")]  # not what is asked
+
+
+def test_arguments_after_value_are_given_by_name():
+    """A source where a bias was meant, or a tangent: where shapes agree, another function without a word."""
+    found = {
+        f"{name.rpartition('.')[0]}.{function.__qualname__}": names
+        for name, public in PUBLIC.items()
+        for function in functions_of(public)
+        if (names := by_place(function))
+    }
+    # as jax.nn and Equinox have it, whose places these take
+    assert found == {
+        "energy_attn.attention": ["bias", "mask"],
+        "energy_attn.nn.MultiheadAttention.__call__": ["mask"],
+    }
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented_and_typed(name):
+    """An example, a docstring or an annotation that is not there, or one that says nothing to a reader or an editor."""
+    public = PUBLIC[name]
+    if isinstance(public, tuple):  # a constant has no docstring of its own
+        return
+    doc = inspect.cleandoc(public.__doc__ or "")
+    assert re.search("^Examples:\n    >>> ", doc, re.MULTILINE), "wants a section `Examples:`"
+    constructors = [public.__init__] if inspect.isclass(public) else []
+    for function in [*functions_of(public), *filter(inspect.isfunction, constructors)]:
+        # Annotations that cannot be resolved would be passed over by the type checks.
+        hints = typing.get_type_hints(function, include_extras=True)
+        for parameter, hint in hints.items():
+            union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+            anything = typing.Any in (typing.get_args(hint) if union else (hint,))
+            assert not anything or parameter == "return" or f"{name}({parameter})" in ANYTHING
+        if function in constructors:
+            continue
+        # an override does what the docstring of its base says
+        assert inspect.getdoc(function), f"{function.__qualname__} wants a docstring"
+        bare = set(inspect.signature(function).parameters) - set(hints) - {"self"}
+        assert not bare, f"{function.__qualname__}: annotate {sorted(bare)}"
+        assert "return" in hints, f"{function.__qualname__}: annotate what it returns"
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        energy_attn.attention,
+        energy_attn.kernels.local_attention,
+        partial(energy_attn.distributed.sharded_attention, axis_name="device"),
+    ],
+)
+def test_shapes_are_checked_in_every_room(attend):
+    """Arrays that do not fit together are stopped at the signature, through the links too."""
+    query = jnp.zeros((2, 3, 4, 5))
+    with pytest.raises(jaxtyping.TypeCheckError, match="attention"):
+        attend(query, query, query[:, :2])
+
+
+def test_version_is_written_once():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert energy_attn.__version__ == version
