@@ -140,7 +140,6 @@ def check_numbers(
 
 
 def check_type(name: str, x: object, kind: Any, wanted: str) -> None:
-    """Raises `TypeError` unless an argument is of a type, or of one of several."""
     if not isinstance(x, kind):
         raise TypeError(f"{name}: wanted {wanted}, got {checks.received(x)}")
 
