@@ -206,7 +206,7 @@ def read_config(
     entries = read_json(file, CONFIG)
     with naming(file):
         family = family_of(entries, families)
-        config: Any = family.read(entries)
+        config = family.read(entries)
     config_save = identity_of(entries)
     if None not in (save, config_save) and save != config_save:
         raise ValueError(

@@ -154,8 +154,7 @@ def _mesh_axes() -> Axes:
 
 
 def _device_count(axes: Axes) -> int:
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
 
 
 def _over_devices(

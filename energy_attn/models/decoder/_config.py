@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, UnionType
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import equinox as eqx
 import numpy as np
@@ -80,6 +80,7 @@ class AbstractModelConfig(abc.ABC):
     A configuration is hashable, as it is a static field of its model: a frozen dataclass.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # as `dataclasses.replace` needs them
     vocab_size: int  # number of tokens
     intermediate_size: int  # width inside the MLP
     num_hidden_layers: int  # number of layers

@@ -53,7 +53,7 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {**_DEFAULTS, **fields}
     fields |= {"model_type": entries["model_type"], "hidden_act": variant.activation}
     values = {x: entries[x] for x in variant.names if x in entries}
-    fields |= variant.fixed | variant.attributes({**values, **sizes})
+    fields |= {**variant.fixed, **variant.attributes({**values, **sizes})}
     fields["rope_local_base_freq"] = local
     original = entries.get(variant.original) if variant.original else None
     scaling = read_scaling(rope, sizes["max_position_embeddings"], original)
