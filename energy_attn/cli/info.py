@@ -80,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
         _describe()
     print(f"\nWhich is used on {platform} where none is named:")
     for call in calls:
-        print(f"\n  {call.what}: {_shapes(call)}")
+        shapes = f"query {list(call.query)}, key and value {list(call.key)}"
+        causal = ", causal" if call.causal else ""
+        print(f"\n  {call.what}: {call.dtype}, {shapes}{causal}")
         print("\n".join(f"    {line}" for line in choice(call, platform, device)))
     return 0
 
@@ -121,11 +123,6 @@ def _operands(call: Example) -> tuple[Settings, Operands]:
     )
     settings = Settings(call.query[-1] ** -0.5, window_structure(right=0 if call.causal else None))
     return settings, Operands(query, key, key)  # pyright: ignore[reportArgumentType]  # shapes will do
-
-
-def _shapes(call: Example) -> str:
-    sizes = f"query {list(call.query)}, key and value {list(call.key)}"
-    return f"{call.dtype}, {sizes}" + (", causal" if call.causal else "")
 
 
 def _devices() -> str:

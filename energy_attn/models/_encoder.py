@@ -29,6 +29,7 @@ from .decoder._config import (
     StoredWeight,
     check_numbers,
     check_that,
+    check_type,
 )
 from .decoder._decoder import Family
 from .decoder._read import check_tokens
@@ -261,8 +262,7 @@ class Encoder(AbstractModel):
     layers: tuple[EncoderLayer, ...]
 
     def __init__(self, config: EncoderConfig, dtype: DTypeLike = jnp.float32, *, key: PRNGKeyArray):
-        if not isinstance(config, EncoderConfig):
-            raise TypeError(f"config: wanted an EncoderConfig, got {checks.received(config)}")
+        check_type("config", config, EncoderConfig, "an EncoderConfig")
         checks.check_floating_dtype("dtype", dtype)
         self.config = config
         first, *keys = jax.random.split(checks.check_key("key", key), 1 + config.num_hidden_layers)

@@ -15,6 +15,7 @@ from energy_attn.kernels.internal import checks
 
 from ._vocabulary import AbstractVocabulary, TextStream, Tokens, ids, special_tokens, vocabulary
 from .checkpoint._config import located, read_json
+from .decoder._config import check_type
 
 _LONGEST = 2**26  # characters of a chat, more than any context
 _WIDEST = 2**14  # bits of a number, about as many as Python writes in decimal
@@ -59,7 +60,7 @@ def named_templates(templates: object, name: str) -> dict[str, str]:
     )
 
 
-def check_messages(name: str, messages: object) -> list[dict[str, Any]]:
+def check_messages(name: str, messages: Any) -> list[dict[str, Any]]:
     """Messages as plain data, without keys whose value is None."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise TypeError(f"{name}: wanted a list of messages, got {checks.received(messages)}")
@@ -68,10 +69,7 @@ def check_messages(name: str, messages: object) -> list[dict[str, Any]]:
     chat = []
     for index, message in enumerate(messages):
         place = f"{name}[{index}]"
-        if not isinstance(message, Mapping):
-            raise TypeError(
-                f"{place}: wanted a mapping with role and content, got {checks.received(message)}"
-            )
+        check_type(place, message, Mapping, "a mapping with role and content")
         entries = {key: x for key, x in plain(place, message).items() if x is not None}
         if not isinstance(entries.get("role"), str):
             raise ValueError(f"{place}: wanted a role, a string, got {checks.received(message)}")
@@ -245,10 +243,7 @@ class Tokenizer:
             ValueError: a file that is missing or cannot be read.
         """
         folder = located(directory)
-        if chat_template is not None and not isinstance(chat_template, str):
-            raise TypeError(
-                f"chat_template: wanted None or a template, got {checks.received(chat_template)}"
-            )
+        check_type("chat_template", chat_template, str | None, "None or a template")
         config = _entries(folder / "tokenizer_config.json")
         special = special_tokens(folder, config)
         if chat_template is None:
@@ -269,8 +264,7 @@ class Tokenizer:
             TypeError: an argument of another type.
             ValueError: text that the file of the tokenizer has no tokens for.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"text: wanted a string, got {checks.received(text)}")
+        check_type("text", text, str, "a string")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # half of a surrogate pair

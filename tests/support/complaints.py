@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from energy_attn.__main__ import main
 from energy_attn.kernels import AttentionState
 from tests.support.arrays import array
 
@@ -87,3 +88,13 @@ def refused(wanted):
     """Expects an error: `wanted` is the name of its class and a pattern of its message."""
     kind, _, message = wanted.partition(" ")
     return pytest.raises(getattr(builtins, kind), match=message)
+
+
+def complaint(arguments, capsys):
+    """What the command says on standard error, whose status is 2 for these arguments."""
+    try:
+        status = main([*map(str, arguments)])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    return capsys.readouterr().err

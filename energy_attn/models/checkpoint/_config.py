@@ -18,7 +18,7 @@ from energy_attn.distributed.internal import files as saved_files
 from energy_attn.distributed.internal import safetensors
 from energy_attn.kernels.internal import checks
 
-from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig
+from ..decoder._config import AbstractDecoderConfig, AbstractModelConfig, check_type
 from ..decoder._decoder import Family
 
 Kind = TypeVar("Kind")
@@ -163,9 +163,8 @@ CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.in
 DEMO = Path(__file__).parents[2] / "cli" / "demo" / "model"
 
 
-def checked(directory: object) -> Path:
-    if not isinstance(directory, (str, os.PathLike)):
-        raise TypeError(f"directory: wanted the path of a folder, got {checks.received(directory)}")
+def checked(directory: Any) -> Path:
+    check_type("directory", directory, (str, os.PathLike), "the path of a folder")
     return Path(os.fsdecode(directory))
 
 
@@ -207,7 +206,7 @@ def read_config(
     entries = read_json(file, CONFIG)
     with naming(file):
         family = family_of(entries, families)
-        config: Any = family.read(entries)
+        config = family.read(entries)
     config_save = identity_of(entries)
     if None not in (save, config_save) and save != config_save:
         raise ValueError(

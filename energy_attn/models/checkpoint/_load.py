@@ -158,7 +158,9 @@ def _stored(folder: Path) -> tuple[dict[str, safetensors.Tensor], str | None]:
     return tensors, save
 
 
-def _with_own_head(config: Any, stored: Mapping[str, safetensors.Tensor]) -> AbstractModelConfig:
+def _with_own_head(
+    config: AbstractModelConfig, stored: Mapping[str, safetensors.Tensor]
+) -> AbstractModelConfig:
     """Unties the embeddings of a configuration if the files have another head, which transformers uses too."""
     if not (isinstance(config, AbstractDecoderConfig) and config.tie_word_embeddings):
         return config

@@ -136,14 +136,11 @@ def _replace_weights(folder: Path, weights: str, identity: str) -> None:
 def _whole(tensor: _Written) -> np.ndarray:
     out = np.empty(tensor.shape, tensor.dtype)
     for place, leaf, index in tensor.weights:
-        data = _host(leaf if index is None else leaf[index])
+        part = leaf if index is None else leaf[index]
+        # through a new array: a JAX array caches its copy on the host
+        shards = [shard.data for shard in part.addressable_shards]
+        data = fetch(jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards))
         if place.axis is None and not place.swapped:
             return data
         place.within(out, leaf.shape)[...] = data
     return out
-
-
-def _host(leaf: Array) -> np.ndarray:
-    # through a new array: a JAX array caches its copy on the host
-    parts = [shard.data for shard in leaf.addressable_shards]
-    return fetch(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))

@@ -8,9 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from energy_attn.kernels.internal import checks
-
-from ..decoder._config import AbstractExperts, AbstractModel
+from ..decoder._config import AbstractExperts, AbstractModel, check_type
 
 Model = TypeVar("Model", bound=AbstractModel)
 Leaf = Array | jax.ShapeDtypeStruct
@@ -63,8 +61,7 @@ def shard(model: Model, mesh: Mesh, *, tensor: str = "tensor") -> Model:
         >>> cache.parallel.heads
         ('tensor',)
     """
-    if not isinstance(model, AbstractModel):
-        raise TypeError(f"model: wanted a decoder or an encoder, got {checks.received(model)}")
+    check_type("model", model, AbstractModel, "a decoder or an encoder")
 
     def place(leaf: Leaf, sharding: NamedSharding) -> Leaf:
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -86,12 +83,10 @@ def along(model: Model, mesh: Mesh, tensor: str) -> Model:
     return jax.tree.map(with_axis, model, is_leaf=lambda x: isinstance(x, AbstractExperts))
 
 
-def shardings(model: AbstractModel, mesh: object, tensor: object) -> list[NamedSharding]:
+def shardings(model: AbstractModel, mesh: Any, tensor: Any) -> list[NamedSharding]:
     """Returns the sharding of each leaf of a model, whose leaves may be abstract; raises as `shard`."""
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh: wanted a jax.sharding.Mesh, got {checks.received(mesh)}")
-    if not isinstance(tensor, str):
-        raise TypeError(f"tensor: wanted the name of a mesh axis, got {checks.received(tensor)}")
+    check_type("mesh", mesh, Mesh, "a jax.sharding.Mesh")
+    check_type("tensor", tensor, str, "the name of a mesh axis")
     size = dict(mesh.shape).get(tensor, 1)
     if size > 1:
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

@@ -140,9 +140,7 @@ def _from_tiles(x: Array, batch: int, time: int) -> Array:
 
 
 def _padded(x: Array, axis: int, count: int) -> Array:
-    pads = [(0, 0)] * x.ndim
-    pads[axis] = 0, count
-    return jnp.pad(x, pads)
+    return jnp.pad(x, [(0, count if i == axis else 0) for i in range(x.ndim)])
 
 
 def _mesh_axes() -> Axes:
@@ -156,8 +154,7 @@ def _mesh_axes() -> Axes:
 
 
 def _device_count(axes: Axes) -> int:
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
 
 
 def _over_devices(

@@ -1,7 +1,7 @@
 """The cache of a decoder, the keys and values of each layer, and its outputs."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ from energy_attn.kernels.internal import checks, lse_dtype
 
 from ...prefix_tree import Accepted, commit
 from ...prefix_tree._decode import gather_path
-from ._config import AbstractDecoderConfig
+from ._config import AbstractDecoderConfig, check_type
 
 
 class TreeOutput(NamedTuple):
@@ -91,8 +91,7 @@ class DecoderCache(eqx.Module):
             TypeError: `other` is not a `DecoderCache`, or as that `replace` does.
             ValueError: `other` has another number of layers, or as that `replace` does.
         """
-        if not isinstance(other, DecoderCache):
-            raise TypeError(f"other: wanted a DecoderCache, got {checks.received(other)}")
+        check_type("other", other, DecoderCache, "a DecoderCache")
         _check_layers("other", len(self.layers), len(other.layers))
         pairs = zip(self.unforked("replace"), other.unforked("replace"), strict=True)
         return self.with_layers(layer.replace(rows, new) for layer, new in pairs)
@@ -150,8 +149,7 @@ class DecoderCache(eqx.Module):
             ValueError: `read` has another number of layers, or as that `commit` does.
             RuntimeError: (Equinox's, when it runs) a row has no room for its nodes.
         """
-        if not isinstance(read, TreeOutput):
-            raise TypeError(f"read: wanted a TreeOutput, got {checks.received(read)}")
+        check_type("read", read, TreeOutput, "a TreeOutput")
         _check_layers("read", len(self.layers), len(read.keys))
         new = zip(self.unforked("commit"), read.keys, read.values, strict=True)
         return self.with_layers(commit(stored, accepted, key, value) for stored, key, value in new)
@@ -182,9 +180,8 @@ def _check_layers(name: str, wanted: int, actual: int, of: str = "cache") -> Non
         raise ValueError(f"{name}: wanted the {wanted} layers of the {of}, got {actual}")
 
 
-def check_cache(cache: object, config: AbstractDecoderConfig, batch: int) -> None:
-    if not isinstance(cache, DecoderCache):
-        raise TypeError(f"cache: wanted a DecoderCache, got {checks.received(cache)}")
+def check_cache(cache: Any, config: AbstractDecoderConfig, batch: int) -> None:
+    check_type("cache", cache, DecoderCache, "a DecoderCache")
     _check_layers("cache", config.num_hidden_layers, len(cache.layers), "model")
     prefix = "own." if isinstance(cache.layers[0], ForkedCache) else ""
     stored = growing(cache.layers[0])

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, UnionType
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import equinox as eqx
 import numpy as np
@@ -80,6 +80,7 @@ class AbstractModelConfig(abc.ABC):
     A configuration is hashable, as it is a static field of its model: a frozen dataclass.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # as `dataclasses.replace` needs them
     vocab_size: int  # number of tokens
     intermediate_size: int  # width inside the MLP
     num_hidden_layers: int  # number of layers
@@ -137,6 +138,11 @@ def check_numbers(
             checks.check_integer(name, x, least.get(name, 1))
         elif float in kinds:
             (check_positive if name in positive else checks.check_finite_number)(name, x)
+
+
+def check_type(name: str, x: object, kind: Any, wanted: str) -> None:
+    if not isinstance(x, kind):
+        raise TypeError(f"{name}: wanted {wanted}, got {checks.received(x)}")
 
 
 def check_that(config: Any, name: str, holds: bool, wanted: str) -> None:

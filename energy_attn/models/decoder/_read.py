@@ -339,8 +339,7 @@ def fitting(
         raise ValueError(
             f"cache: wanted room for {needed} tokens at once, of {checks.received(tokens)}, got {room}"
         )
-    requested = check_counts(lengths, batch, time)
-    counts = first._fitting(requested, time)
+    counts = first._fitting(check_counts(lengths, batch, time), time)
     return counts, counts < 0
 
 

@@ -13,6 +13,7 @@ from energy_attn.kernels.internal import checks
 
 from ...prefix_tree import PrefixTree, grow
 from ..decoder._cache import DecoderCache
+from ..decoder._config import check_type
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks, read_on
 
@@ -170,8 +171,7 @@ class ModelDrafter(AbstractDrafter):
     depth: int = eqx.field(static=True)
 
     def __init__(self, model: AbstractDecoder, length: int = 4, nodes: int = 16):
-        if not isinstance(model, AbstractDecoder):
-            raise TypeError(f"model: wanted an AbstractDecoder, got {checks.received(model)}")
+        check_type("model", model, AbstractDecoder, "an AbstractDecoder")
         self.model = model
         self.depth = checks.check_integer("length", length, 1) + 1
         self.nodes = checks.check_integer("nodes", nodes, self.depth)

@@ -19,6 +19,7 @@ from ...functional._citation import cite
 from ...functional._progress import Progress
 from .._tokenizer import Tokenizer, special_ids
 from .._vocabulary import TextStream, stop_strings
+from ..decoder._config import check_type
 from ..decoder._decoder import AbstractDecoder
 from ._drafters import AbstractDrafter
 from ._loop import Decoding, begin, run, serve
@@ -209,23 +210,16 @@ def generate(
 
 
 def _check_objects(model: object, drafter: object, stream: object, tokenizer: object) -> None:
-    if not isinstance(model, AbstractDecoder):
-        raise TypeError(f"model: wanted an AbstractDecoder, got {checks.received(model)}")
+    check_type("model", model, AbstractDecoder, "an AbstractDecoder")
+    check_type("drafter", drafter, AbstractDrafter | None, "None or an AbstractDrafter")
     if drafter is not None:
-        if not isinstance(drafter, AbstractDrafter):
-            raise TypeError(
-                f"drafter: wanted None or an AbstractDrafter, got {checks.received(drafter)}"
-            )
         cite("speculative")
     if stream is not None and not callable(stream):
         raise TypeError(
             f"stream: wanted None or a function of tokens, got {checks.received(stream)}"
         )
+    check_type("tokenizer", tokenizer, Tokenizer | None, "None or a Tokenizer")
     if tokenizer is not None:
-        if not isinstance(tokenizer, Tokenizer):
-            raise TypeError(
-                f"tokenizer: wanted None or a Tokenizer, got {checks.received(tokenizer)}"
-            )
         check_untraced("tokenizer", tokenizer)
 
 

@@ -19,6 +19,7 @@ from ...prefix_tree._tree import check_beam, gather_slots
 from .._tokenizer import Tokenizer
 from ..decoder._by_rows import rows_of
 from ..decoder._cache import DecoderCache
+from ..decoder._config import check_type
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import check_tokens, read_chunks
 
@@ -193,8 +194,7 @@ def score_continuations(
         >>> scores.shape, bool(scores[0, 0, 0] == scores[0, 1, 0]), float(scores[0, 2, 1])
         ((1, 3, 2), True, 0.0)
     """
-    if not isinstance(model, AbstractDecoder):
-        raise TypeError(f"model: wanted an AbstractDecoder, got {checks.received(model)}")
+    check_type("model", model, AbstractDecoder, "an AbstractDecoder")
     checks.check_integer("chunk_size", chunk_size, 1)
     vocab = model.config.vocab_size
     tokens, context_lengths = prompts(tokens, prompt_lengths, vocab, "prompt_lengths")

@@ -10,7 +10,13 @@ from typing import Any
 from energy_attn.kernels.internal import checks
 
 from ..checkpoint._config import naming, read_json
-from ..decoder._config import AbstractDecoderConfig, StoredWeight, check_numbers, check_that
+from ..decoder._config import (
+    AbstractDecoderConfig,
+    StoredWeight,
+    check_numbers,
+    check_that,
+    check_type,
+)
 from ._json import read_fields, write_fields
 from ._rope import DynamicRope, LinearRope, Rope
 from ._variant import FULL, SLIDING, ExpertsConfig, LatentConfig
@@ -139,22 +145,15 @@ class LlamaConfig(AbstractDecoderConfig):
         check_that(self, "head_dim", is_even, "an even number")
         check_that(self, "rms_norm_eps", self.rms_norm_eps >= 0, "at least 0.0")
         check_that(self, "rope_theta", self.rope_theta >= 1, "at least 1.0")
-        scaling = self.rope_scaling
-        if not isinstance(scaling, Rope | None):
-            raise TypeError(f"rope_scaling: wanted a Rope or None, got {checks.received(scaling)}")
+        check_type("rope_scaling", self.rope_scaling, Rope | None, "a Rope or None")
         name, part = "partial_rotary_factor", self.partial_rotary_factor
         wanted = "1 beside latent attention" if self.latent else "more than 0 and at most 1"
         check_that(self, name, part == 1 if self.latent else 0 < part <= 1, wanted)
         is_even = self.rotary_dim >= 2 and self.rotary_dim % 2 == 0
         check_that(self, name, is_even, f"an even part of a head of {self.head_dim}")
-        if not isinstance(self.experts, ExpertsConfig | None):
-            raise TypeError(
-                f"experts: wanted an ExpertsConfig or None, got {checks.received(self.experts)}"
-            )
-        if not isinstance(self.eos_token_id, tuple):  # hashable, as the configuration is static
-            raise TypeError(
-                f"eos_token_id: wanted a tuple, got {checks.received(self.eos_token_id)}"
-            )
+        check_type("experts", self.experts, ExpertsConfig | None, "an ExpertsConfig or None")
+        # hashable, as the configuration is static
+        check_type("eos_token_id", self.eos_token_id, tuple, "a tuple")
         for token in self.eos_token_id:
             checks.check_integer("eos_token_id", token, 0)
         checks.check_choice("model_type", self.model_type, tuple(VARIANTS))
@@ -166,9 +165,8 @@ class LlamaConfig(AbstractDecoderConfig):
         has_size = self.sliding_window is not None or SLIDING not in (self.layer_types or ())
         check_that(self, "sliding_window", has_size, f"a size for layers of {SLIDING!r}")
 
-    def _check_latent(self, latent: object) -> None:
-        if not isinstance(latent, LatentConfig):
-            raise TypeError(f"latent: wanted a LatentConfig or None, got {checks.received(latent)}")
+    def _check_latent(self, latent: Any) -> None:
+        check_type("latent", latent, LatentConfig, "a LatentConfig or None")
         wanted: dict[str, tuple[Any, ...]] = {
             "num_key_value_heads": (self.num_attention_heads,),
             "head_dim": (None, latent.head_dim),
@@ -183,8 +181,7 @@ class LlamaConfig(AbstractDecoderConfig):
 
     def _check_layers(self, name: str, kinds: tuple[Any, ...]) -> None:
         given, count = getattr(self, name), self.num_hidden_layers
-        if not isinstance(given, tuple | None):
-            raise TypeError(f"{name}: wanted a tuple or None, got {checks.received(given)}")
+        check_type(name, given, tuple | None, "a tuple or None")
         if given is not None and (len(given) != count or any(x not in kinds for x in given)):
             wanted = " or ".join(map(repr, kinds))
             raise ValueError(f"{name}: wanted {wanted} for each of {count} layers, got {given}")
@@ -256,8 +253,7 @@ class LlamaConfig(AbstractDecoderConfig):
             >>> config.rope_theta, config.rope_scaling.factor
             (500000.0, 8.0)
         """
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"path: wanted the path of a config.json, got {checks.received(path)}")
+        check_type("path", path, (str, os.PathLike), "the path of a config.json")
         entries = read_json(path, "config.json")
         with naming(path):
             return cls(**read_fields(entries))

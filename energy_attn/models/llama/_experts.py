@@ -152,19 +152,6 @@ def _linear(x: Array, weight: Array, bias: Array | None, expert: Array, sizes: A
     return y.astype(x.dtype)
 
 
-def new_experts(config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray) -> Experts:
-    experts, width = config.experts, config.hidden_size
-    assert experts is not None
-    count, inner = experts.num_experts, experts.intermediate_size
-    up, down = (count, inner, width), (count, width, inner)
-    arrays: dict[str, Any] = {}
-    parts = zip(("gate_proj", "up_proj", "down_proj"), (up, up, down), strict=True)
-    for part, (name, shape) in zip(jax.random.split(key, 3), parts, strict=True):
-        arrays[name] = 0.02 * jax.random.normal(part, shape, dtype)
-        arrays[f"{name}_bias"] = jnp.zeros(shape[:2], dtype) if experts.bias else None
-    return Experts(**arrays, config=experts, activation=config.hidden_act)
-
-
 class RoutedMLP(eqx.Module):
     """The weighted sum of a token's experts, plus a shared MLP if there is one.
 
@@ -176,11 +163,18 @@ class RoutedMLP(eqx.Module):
     shared_experts: LlamaMLP | None
 
     def __init__(self, config: LlamaConfig, dtype: DTypeLike, *, key: PRNGKeyArray):
-        assert config.experts is not None
-        gate, experts, shared = jax.random.split(key, 3)
-        self.gate = Router(config.hidden_size, config.experts, dtype, key=gate)
-        self.experts = new_experts(config, dtype, key=experts)
-        width = config.experts.n_shared_experts * config.experts.intermediate_size
+        experts, width = config.experts, config.hidden_size
+        assert experts is not None
+        gate, inner, shared = jax.random.split(key, 3)
+        self.gate = Router(width, experts, dtype, key=gate)
+        up = experts.num_experts, experts.intermediate_size, width
+        shapes = {"gate_proj": up, "up_proj": up, "down_proj": (up[0], width, up[1])}
+        arrays: dict[str, Any] = {}
+        for part, (name, shape) in zip(jax.random.split(inner, 3), shapes.items(), strict=True):
+            arrays[name] = 0.02 * jax.random.normal(part, shape, dtype)
+            arrays[f"{name}_bias"] = jnp.zeros(shape[:2], dtype) if experts.bias else None
+        self.experts = Experts(**arrays, config=experts, activation=config.hidden_act)
+        width = experts.n_shared_experts * experts.intermediate_size
         self.shared_experts = LlamaMLP(config, dtype, width, key=shared) if width else None
 
     def __call__(

@@ -7,6 +7,7 @@ from typing import Any
 from energy_attn.kernels.internal import checks
 
 from ..checkpoint._config import check_activation, check_fields, end_tokens, family_of, renaming
+from ..decoder._config import check_type
 from ._rope import DynamicRope, LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 from ._variant import FULL, SLIDING, Variant, as_tuple
 from ._variants import VARIANTS
@@ -52,7 +53,7 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {**_DEFAULTS, **fields}
     fields |= {"model_type": entries["model_type"], "hidden_act": variant.activation}
     values = {x: entries[x] for x in variant.names if x in entries}
-    fields |= variant.fixed | variant.attributes({**values, **sizes})
+    fields |= {**variant.fixed, **variant.attributes({**values, **sizes})}
     fields["rope_local_base_freq"] = local
     original = entries.get(variant.original) if variant.original else None
     scaling = read_scaling(rope, sizes["max_position_embeddings"], original)
@@ -154,15 +155,13 @@ def _named(name: str, rope: object, variant: Variant) -> dict[str, Any]:
     kinds = [rope.pop(x) for x in ("rope_type", "type") if x in rope]
     if kinds:
         kind = kinds[0]
-        if not isinstance(kind, str):
-            raise TypeError(f"rope_type: wanted a string in {name}, got {checks.received(kind)}")
+        check_type("rope_type", kind, str, f"a string in {name}")
         rope["rope_type"] = {**_TEXT, **variant.rope_types}.get(kind, kind)
     return rope
 
 
-def _object(name: str, x: object) -> Mapping[str, Any]:
-    if x is not None and not isinstance(x, Mapping):
-        raise TypeError(f"{name}: wanted a JSON object, got {checks.received(x)}")
+def _object(name: str, x: Any) -> Mapping[str, Any]:
+    check_type(name, x, Mapping | None, "a JSON object")
     return x or {}
 
 

@@ -24,6 +24,7 @@ from energy_attn.kernels.scores import SoftCap
 from ...functional._citation import cite
 from ..checkpoint._load import load
 from ..checkpoint._save import save
+from ..decoder._config import check_type
 from ..decoder._decoder import AbstractDecoder, Family
 from ..decoder._read import See
 from ._config import LlamaConfig
@@ -154,8 +155,7 @@ class Llama(AbstractDecoder):
     lm_head: Linear | None
 
     def __init__(self, config: LlamaConfig, dtype: DTypeLike = jnp.float32, *, key: PRNGKeyArray):
-        if not isinstance(config, LlamaConfig):
-            raise TypeError(f"config: wanted a LlamaConfig, got {checks.received(config)}")
+        check_type("config", config, LlamaConfig, "a LlamaConfig")
         checks.check_floating_dtype("dtype", dtype)
         cite("llama")
         self.config = config

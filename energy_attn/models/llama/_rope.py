@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from energy_attn.kernels.internal import checks, lse_dtype
+from energy_attn.kernels.internal import lse_dtype
 
-from ..decoder._config import check_numbers, check_positive, check_that
+from ..decoder._config import check_numbers, check_positive, check_that, check_type
 
 Frequencies = Float[np.ndarray, " half"]
 
@@ -306,8 +306,8 @@ class LongRope(Rope):
         check_numbers(self, ("factor",), {"original_max_position_embeddings": 2})
         for name in ("short_factor", "long_factor"):
             values = getattr(self, name)
-            if not isinstance(values, tuple):  # hashable, as the scaling is static
-                raise TypeError(f"{name}: wanted a tuple of numbers, got {checks.received(values)}")
+            # hashable, as the scaling is static
+            check_type(name, values, tuple, "a tuple of numbers")
             for value in values:
                 check_positive(name, value)
         if len(self.short_factor) != len(self.long_factor):

@@ -10,7 +10,7 @@ import numpy as np
 from energy_attn.kernels.internal import checks
 
 from ..checkpoint._config import check_only, renaming
-from ..decoder._config import StoredWeight, check_numbers, check_that
+from ..decoder._config import StoredWeight, check_numbers, check_that, check_type
 
 
 @dataclass(frozen=True)
@@ -257,9 +257,8 @@ def write_types(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"layer_types": list(values["layer_types"] or [SLIDING] * values["num_hidden_layers"])}
 
 
-def as_tuple(name: str, x: object) -> tuple[Any, ...]:
-    if not isinstance(x, list):
-        raise TypeError(f"{name}: wanted a list, got {checks.received(x)}")
+def as_tuple(name: str, x: Any) -> tuple[Any, ...]:
+    check_type(name, x, list, "a list")
     return tuple(x)
 
 

@@ -1,14 +1,18 @@
-"""`python -m energy_attn` in a process of its own, as users run it: one for several commands."""
+"""`python -m energy_attn` itself: in a process of its own, as users run it, and its options."""
 
+import os
 import subprocess
 import sys
-from pathlib import Path
 
+import jax
 import pytest
 
-from tests.support.flags import environment
+import energy_attn as ea
+from energy_attn.__main__ import main
+from energy_attn.cli import _command
+from tests.support.complaints import complaint
+from tests.support.flags import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[3]
 # Three commands where packages are missing that only an installation brings, and the user has asked for three devices.
 COMMANDS = """
 import importlib.abc, importlib.metadata, runpy, sys
@@ -40,6 +44,17 @@ run("energy_attn", "info")
 """
 
 
+def run_module(*arguments, **variables):
+    inherited = {name: x for name, x in environment().items() if name != "JAX_ENABLE_X64"}
+    return subprocess.run(
+        [sys.executable, "-m", "energy_attn", *arguments],
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
 @pytest.mark.smoke
 def test_a_bare_checkout():
     """A package that only an installation brings; devices that the user asked for, and did not get."""
@@ -55,3 +70,46 @@ def test_a_bare_checkout():
     assert "wanted 8 devices, real or simulated, got 3" in done.stderr
     assert "3 × cpu" in info and "decode, blockwise, reference" in info and "declines" in info
     assert done.stdout.endswith("status 0 of info\n")
+
+
+@pytest.mark.full
+def test_an_encoding_without_letters():
+    """An encoding that lacks letters: a traceback."""
+    assert "1 \\xd7 cpu" in run_module("info", PYTHONIOENCODING="ascii").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["demo", "--tokens", "x"], ["demo", "--tokens", "9" * 20]], ids=str
+)
+def test_bad_commands(arguments, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    assert "usage: python -m energy_attn" in complaint(arguments, capsys)
+
+
+def test_no_command(capsys):
+    """An error where a user asks what there is."""
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n    {name} " in said for name in ("info", "demo", "generate"))
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert said == f"energy_attn {ea.__version__}, jax {jax.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, "--xla_force_host_platform_device_count=8"),
+        ("--a=1", "--a=1 --xla_force_host_platform_device_count=8"),
+        ("--xla_force_host_platform_device_count=2", "--xla_force_host_platform_device_count=2"),
+    ],
+)
+def test_flags(before, after, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if before:
+        monkeypatch.setenv("XLA_FLAGS", before)
+    _command.simulate_devices()
+    assert os.environ["XLA_FLAGS"] == after
+    monkeypatch.undo()

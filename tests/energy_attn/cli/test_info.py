@@ -3,6 +3,8 @@
 import pytest
 
 from energy_attn.__main__ import main
+from energy_attn.cli.info import EXAMPLES, choice
+from tests.support.complaints import complaint
 
 
 def test_info_explains_a_call(capsys):
@@ -24,6 +26,18 @@ def test_info_explains_a_gpu(capsys):
         assert f"\n    {name}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("call", EXAMPLES, ids=lambda call: call.what)
+def test_info_says_what_would_be_used(call):
+    """A kernel of another platform, or one that declines the call."""
+    chosen, *reasons = choice(call, "cpu")
+    assert chosen == ("decode_cpu" if call.query[1] == 1 else "blockwise")
+    assert reasons
+    for platform, few, many in (("cuda", "pallas_gpu", "cudnn"), ("tpu", "pallas_tpu", "splash")):
+        wanted = {few} if call.query[1] < 64 or call.dtype == "float32" else {few, many}
+        wanted = {"blockwise"} if call.dtype == "float64" else wanted
+        assert choice(call, platform)[0] in wanted
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -37,9 +51,4 @@ def test_info_explains_a_gpu(capsys):
 )
 def test_info_wrong_options(arguments, message, capsys):
     """A traceback instead of a message."""
-    try:
-        status = main(["info", *arguments])
-    except SystemExit as exit:
-        status = exit.code
-    assert status == 2
-    assert message in capsys.readouterr().err
+    assert message in complaint(["info", *arguments], capsys)

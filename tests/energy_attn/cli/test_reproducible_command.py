@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from energy_attn.__main__ import main
 from energy_attn.cli.reproducible import EqualBits, _table
+from tests.support.complaints import complaint
 from tests.support.flags import ROOT, spawn
 
 
@@ -21,8 +21,8 @@ def test_page():
 
 def test_wrong_folder(capsys):
     """A file that cannot be written, found out when all is done."""
-    assert main(["reproducible", "--json", "/nowhere/at/all.json"]) == 2
-    assert "--json wanted a path in a folder that exists" in capsys.readouterr().err
+    said = complaint(["reproducible", "--json", "/nowhere/at/all.json"], capsys)
+    assert "--json wanted a path in a folder that exists" in said
 
 
 @pytest.mark.full

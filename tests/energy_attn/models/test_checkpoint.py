@@ -23,7 +23,7 @@ from tests.support.compare import same
 from tests.support.complaints import refused
 from tests.support.disk import Killed, contents, failing, meanwhile
 from tests.support.flags import spawn
-from tests.support.llama import build
+from tests.support.llama import build, leaves_of
 from tests.support.selection import few, few_rows
 
 save_file = pytest.importorskip("safetensors.numpy").save_file
@@ -31,24 +31,12 @@ load_file = pytest.importorskip("safetensors.numpy").load_file
 safe_open = pytest.importorskip("safetensors").safe_open
 
 SIZES = {
-    "vocab_size": 24,
-    "hidden_size": 16,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "attention_bias": True,
+    **{"vocab_size": 24, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "attention_bias": True},
 }
-SCALING = Rope.llama3(8.0, original_max_position_embeddings=16)
+SCALING = Rope.linear(8.0)
 CONFIG = LlamaConfig(**SIZES, rope_scaling=SCALING, eos_token_id=(3, 5))
 SAID = {"model_type": "llama", "eos_token_id": [3, 5], **SIZES}
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
@@ -85,193 +73,13 @@ def arrays(dtype="float32"):
 def write(folder, tensors, said=None):
     """A checkpoint as others write it: safetensors by its own library."""
     save_file(tensors, folder / WHOLE)
-    rope = {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}
+    rope = {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     (folder / "config.json").write_text(json.dumps(SAID | rope if said is None else said))
     return folder
 
 
-def leaves_of(model):
-    """Weights under the names of a checkpoint."""
-    names = [
-        jax.tree_util.keystr(path, simple=True, separator=".")
-        for path, _ in jax.tree_util.tree_leaves_with_path(model)
-    ]
-    names = [name if name == "lm_head.weight" else f"model.{name}" for name in names]
-    return dict(zip(names, jax.tree.leaves(model), strict=True))
-
-
 def assert_same(model, tensors):
     same(leaves_of(model), tensors)
-
-
-L3 = json.dumps(LLAMA3)[1:-1]
-ROPES = {  # the rotary embedding as config.json says it: theta, and how positions are scaled
-    f'"rope_theta": 5e5, "rope_scaling": {{"rope_type": "llama3", {L3}}}': (5e5, SCALING),
-    f'"rope_parameters": {{"rope_theta": 5e5, "rope_type": "llama3", {L3}}}': (5e5, SCALING),
-    """"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2},
-    "rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2}""": (
-        5e5,
-        Rope.linear(2),
-    ),
-    '"rope_theta": 100, "rope_scaling": {"type": "linear", "factor": 4.0}': (100, Rope.linear(4.0)),
-    """"max_position_embeddings": 64, "rope_scaling": {"rope_type": "llama3", "factor": 2.0,
-    "low_freq_factor": 1.0, "high_freq_factor": 2.0}""": (1e4, Rope.llama3(2.0, 1.0, 2.0, 64)),
-    '"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 5e5}': (
-        5e5,
-        Rope.linear(2),
-    ),
-    '"rope_scaling": {"rope_type": null, "type": "linear", "factor": 2}': (1e4, Rope.linear(2)),
-    '"hidden_act": "swish", "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}': (
-        1e4,
-        None,
-    ),
-    """"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 16,
-    "attn_factor": 1.0, "extrapolation_factor": 1}""": (1e4, Rope.yarn(2, 16)),
-}
-
-
-@pytest.mark.parametrize("said", ROPES)
-def test_config_from_json(said, tmp_path):
-    """Both spellings of the rotary embedding; a wrong one is a model that is wrong only far away."""
-    path, (theta, scaling), said = tmp_path / "config.json", ROPES[said], json.loads(f"{{{said}}}")
-    path.write_text(json.dumps(SAID | said))
-    config = LlamaConfig.from_json(path)
-    context = said.get("max_position_embeddings", 2048)
-    assert config == dataclasses.replace(
-        CONFIG, rope_theta=theta, rope_scaling=scaling, max_position_embeddings=context
-    )
-    assert hash(config) == hash(LlamaConfig.from_json(str(path)))
-    path.write_text(json.dumps(config.to_json()))
-    assert LlamaConfig.from_json(path) == config
-
-
-# What published files of this family say beside sizes and rotary embedding.
-PUBLISHED = """{
-"_name_or_path": "somewhere", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "hidden_act": "silu",
-"initializer_range": 0.02, "pretraining_tp": 2, "rope_scaling": null, "tie_word_embeddings": false,
-"torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": true, "do_sample": true,
-"temperature": 0.9, "top_p": 0.6, "max_length": 4096, "quantization_config": null
-} {
-"attention_bias": true, "attention_dropout": 0.0, "is_llama_config": true, "mlp_bias": false, "pad_token_id": 2,
-"rope_interleaved": false, "transformers.js_config": {"dtype": "q4"}, "unsloth_fixed": true,
-"_attn_implementation_autoset": false
-} {
-"return_dict": true, "output_hidden_states": false, "chunk_size_feed_forward": 0, "is_encoder_decoder": false,
-"is_decoder": false, "add_cross_attention": false, "pruned_heads": {}, "torchscript": false,
-"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "problem_type": null, "dtype": "float32",
-"task_specific_params": null, "sliding_window": null, "use_sliding_window": false,
-"layer_types": ["full_attention", "full_attention"], "no_rope_layers": [1, 1], "logits_scaling": null,
-"rope_scaling": {"rope_type": "default", "attention_factor": null}, "partial_rotary_factor": 1.0
-}"""
-
-
-def test_what_changes_nothing_is_taken(tmp_path):
-    """Bookkeeping, and fields of other families with the value that is Llama's, refused or taken for something."""
-    path = tmp_path / "config.json"
-    for said in PUBLISHED.replace("} {", "}\0{").split("\0"):
-        path.write_text(json.dumps(SAID | json.loads(said)))
-        assert LlamaConfig.from_json(path) == dataclasses.replace(CONFIG, rope_scaling=None)
-
-
-LINEAR, TWICE = {"rope_type": "linear"}, {"factor": 2.0}
-HALF = {"partial_rotary_factor": 0.5}
-BAD_CONFIGS = {
-    r"ValueError window, no_rope_layers: .*got dict \{'sliding_window': 4, 'no_rope_layers'": {
-        **{"sliding_window": 4, "no_rope_layers": [1, 0]}
-    },
-    "ValueError layer_types: .*, got .*delete": {"layer_types": ["sliding_attention", "full"]},
-    "ValueError rope_interleaved: wanted": {"rope_interleaved": True},
-    "ValueError quantization: wanted only": {"quantization": {"bits": 4}},
-    "ValueError full_attention: wanted only": {
-        "rope_parameters": {"full_attention": LINEAR | TWICE}
-    },
-    "ValueError model_type: wanted 'llama' or .*, got NoneType None": {"model_type": None},
-    "ValueError hidden_act: wanted 'silu', got": {"hidden_act": "gelu"},
-    "ValueError quantization_config: wanted": {"quantization_config": {"bits": 4}},
-    "ValueError rope_type: .*'linear', 'llama3', 'yarn', .*, got str 'ntk'": {
-        "rope_scaling": {"rope_type": "ntk"} | TWICE
-    },
-    "ValueError rope_theta: wanted one value in .*, got float 500000.0 and float 10000.0": {
-        "rope_theta": 1e4,
-        "rope_parameters": {"rope_theta": 5e5},
-    },
-    "ValueError rope_type: wanted one value in .*, got str 'linear' and str 'default'": {
-        "rope_scaling": LINEAR | TWICE,
-        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
-    },
-    "ValueError attn_factor: wanted only": {
-        "rope_scaling": {"rope_type": "yarn", "attn_factor": 2.0} | TWICE
-    },
-    r"TypeError rope_type: wanted a string in rope_scaling, got list \[1\]": {
-        "rope_scaling": {"rope_type": [1]}
-    },
-    r"TypeError rope_parameters: wanted a JSON object, got list \[1\]": {"rope_parameters": [1]},
-    r"ValueError hidden_act: wanted 'silu', got list \[1\]": {"hidden_act": [1]},
-    "ValueError rope_scaling: wanted its factor, got dict .*'dynamic'": {
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}
-    },
-    "ValueError factor: wanted at least 1, got 0.5": {
-        "rope_scaling": {"rope_type": "dynamic", "factor": 0.5}
-    },
-    "ValueError long_factor: wanted 2 numbers as in short_factor, got 1": {
-        "rope_scaling": {"rope_type": "longrope", "short_factor": [1, 2], "long_factor": [1]}
-    },
-    "TypeError long_factor: wanted a list": {
-        "rope_scaling": {"rope_type": "longrope", "short_factor": [1, 2], "long_factor": 1}
-    },
-    "ValueError partial_rotary_factor: want": HALF,
-    "ValueError partial_rotary_factor: .* 1, got float 0.5": {"rope_parameters": HALF},
-    "ValueError rope_scaling: wanted its factor, got": {"rope_scaling": LINEAR},
-    "ValueError factor: wanted more than 0, got 0": {"rope_scaling": LINEAR | {"factor": 0}},
-    "ValueError high_freq_factor: .* low_freq_factor 1.0, got 0.5": {
-        "rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 0.5}
-    },
-    "TypeError rope_scaling: wanted a JSON object": {"rope_scaling": [1]},
-    "TypeError hidden_size: wanted an integer": {"hidden_size": "16"},
-    "TypeError eos_token_id: wanted an integer": {"eos_token_id": "</s>"},
-}
-
-
-@pytest.mark.parametrize(("wanted", "said"), BAD_CONFIGS.items(), ids=BAD_CONFIGS)
-def test_bad_config(wanted, said, tmp_path, unchecked):
-    """Configurations that would be computed differently are refused, by name."""
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(SAID | said))
-    with refused(wanted) as caught:
-        LlamaConfig.from_json(path)
-    assert str(path) in str(caught.value)
-
-
-def test_bad_rope_scaling(unchecked):
-    """A dictionary as `rope_scaling`: the field of a static configuration must be hashable."""
-    with pytest.raises(TypeError, match="rope_scaling: wanted a Rope or None"):
-        LlamaConfig(rope_scaling={"factor": 2.0})
-    with pytest.raises(TypeError, match="eos_token_id: wanted a tuple, got list"):
-        LlamaConfig(eos_token_id=[2])
-
-
-def test_frequencies():
-    """Llama 3's scaling as a function of each pair's wavelength, one pair at a time."""
-    from energy_attn.models.llama._rope import frequencies
-
-    scaling = Rope.llama3(8.0, 1.0, 4.0, 8192)
-    got = frequencies(128, 5e5, scaling, np.dtype("float64"), 9000)
-    kinds = set()
-    for i, frequency in enumerate(got):
-        plain = 5e5 ** (-2 * i / 128)
-        wavelength = 2 * np.pi / plain
-        if wavelength < 8192 / 4:
-            want, kind = plain, "kept"
-        elif wavelength > 8192:
-            want, kind = plain / 8, "divided"
-        else:
-            smooth = (8192 / wavelength - 1) / (4 - 1)
-            want, kind = (1 - smooth) * plain / 8 + smooth * plain, "between"
-        kinds.add(kind)
-        np.testing.assert_allclose(frequency, want, rtol=1e-14)
-    assert kinds == {"kept", "divided", "between"}
-    half = frequencies(8, 100.0, Rope.linear(2.0), np.dtype("float64"), 9000)
-    np.testing.assert_allclose(half, 100.0 ** (-np.arange(4) / 4) / 2, rtol=1e-14)
 
 
 @pytest.mark.smoke
@@ -301,10 +109,8 @@ def test_several_files(tmp_path):
     del tensors[HEAD]
     head = tensors[EMBED]
     old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(3) for i in range(2)}
-    where = {}
-    for i, name in enumerate({**tensors, **old, "lm_head.weight": head}):
-        where[name] = f"part-{i % 3}.safetensors"
-    everything = tensors | old | {"lm_head.weight": head}
+    everything = tensors | old | {HEAD: head}
+    where = {name: f"part-{i % 3}.safetensors" for i, name in enumerate(everything)}
     for file in set(where.values()):
         mine = {name: everything[name] for name in where if where[name] == file}
         save_file(mine, tmp_path / file)
@@ -435,18 +241,6 @@ def renamed(change):
     return make
 
 
-def shorter(file):
-    file.write_bytes(file.read_bytes()[:-5])
-
-
-def announced(file):
-    file.write_bytes((1 << 40).to_bytes(8, "little") + file.read_bytes()[8:])
-
-
-def linked_away(file):
-    file.symlink_to(file.rename(file.parent.parent / f"{file.parent.name}-away.safetensors"))
-
-
 def linked_to_itself(file):
     file.unlink()
     file.symlink_to(file)
@@ -486,8 +280,13 @@ BAD_FOLDERS = {
     "num_hidden_layers: .*2 layers .* 1000000000": with_tensors(
         SAID | {"num_hidden_layers": 10**9}
     ),
-    f"{WHOLE}: wanted a safetensors file, got .*not fully covered": with_file(WHOLE, shorter),
-    f"{WHOLE}: wanted a safetensors file, got .*header too large": with_file(WHOLE, announced),
+    f"{WHOLE}: wanted a safetensors file, got .*not fully covered": with_file(
+        WHOLE, lambda file: file.write_bytes(file.read_bytes()[:-5])
+    ),
+    f"{WHOLE}: wanted a safetensors file, got .*header too large": with_file(
+        WHOLE,
+        lambda file: file.write_bytes((1 << 40).to_bytes(8, "little") + file.read_bytes()[8:]),
+    ),
     f"{WHOLE}: wanted a safetensors file, got": with_header(lambda header: b"[" * 100_000),
     f"{WHOLE}: .*invalid value: integer `-": with_header(lambda h: h[NORM].update(shape=[-4, -4])),
     f"{WHOLE}: .*invalid offset for tensor": with_header(lambda h: h[HEAD].update(h[EMBED])),
@@ -520,7 +319,9 @@ BAD_FOLDERS = {
     f"{INDEX}: wanted the weight_map of a checkpoint, got .*not strings": by_index(7),
     f"{INDEX}: wanted the weight_map of a checkpoint, got": by_index(None),
     f"{WHOLE}: wanted a safetensors file, got .*symbolic links": with_file(WHOLE, linked_to_itself),
-    f"directory: wanted files inside .*, got str '{WHOLE}'": with_file(WHOLE, linked_away),
+    f"directory: wanted files inside .*, got str '{WHOLE}'": with_file(
+        WHOLE, lambda file: file.symlink_to(file.rename(f"{file.parent}-away.safetensors"))
+    ),
     f"{WHOLE}: wanted a file, got a folder, a pipe or a device": with_file(WHOLE, piped),
     "config.json: wanted a file, got a folder, a pipe": with_file("config.json", piped),
     "got pytorch_model.bin; write it as safetensors with save_pretrained": with_file(
@@ -793,7 +594,8 @@ def test_where_weights_lie(tmp_path, monkeypatch):
     assert odd.embed_tokens.weight.sharding.spec == odd.lm_head.weight.sharding.spec == P(None)
 
 
-# The high-water mark of a process that reads 208 MiB onto a mesh, each weight on two devices of four.
+# The high-water mark of a process that reads a checkpoint onto a mesh, each weight on two devices of four; or that
+# keeps no weight, as one that hands them to accelerators.
 PEAK = """
 import sys
 import threading
@@ -801,9 +603,26 @@ from pathlib import Path
 import jax
 from energy_attn.distributed import make_mesh
 from energy_attn.models import Llama
+from energy_attn.models.checkpoint import _load
 
+folder, hands_on = sys.argv[1], sys.argv[2] == "True"
 mesh = make_mesh((2, 2), ("sequence", "tensor"))
-Llama.load(sys.argv[1] + "/small", mesh=mesh)  # what JAX needs, whatever it reads
+Llama.load(folder + "/small", mesh=mesh)  # what JAX needs, whatever it reads
+largest = 0
+
+def handed_on(array):
+    global largest
+    largest = max(largest, array.nbytes)
+    jax.block_until_ready(array)
+    if hands_on:
+        array.delete()
+    return array
+
+class Jax:
+    block_until_ready = staticmethod(handed_on)
+
+    def __getattr__(self, name):
+        return getattr(jax, name)
 
 def own():  # without the pages of files, which the system takes back when it needs them
     status = Path("/proc/self/status").read_text()
@@ -817,87 +636,52 @@ def watch():
 
 watching = threading.Thread(target=watch)
 watching.start()
-model = Llama.load(sys.argv[1], mesh=mesh)
+_load.jax = Jax()
+model = Llama.load(folder, mesh=None if hands_on else mesh)
 ended.set()
 watching.join()
-held = sum(s.data.nbytes for x in jax.tree.leaves(model) for s in x.addressable_shards) / 1024
-print(max(found) - found[0] - held, max(x.nbytes for x in jax.tree.leaves(model)) / 1024)
+kept = [] if hands_on else jax.tree.leaves(model)
+held = sum(s.data.nbytes for x in kept for s in x.addressable_shards) / 1024
+print(max(found) - found[0] - held, largest / 1024)
 """
+
+
+def hollow(folder, config, dtype, count=1):
+    """A checkpoint of zeros that take no space on disk, in so many files; returns its weights, and the files' sizes."""
+    (folder / "small").mkdir()
+    write(folder / "small", arrays())
+    (folder / "config.json").write_text(json.dumps(config.to_json()))
+    leaves = leaves_of(eqx.filter_eval_shape(Llama, config, key=jax.random.key(0)))
+    headers, ends, where = [{} for _ in range(count)], [0] * count, {}
+    for name, leaf in leaves.items():
+        i = int(np.argmin(ends))
+        begin, ends[i] = ends[i], ends[i] + {"F32": 4, "BF16": 2}[dtype] * leaf.size
+        headers[i][name] = {"dtype": dtype, "shape": leaf.shape, "data_offsets": [begin, ends[i]]}
+        where[name] = f"model-{i}.safetensors"
+    for i, (header, end) in enumerate(zip(headers, ends, strict=True)):
+        file = folder / f"model-{i}.safetensors"
+        rewritten(file, header, b"")
+        os.truncate(file, file.stat().st_size + end)
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+    return leaves, ends
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
 def test_host_memory(tmp_path):
     """Beside the weights, at most 1.2 of the largest: never the file, and never two weights at once."""
-    (tmp_path / "small").mkdir()
-    write(tmp_path / "small", arrays())
-    config = LlamaConfig(64, 1024, 16384, num_hidden_layers=1, num_attention_heads=4)
-    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
-    model = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
-    header, end = {}, 0
-    for name, leaf in leaves_of(model).items():
-        begin, end = end, end + 4 * leaf.size
-        header[name] = {"dtype": "F32", "shape": leaf.shape, "data_offsets": [begin, end]}
-    rewritten(tmp_path / WHOLE, header, b"")
-    os.truncate(tmp_path / WHOLE, (tmp_path / WHOLE).stat().st_size + end)  # zeros, not written
-    beside, largest = map(float, spawn("-c", PEAK, tmp_path, devices=4).split())
+    hollow(tmp_path, LlamaConfig(64, 1024, 16384, 1, 4), "F32")
+    beside, largest = map(float, spawn("-c", PEAK, tmp_path, "False", devices=4).split())
     assert largest == 64 * 1024
     assert 0 < beside < 1.2 * largest
-
-
-# The same for 16 GB in four files, of which this process keeps no weight, as one that hands them to accelerators.
-HANDED_ON = PEAK.replace(
-    "mesh = make_mesh", "from energy_attn.models.checkpoint import _load\n\nmesh = make_mesh"
-)
-HANDED_ON = HANDED_ON.replace(
-    "model = Llama.load(sys.argv[1], mesh=mesh)",
-    """largest = 0
-
-def handed_on(array):
-    global largest
-    largest = max(largest, array.nbytes)
-    jax.block_until_ready(array)
-    array.delete()
-    return array
-
-class Jax:
-    block_until_ready = staticmethod(handed_on)
-
-    def __getattr__(self, name):
-        return getattr(jax, name)
-
-_load.jax = Jax()
-model = Llama.load(sys.argv[1])""",
-)
-HANDED_ON = (
-    HANDED_ON[: HANDED_ON.index("held =")] + "print(max(found) - found[0], largest / 1024)\n"
-)
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
 def test_host_memory_of_eight_billion(tmp_path):
     """A folder of 16 GB in four files: the host holds one weight at a time, and here what it handed to a device."""
-    (tmp_path / "small").mkdir()
-    write(tmp_path / "small", arrays())
-    config = LlamaConfig(
-        128256, 4096, 14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
-    model = eqx.filter_eval_shape(Llama, config, key=jax.random.key(0))
-    leaves = leaves_of(model)
+    leaves, ends = hollow(tmp_path, LlamaConfig(128256, 4096, 14336, 32, 32, 8), "BF16", 4)
     assert sum(x.size for x in leaves.values()) > 8e9
-    headers, ends, where = [{} for _ in range(4)], [0] * 4, {}
-    for name, leaf in leaves.items():
-        i = int(np.argmin(ends))
-        begin, ends[i] = ends[i], ends[i] + 2 * leaf.size
-        headers[i][name] = {"dtype": "BF16", "shape": leaf.shape, "data_offsets": [begin, ends[i]]}
-        where[name] = f"model-{i}.safetensors"
-    for i, (header, end) in enumerate(zip(headers, ends, strict=True)):
-        file = tmp_path / f"model-{i}.safetensors"
-        rewritten(file, header, b"")
-        os.truncate(file, file.stat().st_size + end)  # zeros, not written
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": where}))
-    beside, largest = map(float, spawn("-c", HANDED_ON, tmp_path, devices=4).split())
+    beside, largest = map(float, spawn("-c", PEAK, tmp_path, "True", devices=4).split())
     assert largest == 128256 * 4096 * 2 / 1024
     assert 0 < beside < 2.2 * largest < 0.6 * max(ends) / 1024

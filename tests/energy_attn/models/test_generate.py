@@ -12,43 +12,33 @@ import pytest
 from energy_attn.distributed import SequenceParallel, collectives, make_mesh
 from energy_attn.models import (
     AbstractDrafter,
-    LlamaConfig,
     ModelDrafter,
     PromptLookup,
     Rope,
+    Tokenizer,
     generate,
     score_continuations,
 )
 from energy_attn.models.generation import _generate
 from energy_attn.prefix_tree import PrefixTree, accept_greedy
 from tests.support.complaints import refused
-from tests.support.llama import build
+from tests.support.llama import (
+    PROMPTS,
+    SMALL,
+    WRITER,
+    build,
+    drafter_of,
+    log_softmax,
+    whole_of,
+)
 from tests.support.selection import few
 
-CONFIG = LlamaConfig(13, 16, 24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
-SMALL = LlamaConfig(13, 8, 12, num_hidden_layers=1, num_attention_heads=2)
-PROMPTS = [[1, 2, 3, 4, 1, 2], [5, 6, 7, 8, 9, 5, 6, 7], [12]]
 COUNT = 11
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build(CONFIG, scale=0.5)
-
-
-def whole_of(model):
-    """Logits after each token of a text, without a cache; padded to one length, so compiled once."""
-    read = jax.jit(lambda tokens: model(tokens).logits)
-
-    def logits(*rows):
-        padded = np.zeros((3, 20), np.int32)
-        for i, row in enumerate(rows):
-            padded[i, : len(row)] = row
-        found = np.asarray(read(jnp.asarray(padded)))
-        each = [x[: len(row)] for x, row in zip(found, rows, strict=False)]
-        return each[0] if len(rows) == 1 else each
-
-    return logits
+    return build(WRITER, scale=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -83,23 +73,14 @@ class Nonsense(AbstractDrafter):
         return PrefixTree.from_beam(jnp.concatenate([root, drawn], 2), capacity=4), state + 1
 
 
-def drafters(model):
-    return {
-        "none": None,
-        "lookup": PromptLookup(ngram=2, candidates=2, length=3),
-        "itself": ModelDrafter(model, length=2, nodes=4),
-        "another model": ModelDrafter(build(SMALL, seed=5, scale=0.5), length=3, nodes=6),
-        "nonsense": Nonsense(),
-    }
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "name", few(["none", "lookup", "itself", "another model", "nonsense"], "another model")
+    "name", few(["none", "lookup", "itself", "another model", "nonsense"], "lookup")
 )
 def test_greedy_text_is_that_of_greedy_decoding(name, model, greedy):
     """Token for token, for rows of different lengths; and the counts add up."""
-    found = generate(model, PROMPTS, COUNT, drafter=drafters(model)[name])
+    drafter = Nonsense() if name == "nonsense" else drafter_of(name, model)
+    found = generate(model, PROMPTS, COUNT, drafter=drafter)
     np.testing.assert_array_equal(found.tokens, greedy)
     assert found.lengths.tolist() == [COUNT] * 3
     passes, drafted, accepted = (np.asarray(x) for x in found[2:5])
@@ -117,68 +98,10 @@ def test_greedy_text_is_that_of_greedy_decoding(name, model, greedy):
         assert (passes <= -(-(COUNT - 1) // 2)).all()
 
 
-@pytest.mark.full
-def test_one_key_gives_one_text(model, whole, greedy):
-    """Sampling: the draws do not depend on the drafter, and every token is one that may be drawn."""
-    options = {"temperature": 1.3, "top_k": 5, "top_p": 0.95, "key": jax.random.key(3)}
-    texts = {
-        name: np.asarray(generate(model, PROMPTS, COUNT, drafter=drafter, **options).tokens)
-        for name, drafter in drafters(model).items()
-        if name in ("none", "itself")
-    }
-    np.testing.assert_array_equal(texts["itself"], texts["none"])
-    for prompt, text in zip(PROMPTS, texts["none"], strict=True):
-        logits = whole([*prompt, *text])
-        for place, token in enumerate(text, len(prompt)):
-            before = logits[place - 1]
-            assert (before > before[token]).sum() < 5
-    other = generate(model, PROMPTS, COUNT, **{**options, "key": jax.random.key(4)}).tokens
-    assert (texts["none"] != other).any(1).all()
-    # of a vanishing share of the distribution only the likeliest token remains
-    options |= {"top_p": 1e-9, "top_k": 99}
+def test_a_vanishing_share(model, greedy):
+    """Tokens beside the likeliest that `top_p` leaves, or a `top_k` beyond the vocabulary."""
+    options = {"temperature": 1.3, "top_k": 99, "top_p": 1e-9, "key": jax.random.key(3)}
     np.testing.assert_array_equal(generate(model, PROMPTS, COUNT, **options).tokens, greedy)
-
-
-@pytest.mark.full
-def test_samples_have_the_law_of_the_model(model, whole):
-    """Pairs of tokens drawn for many rows: their frequencies against exact probabilities."""
-    rows, prompt = 4096, PROMPTS[0]
-
-    def law(row):
-        logits = whole(row)[-1] / 0.8
-        return np.exp(logits - np.logaddexp.reduce(logits))
-
-    first = law(prompt)
-    joint = np.array([p * law([*prompt, token]) for token, p in enumerate(first)])
-    tokens = jnp.asarray(np.tile(np.array(prompt, np.int32), (rows, 1)))
-    lookup = PromptLookup(ngram=1, candidates=2, length=2)
-    found = generate(model, tokens, 2, temperature=0.8, key=jax.random.key(9), drafter=lookup)
-    counts = np.zeros(joint.shape)
-    np.add.at(counts, tuple(np.asarray(found.tokens).T), 1)
-    assert np.asarray(found.accepted).sum() > 0
-    likely = joint * rows > 5
-    wanted = np.append(joint[likely], 1 - joint[likely].sum()) * rows
-    seen = np.append(counts[likely], rows - counts[likely].sum())
-    chi2 = ((seen - wanted) ** 2 / wanted).sum()
-    degrees = len(wanted) - 1
-    assert chi2 < degrees + 5 * np.sqrt(2 * degrees), (chi2, degrees)
-
-
-@pytest.mark.full
-def test_rows_stop_by_themselves(model, greedy):
-    """A stop token is the last of its row; other rows go on. Nothing is read behind the end."""
-    drafts = ModelDrafter(model, length=2, nodes=4)  # accepted paths hold stops, and go on
-    for stop in [[int(greedy[0, 4]), int(greedy[1, 2])], *([token] for token in range(13))]:
-        among = np.isin(greedy, stop)
-        ends = np.where(among.any(1), among.argmax(1) + 1, COUNT)
-        want = np.where(np.arange(COUNT) < ends[:, None], greedy, -1)
-        # an array of one length, so that all are one program
-        found = generate(model, PROMPTS, COUNT, eos_token_id=np.resize(stop, 2), drafter=drafts)
-        np.testing.assert_array_equal(found.tokens, want)
-        assert found.lengths.tolist() == ends.tolist()
-        assert (np.asarray(found.passes) <= ends - 1).all()
-    first = generate(model, PROMPTS, COUNT, eos_token_id=int(greedy[0, 0]))
-    assert first.lengths[0] == 1 and first.passes[0] == 0
 
 
 def test_warnings():
@@ -195,7 +118,7 @@ def test_warnings():
         traced(4)
     with pytest.warns(UserWarning, match="within the 9 positions .* got up to 10"):
         traced(7, replace(SMALL, rope_scaling=Rope.linear(1.5)))
-    for name, value in ("top_k", 3), ("top_p", 0.5):
+    for name, value in ("top_k", 3), ("top_p", 0.5), ("min_p", 0.1):
         with pytest.warns(UserWarning, match=f"{name}: wanted a temperature above 0"):
             traced(2, **{name: value})
     traced(2, top_k=3, top_p=0.5, temperature=1.0, key=jax.random.key(0))
@@ -233,11 +156,8 @@ def test_wrong_prompts_give_no_text(model, greedy):
         padded[row, : len(prompt)] = prompt
     good = jnp.asarray([len(prompt) for prompt in PROMPTS])
     run = jax.jit(lambda tokens, lengths: generate(model, tokens, COUNT, lengths=lengths))
-    for row, length in [
-        (0, 0),
-        (1, 9),
-        (0, 7),
-    ]:  # too short, too long, a token outside the vocabulary
+    # too short, too long, a token outside the vocabulary
+    for row, length in [(0, 0), (1, 9), (0, 7)]:
         found = run(jnp.asarray(padded), good.at[row].set(length))
         want = greedy.copy()
         want[row] = -1
@@ -251,7 +171,7 @@ def test_wrong_prompts_give_no_text(model, greedy):
 @pytest.mark.parametrize("name", ["none", "lookup", "another model"])
 def test_over_a_mesh(name, model, greedy):
     """The same text, and a loop with the communication of plain decoding: no keys, nothing to the host."""
-    drafter = drafters(model)[name]
+    drafter = drafter_of(name, model)
     parallel = SequenceParallel(merge="allreduce")
     compiled = {}
     run = _generate.run
@@ -271,9 +191,9 @@ def test_over_a_mesh(name, model, greedy):
         assert compiled["state"].parallel == parallel  # its cache is sharded as well
         return
     nodes = 1 if drafter is None else drafter.capacity
-    heads, width = CONFIG.num_attention_heads, CONFIG.head_dim
+    heads, width = WRITER.num_attention_heads, WRITER.head_dim
     size = 3 * nodes * heads * (width + 2) * 8  # maxima, numerators and denominators in float64
-    assert sum(c.bytes for c in sent) == CONFIG.num_hidden_layers * size
+    assert sum(c.bytes for c in sent) == WRITER.num_hidden_layers * size
     text = compiled["loop"].as_text()
     assert not re.search("callback|outfeed|infeed|send|recv", text.lower())
 
@@ -282,7 +202,7 @@ def test_over_a_mesh(name, model, greedy):
 def test_inside_jit_on_explicit_axes(model, greedy):
     """A cache made while a program is traced, whose type the steps must keep."""
     mesh = make_mesh((2, 4), explicit=True)
-    drafter = drafters(model)["another model"]
+    drafter = drafter_of("another model", model)
     with jax.set_mesh(mesh):
         run = jax.jit(
             lambda tokens, lengths: generate(
@@ -296,7 +216,7 @@ def test_inside_jit_on_explicit_axes(model, greedy):
 @pytest.mark.full
 def test_reading_and_writing_a_tree():
     """`read_tree` gives each node the logits of its own text; `commit` writes the accepted path, in each layer."""
-    model = build(replace(CONFIG, num_hidden_layers=2), scale=0.5)
+    model = build(replace(WRITER, num_hidden_layers=2), scale=0.5)
     whole = whole_of(model)
     beam = np.array(
         [[[2, 3, 4], [2, 3, 5], [2, 6, 3]], [[7, 8, 9], [7, 1, 9], [7, 8, 9]]], np.int32
@@ -369,8 +289,7 @@ def test_scores_are_those_of_one_by_one(parallel, model, whole):
         )
     for row, prompt in enumerate(PROMPTS):
         for tokens, count, got in zip(conts[row], lengths[row], found[row], strict=True):
-            logits = whole([*prompt, *tokens[:count]])[len(prompt) - 1 :]
-            logs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+            logs = log_softmax(whole([*prompt, *tokens[:count]])[len(prompt) - 1 :])
             want = [logs[place, token] for place, token in enumerate(tokens[:count])]
             np.testing.assert_allclose(got[:count], want, rtol=1e-9, atol=1e-9)
             assert (got[count:] == 0).all()
@@ -387,10 +306,25 @@ def test_scores_of_arrays_with_lengths(model, whole):
     found = np.asarray(run(jnp.asarray([3, 0])))
     assert np.isnan(found[1]).all() and np.isnan(found[0]).tolist() == [[0, 0], [0, 1], [0, 0]]
     for tokens, got in zip(conts[0], found[0], strict=True):
-        logits = whole([1, 2, 3, int(tokens[0])])[2:]
-        logs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+        logs = log_softmax(whole([1, 2, 3, int(tokens[0])])[2:])
         want = [logs[place, int(token)] for place, token in enumerate(tokens) if token < 13]
         np.testing.assert_allclose(got[: len(want)], want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.full
+def test_stream_is_the_text(model, greedy):
+    """All tokens in order, drafted or over a mesh, and the tokens of the prompts that have been read."""
+    heard, shown = [], []
+    options = {"eos_token_id": int(greedy[1, 4]), "chunk_size": 3, "stream": heard.append}
+    options |= {"progress": lambda done, note: shown.append((done, note))}
+    drafted = generate(model, PROMPTS, COUNT, drafter=PromptLookup(), **options)
+    with jax.set_mesh(make_mesh((2, 4))):
+        spread = generate(model, PROMPTS, COUNT, parallel=SequenceParallel(), **options)
+    for row, both in enumerate(np.concatenate(heard, 1)):
+        text = [x.tokens[row, : x.lengths[row]] for x in (drafted, spread)]
+        np.testing.assert_array_equal(both[both >= 0], np.concatenate(text))
+    assert int(drafted.lengths[1]) <= 5
+    assert shown == [(n / 8, f"{n} of 8 tokens") for n in (2, 5, 8)] * 2
 
 
 class Treeless(Wrong):
@@ -398,76 +332,115 @@ class Treeless(Wrong):
         return text, state
 
 
-def read_one(model):
-    return model.read_tree(pack(ones(1, 1, 1)), model.empty_cache(1, 4))
-
-
 def ones(*shape):
     return np.ones(shape, np.int32)
 
 
-TOKENS, C, score = ones(1, 3), ones(1, 1, 2), score_continuations
+TOKENS, C, DEMO = ones(1, 3), ones(1, 1, 2), Tokenizer.load("demo")
+DRAW = {"temperature": 1.0, "key": jax.random.key(0)}
 
 
-def sampled(model, **options):
-    return generate(model, TOKENS, 3, key=jax.random.key(0), **options)
+def text(tokens):
+    return {"tokens": tokens, "tokenizer": DEMO}
 
 
-BAD = {
-    "TypeError model: wanted an AbstractDecoder": lambda m: generate(None, TOKENS, 3),
-    "ValueError max_new_tokens: wanted at least 1, got 0": lambda m: generate(m, TOKENS, 0),
-    "TypeError tokens: wanted an integer array": lambda m: generate(m, TOKENS / 1, 3),
-    "ValueError tokens: .* got list .* as number 1": lambda m: generate(m, [[1], []], 3),
-    "TypeError tokens: .*or a tokenizer= beside text, got list": lambda m: generate(m, ["abc"], 3),
-    "ValueError tokens: wanted at least one prompt": lambda m: generate(m, [], 3),
-    "ValueError lengths: .*None beside a list": lambda m: generate(m, [[1]], 3, lengths=ones(1)),
-    "ValueError lengths: .*at least 1": lambda m: generate(m, TOKENS, 3, lengths=0 * ones(1)),
-    "ValueError key: .* at temperature 1.0": lambda m: generate(m, TOKENS, 3, temperature=1.0),
-    "ValueError temperature": lambda m: sampled(m, temperature=-1.0),
-    "ValueError top_p": lambda m: sampled(m, temperature=1.0, top_p=0.0),
-    "TypeError drafter: wanted None or an Abs": lambda m: generate(m, TOKENS, 3, drafter=m),
-    "TypeError eos_token_id: wanted a token": lambda m: generate(m, TOKENS, 3, eos_token_id="end"),
-    "ValueError eos_token_id: wanted .* of 32 bits": lambda m: generate(
-        m, TOKENS, 3, eos_token_id=[2, 2**40]
+BAD_OPTIONS = {
+    "TypeError model: wanted an AbstractDecoder": {"model": None},
+    "ValueError max_new_tokens: wanted at least 1, got 0": {"max_new_tokens": 0},
+    "ValueError max_new_tokens: wanted": {"max_new_tokens": 2**31 - 1},
+    "ValueError max_new_tokens: .*, got .*1099511627776": {"max_new_tokens": 2**40},
+    "TypeError tokens: wanted an integer array": {"tokens": TOKENS / 1},
+    "ValueError tokens: .* got list .* as number 1": {"tokens": [[1], []]},
+    "TypeError tokens: .*or a tokenizer= beside text, got list": {"tokens": ["abc"]},
+    "TypeError tokens: .* tokenizer= beside text, got list": {"tokens": "ab"},
+    "ValueError tokens: wanted at least one prompt": {"tokens": []},
+    "ValueError tokens: .*, got 13": {"tokens": [[1, 13, 2]]},
+    "ValueError tokens: .*, got .*4294967298": {"tokens": [[1, 2**32 + 2]]},
+    "ValueError tokens: wanted text, .* got str '' as number 1": text(["a", ""]),
+    "TypeError tokens: wanted strings and chats .* got list": text(["a", [1]]),
+    r"TypeError messages\[1\]: wanted a mapping": text([{"role": "user", "content": "a"}, "b"]),
+    "ValueError lengths: .*None beside a list": {"tokens": [[1]], "lengths": ones(1)},
+    "ValueError lengths: .*at least 1": {"lengths": 0 * ones(1)},
+    "TypeError tokenizer: wanted None or a Tokenizer, got str": {"tokenizer": "gpt2"},
+    "ValueError tokenizer: wanted one with stop=.*, got None": {"stop": "a"},
+    "TypeError stop: wanted a string or a sequence": {"stop": [13], "tokenizer": DEMO},
+    "ValueError stop: wanted strings that are not empty": {"stop": ["a", ""], "tokenizer": DEMO},
+    "TypeError stream: wanted None or a function of tokens, got int 3": {"stream": 3},
+    "TypeError progress: wanted True, False, None or a function": {"progress": "yes"},
+    "TypeError return_logprobs: wanted True or False": {"return_logprobs": "yes"},
+    "TypeError drafter: wanted None or an Abs": {"drafter": print},
+    "TypeError eos_token_id: wanted a token": {"eos_token_id": "end"},
+    "ValueError eos_token_id: wanted .* of 32 bits": {"eos_token_id": [2, 2**40]},
+    "ValueError eos_token_id: wanted numbers of 32 bits": {"eos_token_id": np.array([2, 2**40])},
+    "ValueError parallel": {"parallel": SequenceParallel()},
+    "ValueError key: .* at temperature 1.0": {"temperature": 1.0},
+    "TypeError key: wanted a jax.random.key": {"key": "abc"},
+    "ValueError temperature": {**DRAW, "temperature": -1.0},
+    "ValueError top_k: wanted at least 1": {"top_k": -3},
+    "ValueError top_p": {**DRAW, "top_p": 0.0},
+    "TypeError minp: wanted a known option .did you mean min_p": {"minp": 0.5},
+    "ValueError min_p: wanted a number above 0 and at most 1": {**DRAW, "min_p": 1.5},
+    "ValueError repetition_penalty: wanted a number above 0": {"repetition_penalty": 0.0},
+    "ValueError presence_penalty: wanted a finite number": {"presence_penalty": np.inf},
+    r"ValueError presence_penalty: wanted shape \(\)": {"presence_penalty": np.ones(2)},
+    "ValueError logit_bias: wanted tokens from 0 to 12, got 13": {"logit_bias": {13: 1}},
+    r"ValueError logit_bias: wanted shape \(13\)": {"logit_bias": np.ones(3)},
+    "ValueError logit_bias: .* below infinity, got nan": {"logit_bias": np.full(13, np.nan)},
+    r"ValueError logit_bias\[2\]: wanted a finite number": {"logit_bias": {2: np.inf}},
+    "TypeError logit_bias: a token: wanted an integer": {"logit_bias": {"a": 1}},
+}
+
+
+@pytest.mark.parametrize(("wanted", "options"), BAD_OPTIONS.items(), ids=BAD_OPTIONS)
+def test_bad_options(wanted, options, model, unchecked):
+    """A mistake that no error names."""
+    with refused(wanted):
+        generate(**{"model": model, "tokens": TOKENS, "max_new_tokens": 3, **options})
+
+
+def score(model, **options):
+    return score_continuations(**{"model": model, "tokens": TOKENS, "continuations": C, **options})
+
+
+def in_jit(model, **options):
+    return jax.jit(lambda x: generate(model, x, 3, **options).tokens)(TOKENS)
+
+
+def doubled(model):
+    cache = model.empty_cache(1, 4)
+    read = model.read_tree(PrefixTree.from_beam(ones(1, 1, 1)), cache)
+    return cache.commit(None, read._replace(keys=2 * read.keys, values=2 * read.values))
+
+
+BAD_CALLS = {
+    "ValueError tokenizer: wanted none inside of jax.jit, got Tokenizer": lambda m: in_jit(
+        m, tokenizer=DEMO
     ),
-    "ValueError eos_token_id: wanted numbers of 32 bits": lambda m: generate(
-        m, TOKENS, 3, eos_token_id=np.array([2, 2**40])
-    ),
-    "ValueError max_new_tokens: wanted": lambda m: generate(m, TOKENS, 2**31 - 1),
-    "ValueError max_new_tokens: .*, got .*1099511627776": lambda m: generate(m, TOKENS, 2**40),
-    "ValueError tokens: .*, got 13": lambda m: generate(m, [[1, 13, 2]], 3),
-    "ValueError tokens: .*, got .*4294967298": lambda m: generate(m, [[1, 2**32 + 2]], 3),
-    "ValueError continuations: wanted tokens from 0 to 12": lambda m: score(m, TOKENS, -C),
-    "ValueError prompt_lengths: .* 0 to 3": lambda m: score(
-        m, TOKENS, C, prompt_lengths=4 * C[0, 0, :1]
-    ),
-    "TypeError key: wanted a jax.random.key": lambda m: generate(m, TOKENS, 3, key="abc"),
-    "ValueError top_k: wanted at least 1": lambda m: generate(m, TOKENS, 3, top_k=-3),
-    "TypeError drafter: wanted a PrefixTree": lambda m: jax.eval_shape(
-        lambda: generate(m, TOKENS, 3, drafter=Treeless()).tokens
-    ),
+    "ValueError stream: wanted none inside of jax.jit": lambda m: in_jit(m, stream=print),
     r"TypeError tokens: .*\[B, T\] inside": lambda m: jax.jit(lambda x: generate(m, [x], 3))(
         C[0, 0]
     ),
-    "ValueError read: wanted the 1 layers of the cache, got 2": lambda m: m.empty_cache(
-        1, 4
-    ).commit(None, (read := read_one(m))._replace(keys=2 * read.keys, values=2 * read.values)),
-    "ValueError parallel": lambda m: generate(m, TOKENS, 3, parallel=SequenceParallel()),
+    "TypeError drafter: wanted a PrefixTree": lambda m: jax.eval_shape(
+        lambda: generate(m, TOKENS, 3, drafter=Treeless()).tokens
+    ),
+    "ValueError continuations: wanted tokens from 0 to 12": lambda m: score(m, continuations=-C),
+    r"ValueError continuations: .*\(1, M, C\)": lambda m: score(m, continuations=ones(2, 3, 4)),
+    "TypeError continuations: wanted an integer array": lambda m: score(m, continuations=C / 1),
+    "ValueError lengths: .*from 0 to 2": lambda m: score(m, lengths=5 * ones(1, 1)),
+    "ValueError prompt_lengths: .* 0 to 3": lambda m: score(m, prompt_lengths=4 * ones(1)),
     "ValueError ngram: wanted at least 1": lambda m: PromptLookup(ngram=0),
     "TypeError model: .*AbstractDecoder.* got LlamaConfig": lambda m: ModelDrafter(m.config),
     "ValueError nodes: wanted at least 5, got 4": lambda m: ModelDrafter(m, length=4, nodes=4),
-    r"ValueError continuations: .*\(1, M, C\)": lambda m: score(m, TOKENS, ones(2, 3, 4)),
-    "TypeError continuations: wanted an integer array": lambda m: score(m, TOKENS, C / 1),
-    "ValueError lengths: .*from 0 to 2": lambda m: score(m, TOKENS, C, lengths=5 * ones(1, 1)),
     "ValueError cache.layers": lambda m: m.read_tree(
         PrefixTree.from_beam(ones(2, 1, 1)), m.empty_cache(1, 4)
     ),
     "TypeError read: wanted a TreeOutput": lambda m: m.empty_cache(1, 4).commit(None, None),
+    "ValueError read: wanted the 1 layers of the cache, got 2": doubled,
 }
 
 
-@pytest.mark.parametrize(("wanted", "call"), BAD.items(), ids=BAD)
-def test_bad_input(wanted, call, model, unchecked):
+@pytest.mark.parametrize(("wanted", "call"), BAD_CALLS.items(), ids=BAD_CALLS)
+def test_bad_calls(wanted, call, model, unchecked):
     """A mistake that no error names."""
     with refused(wanted):
         call(model)

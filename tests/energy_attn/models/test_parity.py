@@ -20,9 +20,9 @@ from safetensors.numpy import load_file, save_file
 
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import Llama, PromptLookup, generate, load
-from energy_attn.models.checkpoint._load import named
 from energy_attn.models.llama._json import read_scaling
 from energy_attn.models.llama._rope import frequencies
+from tests.support.llama import leaves_of
 
 pytestmark = pytest.mark.full
 
@@ -35,84 +35,49 @@ PROMPTS = (50, 17, 33)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 SHAPES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 256,
+    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2},
+    **{"num_attention_heads": 8, "max_position_embeddings": 256},
     # far from ties: with the usual 0.02 all logits are nearly equal
-    "initializer_range": 0.15,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **{"initializer_range": 0.15, "bos_token_id": None, "eos_token_id": None},
+}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 32}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 32},
 }
 CHECKPOINTS = {
     # grouped 8/2, tied, llama3 beyond the original context
-    "llama3": {
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    },
-    # turned queries and keys that grow, a ramp that is not of whole pairs
+    "llama3": {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    # rotated queries and keys that grow, a ramp that is not of whole pairs
     "yarn": {
         "num_key_value_heads": 2,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 500.0,
-            "factor": 4.0,
-            "beta_fast": 4.0,
-            "beta_slow": 0.5,
-            "truncate": False,
-            "original_max_position_embeddings": 32,
-        },
+        "rope_parameters": YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False},
     },
     # heads wider than hidden_size / heads, biases, linear scaling, several files
     "biases": {
-        "num_key_value_heads": 4,
-        "head_dim": 10,
-        "attention_bias": True,
-        "mlp_bias": True,
+        **{"num_key_value_heads": 4, "head_dim": 10, "attention_bias": True, "mlp_bias": True},
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     },
     # a window in every layer, shorter than prompts
     "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 12},
     # biases before attention alone, a window in the second layer
     "qwen2": {
-        "model_type": "qwen2",
-        "num_key_value_heads": 4,
-        "use_sliding_window": True,
-        "sliding_window": 12,
-        "max_window_layers": 1,
+        **{"model_type": "qwen2", "num_key_value_heads": 4, "use_sliding_window": True},
+        **{"sliding_window": 12, "max_window_layers": 1},
     },
     # norms of queries and keys, heads of another width
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
     # a second layer without a rotary embedding, in a window
     "smollm3": {
-        "model_type": "smollm3",
-        "num_key_value_heads": 2,
-        "no_rope_layer_interval": 2,
-        "use_sliding_window": True,
-        "sliding_window": 20,
-        "pad_token_id": None,
+        **{"model_type": "smollm3", "num_key_value_heads": 2, "no_rope_layer_interval": 2},
+        **{"use_sliding_window": True, "sliding_window": 20, "pad_token_id": None},
     },
     # soft caps that bend scores and logits, norms around each part, every second layer in a window
     "gemma2": {
-        "model_type": "gemma2",
-        "num_key_value_heads": 4,
-        "head_dim": 12,
-        "query_pre_attn_scalar": 20,
-        "sliding_window": 12,
-        "attn_logit_softcapping": 4.0,
-        "final_logit_softcapping": 9.0,
-        "tie_word_embeddings": False,
-        "pad_token_id": None,
+        **{"model_type": "gemma2", "num_key_value_heads": 4, "head_dim": 12, "sliding_window": 12},
+        **{"query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0},
+        **{"final_logit_softcapping": 9.0, "tie_word_embeddings": False, "pad_token_id": None},
     },
     # norms of what is added, and of all queries and keys together
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None},
@@ -120,31 +85,22 @@ CHECKPOINTS = {
     "gemma2 tied": {"model_type": "gemma2", "head_dim": 8, "pad_token_id": None},
     # two rotary embeddings, of which one is scaled
     "gemma3": {
-        "model_type": "gemma3_text",
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "query_pre_attn_scalar": 12,
-        "sliding_window": 16,
+        **{"model_type": "gemma3_text", "num_key_value_heads": 2, "head_dim": 12},
+        **{"query_pre_attn_scalar": 12, "sliding_window": 16, "tie_word_embeddings": False},
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
         },
-        "tie_word_embeddings": False,
         "pad_token_id": None,
     },
-    # projections of one tensor, a quarter of a head that is not turned, a list of divisors beyond 16 tokens
+    # projections of one tensor, a quarter of a head that is not rotated, a list of divisors beyond 16 tokens
     "phi3": {
-        "model_type": "phi3",
-        "num_key_value_heads": 2,
-        "sliding_window": 30,
-        "original_max_position_embeddings": 16,
-        "partial_rotary_factor": 0.75,
+        **{"model_type": "phi3", "num_key_value_heads": 2, "sliding_window": 30},
+        **{"original_max_position_embeddings": 16, "partial_rotary_factor": 0.75},
         "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 300.0,
-            "short_factor": [1.0, 1.0, 1.5],
-            "long_factor": [1.0, 2.0, 5.0],
+            **{"rope_type": "longrope", "rope_theta": 300.0},
+            **{"short_factor": [1.0, 1.0, 1.5], "long_factor": [1.0, 2.0, 5.0]},
         },
         "pad_token_id": None,
     },
@@ -155,65 +111,33 @@ CHECKPOINTS = {
     },
     # two of four experts, a window
     "mixtral": {
-        "model_type": "mixtral",
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
+        **{"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4},
         "sliding_window": 12,
     },
     # weights of experts that do not add up to one
     "qwen3 routed": {
-        "model_type": "qwen3_moe",
-        "num_key_value_heads": 4,
-        "num_experts": 8,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 112,
+        **{"model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 8},
+        **{"num_experts_per_tok": 4, "moe_intermediate_size": 112},
     },
-    # sinks, a window in the first layer, biases everywhere, MLPs that are cut off
+    # sinks, a window in the first layer, biases everywhere, MLPs that are clipped
     "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "sliding_window": 12,
-        "swiglu_limit": 0.9,
-        "pad_token_id": None,
+        **{"model_type": "gpt_oss", "num_key_value_heads": 2, "head_dim": 8},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 12},
+        **{"swiglu_limit": 0.9, "pad_token_id": None},
     },
-    # latent attention with YaRN, a plain layer before one of four groups of experts
+    # latent attention with YaRN, a dense layer before one of four groups of experts
     "deepseek": {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 8,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 16,
-        "n_group": 4,
-        "topk_group": 2,
-        "num_experts_per_tok": 3,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 6,
-        "qk_nope_head_dim": 10,
-        "first_k_dense_replace": 1,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 500.0,
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
-            "original_max_position_embeddings": 32,
-        },
+        **{"model_type": "deepseek_v3", "num_key_value_heads": 8, "moe_intermediate_size": 24},
+        **{"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+        **{"q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "v_head_dim": 6},
+        **{"qk_nope_head_dim": 10, "first_k_dense_replace": 1},
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
     },
     # queries without a latent vector, halves instead of neighbours
     "deepseek plain": {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 8,
-        "q_lora_rank": None,
-        "kv_lora_rank": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 10,
-        "qk_nope_head_dim": 6,
-        "first_k_dense_replace": 2,
-        "rope_interleave": False,
+        **{"model_type": "deepseek_v3", "num_key_value_heads": 8, "q_lora_rank": None},
+        **{"kv_lora_rank": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "qk_nope_head_dim": 6},
+        **{"first_k_dense_replace": 2, "rope_interleave": False},
     },
 }
 FAMILIES = ["mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "olmo2"]
@@ -371,7 +295,7 @@ def test_gradients(pair, seen, tmp_path):
         for x in theirs.buffers():
             x.zero_()
     theirs.save_pretrained(tmp_path)
-    want = named(load(tmp_path))
+    want = leaves_of(load(tmp_path))
 
     def loss(model, tokens, **options):
         logits = jax.nn.log_softmax(model(tokens, **options).logits[:, :-1])
@@ -385,7 +309,7 @@ def test_gradients(pair, seen, tmp_path):
     for kind, found in {"gradients": alone, "gradients_of_8": spread}.items():
         errors = {
             name: np.abs(leaf - want[name]).max() / max(np.abs(want[name]).max(), 1e-30)
-            for name, leaf in named(found).items()
+            for name, leaf in leaves_of(found).items()
         }
         note(seen, pair, **{kind: float(max(errors.values()))})
         assert max(errors.values()) < 2e-5, max(errors, key=errors.__getitem__)
@@ -419,44 +343,23 @@ def test_weights_of_16_bits(pair):
     assert error[0] < 1.1 * error[1] < 0.1
 
 
+REAL = LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
 ROPES = {
     "Llama 2": {"rope_type": "default", "rope_theta": 10000.0},
     "Llama 3": {"rope_type": "default", "rope_theta": 500000.0},
-    "Llama 3.1": {
-        **CHECKPOINTS["llama3"]["rope_parameters"],
-        "rope_theta": 500000.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "Llama 3.2": {
-        **CHECKPOINTS["llama3"]["rope_parameters"],
-        "rope_theta": 500000.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 8192,
-    },
+    "Llama 3.1": REAL,
+    "Llama 3.2": REAL | {"factor": 32.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "YaRN": {
-        "rope_type": "yarn",
-        "rope_theta": 1000000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32768,
-    },
+    "YaRN": YARN | {"rope_theta": 1000000.0, "original_max_position_embeddings": 32768},
     "YaRN of DeepSeek-V3": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 40.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.8,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "original_max_position_embeddings": 4096,
+        **YARN,
+        **{"rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096},
+        **{"mscale": 1.0, "mscale_all_dim": 0.8, "beta_fast": 32, "beta_slow": 1},
     },
     "YaRN of a given scale": {
-        "rope_type": "yarn",
-        "rope_theta": 150000.0,
-        "factor": 32.0,
-        "attention_factor": 1.2,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
+        **YARN,
+        **{"rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+        **{"attention_factor": 1.2, "truncate": False},
     },
 }
 

@@ -8,22 +8,20 @@ import numpy as np
 import pytest
 
 from energy_attn.distributed import SequenceParallel, make_mesh
-from energy_attn.models import AbstractDrafter, LlamaConfig, ModelDrafter, PromptLookup, generate
+from energy_attn.models import AbstractDrafter, generate
 from energy_attn.models.generation import _loop
 from energy_attn.prefix_tree import PrefixTree
 from tests.support.complaints import refused
-from tests.support.llama import build
+from tests.support.llama import WRITER, build, drafter_of
 from tests.support.selection import few
 
-CONFIG = LlamaConfig(13, 16, 24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
-SMALL = LlamaConfig(13, 8, 12, num_hidden_layers=1, num_attention_heads=2)
 LENGTHS = 6, 3, 20, 1, 9, 2, 15
 COUNT, CHUNK, ROWS = 11, 4, 3
 
 
 @pytest.fixture(scope="module")
 def model():
-    return build(CONFIG, scale=0.5)
+    return build(WRITER, scale=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +58,6 @@ def stops(greedy):
     stops = [int(greedy[5, 0]), int(greedy[6, 0])]
     assert [int(x) for x in ended(greedy, stops)[1]] == [COUNT, 3, COUNT, 2, COUNT, 1, 1]
     return stops
-
-
-def drafter_of(name, model):
-    return {
-        "none": lambda: None,
-        "lookup": lambda: PromptLookup(ngram=2, candidates=2, length=3),
-        "another model": lambda: ModelDrafter(build(SMALL, seed=5, scale=0.5), length=3, nodes=6),
-        "itself": lambda: ModelDrafter(model, length=2, nodes=4),
-    }[name]()
 
 
 def programs():
@@ -206,7 +195,7 @@ def test_a_row_is_put_in_place(model):
 
     given = jax.eval_shape(functools.partial(loop, rows)), jax.eval_shape(lambda: loop(1))
     compiled = _loop._put.lower(*given, jnp.int32(0)).compile().memory_analysis()
-    held = rows * slots * 2 * CONFIG.num_key_value_heads * CONFIG.head_dim * 8
+    held = rows * slots * 2 * WRITER.num_key_value_heads * WRITER.head_dim * 8
     assert compiled.alias_size_in_bytes >= held
     assert compiled.temp_size_in_bytes < held / rows / 8
 
@@ -236,16 +225,17 @@ def split(model):
         return generate(model, [[1]] * 4, 2, batch_size=2, parallel=parallel)
 
 
-PAIR = [[1, 2], [3]]
+def queue(**options):
+    return lambda model: generate(model, [[1, 2], [3]], 2, **options)
+
+
 BAD = {
-    "TypeError batch_size: wanted an integer, got str 'all'": lambda m: generate(
-        m, PAIR, 2, batch_size="all"
-    ),
-    "ValueError batch_size: wanted at least 1, got 0": lambda m: generate(m, PAIR, 2, batch_size=0),
+    "TypeError batch_size: wanted an integer, got str 'all'": queue(batch_size="all"),
+    "ValueError batch_size: wanted at least 1, got 0": queue(batch_size=0),
     "ValueError batch_size: wanted None or .* inside jax.jit, .* got 1": traced,
     "ValueError batch_size: .* where parallel.batch splits the rows over .*data.*, got 2": split,
-    r"ValueError drafter: .* first axis is the batch.* got one of shape \(\)": lambda m: generate(
-        m, PAIR, 2, batch_size=1, drafter=Counts()
+    r"ValueError drafter: .* first axis is the batch.* got one of shape \(\)": queue(
+        batch_size=1, drafter=Counts()
     ),
 }
 

@@ -26,9 +26,11 @@ from energy_attn.prefix_tree import PrefixTree
 from tests.support.compare import same
 from tests.support.flags import spawn
 from tests.support.llama import GPT_OSS, build
+from tests.support.selection import few, few_rows
 
+# of one layer, as each compilation takes seconds
 SMALL = LlamaConfig(
-    40, 48, 72, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    40, 48, 72, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8
 )
 LENGTH, ROWS = 160, 6  # two tiles of tokens; rows that four devices do not share evenly
 OPTIMISER = optax.adam(1e-2)
@@ -86,8 +88,9 @@ def trained(first: int, last: int, devices: int, model, state):
     return jax.tree.map(jnp.asarray, jax.device_get((model, state)))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("devices", "dtype"), [(8, "float32"), (3, "float32"), (8, "bfloat16")])
+@pytest.mark.parametrize(
+    ("devices", "dtype"), few_rows([(8, "float32"), (3, "float32"), (8, "bfloat16")])
+)
 def test_training(devices, dtype):
     """Sums over tokens in the order of devices, or rounded to 16 bits on each; rows left out or counted twice."""
     start = model(dtype), OPTIMISER.init(model(dtype))
@@ -140,10 +143,8 @@ def resume(folder: str, last: int, devices: int) -> None:
     path, first = Path(folder) / "left.npz", 0
     if path.exists():
         with np.load(path) as left:
-            first, leaves = (
-                int(left["step"]),
-                [jnp.asarray(left[f"{i}"]) for i in range(len(leaves))],
-            )
+            first = int(left["step"])
+            leaves = [jnp.asarray(left[f"{i}"]) for i in range(len(leaves))]
     found = trained(first, last, devices, *form.unflatten(leaves))
     arrays = {f"{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(found))}
     np.savez(path, step=last, **arrays)  # pyright: ignore[reportArgumentType]
@@ -160,35 +161,40 @@ def test_fifty_steps(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         for last, devices in parts:
-            ends[name] = spawn("-c", program, folder, str(last), str(devices), devices=8).split()[
-                -1
-            ]
+            said = spawn("-c", program, folder, str(last), str(devices), devices=8)
+            ends[name] = said.split()[-1]
     assert len(set(ends.values())) == 1, ends
 
 
-@pytest.mark.full
-def test_rollout(tmp_path):
-    """A policy whose log-probabilities are others where its texts are sampled than where it is trained."""
-    policy, prompt = model("bfloat16"), jnp.asarray(texts()[:, :90])
+@functools.cache
+def rollout():
+    """A text that a policy samples, and its log-probabilities."""
     options = {"temperature": 1.0, "key": jax.random.key(1), "return_logprobs": True}
-    said = generate(policy, prompt, 20, reproducible=True, **options)
-    mesh, parallel = on(4)
+    write = functools.partial(
+        generate, model("bfloat16"), jnp.asarray(texts()[:, :90]), 20, reproducible=True, **options
+    )
+    said = write()
+    return write, said, np.concatenate([texts()[:, :90], said.tokens], 1)
+
+
+@pytest.mark.parametrize("devices", few([1, 8], 8))
+def test_rollout(devices):
+    """A policy whose log-probabilities are others where its texts are sampled than where it is trained."""
+    _, said, text = rollout()
+    mesh, parallel = on(devices)
     with jax.set_mesh(mesh):
-        over = SequenceParallel("s")
-        found = generate(policy, prompt, 20, parallel=over, reproducible=True, **options)
-        same(
-            jax.device_get((found.tokens, found.logprobs)),
-            tuple(map(np.asarray, (said.tokens, said.logprobs))),
-        )
-    text = np.concatenate([prompt, said.tokens], 1)
-    for devices in (1, 8):
-        mesh, parallel = on(devices)
-        with jax.set_mesh(mesh):
-            same(
-                jax.device_get(log_probs(policy, jnp.asarray(text), parallel))[:, 89:],
-                said.logprobs,
-            )
-    policy.save(tmp_path)
+        found = log_probs(model("bfloat16"), jnp.asarray(text), parallel)
+        same(jax.device_get(found)[:, 89:], said.logprobs)
+
+
+@pytest.mark.full
+def test_rollout_over_devices(tmp_path):
+    """A policy that samples over devices, or whose weights are split over them."""
+    write, said, text = rollout()
+    with jax.set_mesh(on(4)[0]):
+        found = write(parallel=SequenceParallel("s"))
+        same(jax.device_get((found.tokens, found.logprobs)), (said.tokens, said.logprobs))
+    model("bfloat16").save(tmp_path)
     mesh = make_mesh((4, 2), ("node", "tensor"))
     with jax.set_mesh(mesh):
         read = Llama.load(tmp_path, mesh=mesh, progress=False)
@@ -240,7 +246,7 @@ def test_trees(options):
 @pytest.mark.full
 def test_own_leaves():
     """Keys, or a root for each 256 of them, that a step of `generate` gathers; keys that are lost at a leaf's end."""
-    config = dataclasses.replace(SMALL, num_hidden_layers=1, max_position_embeddings=1 << 16)
+    config = dataclasses.replace(SMALL, max_position_embeddings=1 << 16)
     model, parallel = build(config, jnp.float32), SequenceParallel("s")
 
     @functools.partial(jax.jit, static_argnames=("count", "parallel"))
