@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from energy_attn.kernels import local_attention
-from energy_attn.kernels.xla._canonical import Canonical
+from energy_attn.kernels.internal import Canonical
 from tests.support.arrays import array
 
 LENGTH, HEADS, KEY_HEADS, WIDTH, VALUE_WIDTH = 2100, 4, 2, 16, 24  # nine leaves, the last in part

@@ -1,5 +1,6 @@
 """Attention onto the state of other keys, in parts of the queries: one attention over all keys, in both modes."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -8,42 +9,36 @@ import numpy as np
 import pytest
 
 from energy_attn.kernels import AttentionState, empty_state, merge
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.dispatch import _over_keys
-from energy_attn.kernels.dispatch._over_keys import attend_and_merge
-from energy_attn.kernels.dispatch._registry import attend
-from energy_attn.kernels.xla import _blockwise_derivatives
-from energy_attn.kernels.xla._blockwise_derivatives import backward_by_head, row_cotangents
+from energy_attn.kernels.internal import attend, attend_and_merge, blockwise, over_keys
+from tests.kernels.derivatives import ALL, check_dense
 from tests.support.arrays import array
 from tests.support.compare import close
-from tests.support.naive import assert_all_close, assert_close, longer
-from tests.support.problems import BLOCKS, PROBLEMS, cast, cotangents, everything, tangents
-from tests.support.reference import dense, dense_jvp, dense_vjp
+from tests.support.problems import (
+    BLOCKS,
+    PROBLEMS,
+    call_of,
+    cast,
+    cotangents,
+    everything,
+)
+from tests.support.reference import dense, dense_vjp
 from tests.support.selection import few_rows
 from tests.support.traits import SMALL
 
 # Every option at once; queries that parts of two do not divide.
 EVERYTHING = everything("everything in parts", B=2, T=7, S=11)
-BLOCKWISE = pytest.param("blockwise", EVERYTHING, "float64", marks=pytest.mark.smoke)
+BLOCKWISE = ("blockwise", EVERYTHING, "float64", ALL)
 # Our own kernels in parts of two, with nothing left.
 TPU = (SMALL["pallas_tpu"], BLOCKS["blocks_segments"], "float32")
 GPU = (SMALL["pallas_gpu"], BLOCKS["blocks_rule"], "float32")
 REFERENCE = ("reference", EVERYTHING, "float64")
 
 
-def cases(*usual):
-    """Runs a test for these, and for the others in their turn."""
-    rest = [row for row in (BLOCKWISE, GPU, TPU, REFERENCE) if row not in usual]
-    rows = few_rows([*usual, *rest], len(usual))
-    names = "kernel", "problem", "dtype"
-    return pytest.mark.parametrize(names, rows, ids=lambda x: getattr(x, "name", x))
-
-
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     """Parts of a few queries, one of them with what is left."""
-    monkeypatch.setattr(_over_keys, "PART", 1)
-    monkeypatch.setattr(_over_keys, "LEAST_PART", 2)
+    monkeypatch.setattr(over_keys, "PART", 1)
+    monkeypatch.setattr(over_keys, "LEAST_PART", 2)
 
 
 def some_keys(operands, where):
@@ -57,57 +52,34 @@ def some_keys(operands, where):
 
 def union(arrays, problem, kernel):
     """The state of all keys: that of the first, which JAX differentiates, and the others by the kernel onto it."""
-    call = check_call(**arrays, **problem.options)
+    call = call_of(**arrays, **problem.options)
     operands, settings = call.operands.positioned(), call.settings.needing(unrounded=True)
     half = operands.key.shape[1] // 2
     state = attend(("reference",), settings, some_keys(operands, slice(half)))
-    return attend_and_merge(
-        state, (kernel,), settings, some_keys(operands, slice(half, None)), None
-    )[0]
+    others = some_keys(operands, slice(half, None))
+    return attend_and_merge(state, (kernel,), settings, others, None)[0]
 
 
-@cases(BLOCKWISE)
-def test_a_union_in_parts(kernel, problem, dtype):
-    """A part that is cut at another place than its positions, or written to another; a state that is forgotten."""
-    problem = problem if dtype == "float64" else cast(problem, dtype)[1]
-    arrays, _ = cast(problem, dtype)
-
-    @jax.jit
-    def run(arrays, cotangent):
-        state, back = jax.vjp(lambda arrays: union(arrays, problem, kernel), arrays)
-        return state._asdict() | back(cotangent)[0]
-
-    given = AttentionState(*cotangents(problem, dtype))
-    assert_all_close(run(arrays, given), problem, jnp.dtype(dtype), "both", label="in parts")
-
-
-def test_a_union_in_parts_on_a_tpu():
-    """Queries of a part that the kernel lays out as if they were a whole array."""
-    kernel, problem, dtype = TPU
-    arrays, problem = cast(problem, dtype)
-    found = jax.jit(lambda arrays: union(arrays, problem, kernel))(arrays)
-    assert_all_close(found._asdict(), problem, jnp.dtype(dtype), "both", label="in parts")
-
-
-@cases(BLOCKWISE)
-def test_forward_mode(kernel, problem, dtype):
-    """A direction that reaches the keys of one of the two states alone."""
-    arrays, rounded = cast(problem, dtype)
-    along = {name: array(x, dtype) for name, x in tangents(problem).items()}
-    moved = {name: np.asarray(x, np.float64) for name, x in along.items()}
-    exact, rough = (dense_jvp(rounded, moved, x) for x in (longer(dtype), np.dtype(dtype).type))
-    found = jax.jit(
-        lambda arrays, along: jax.jvp(
-            lambda arrays: union(arrays, problem, kernel), (arrays,), (along,)
-        )[1]
-    )(arrays, along)
-    for name, mine, right, theirs in zip(("out", "lse"), found, exact, rough, strict=True):
-        assert_close(mine, right, theirs, magnitude=4.0, what=name)
+@pytest.mark.parametrize(
+    ("kernel", "problem", "dtype", "parts"),
+    [
+        pytest.param(*BLOCKWISE, marks=pytest.mark.smoke),
+        (*TPU, ("state",)),
+        *few_rows([(*x, ALL) for x in (GPU, TPU, REFERENCE)], 0),
+    ],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_a_union_in_parts(kernel, problem, dtype, parts):
+    """A part that is cut at another place than its positions, written to another, or laid out as a whole array; a state
+    that is forgotten; a direction that reaches the keys of one of the two states alone.
+    """
+    run = functools.partial(union, problem=problem, kernel=kernel)
+    check_dense(run, problem, dtype, {"float64": 1e-12, "float32": 1e-5}[dtype], parts=parts)
 
 
 def test_gradients_by_head(monkeypatch):
     """Heads of queries that go with another head of keys; a sum so far that is lost, or counts once for each head."""
-    monkeypatch.setattr(_blockwise_derivatives, "LEAST", 0)
+    monkeypatch.setattr(blockwise, "LEAST", 0)
     arrays, _ = cast(EVERYTHING, "float64")
     del arrays["source"]
     problem = replace(EVERYTHING, source=None)
@@ -115,10 +87,10 @@ def test_gradients_by_head(monkeypatch):
 
     @jax.jit
     def run(arrays, so_far):
-        call = check_call(**arrays, **problem.options)
+        call = call_of(**arrays, **problem.options)
         state = attend(("blockwise",), call.settings, call.operands)
-        given = call.operands, call.settings, row_cotangents(state, cotangent)
-        return [backward_by_head(x, *given)[0] for x in (so_far, None)]
+        given = call.operands, call.settings, blockwise.row_cotangents(state, cotangent)
+        return [blockwise.backward_by_head(x, *given)[0] for x in (so_far, None)]
 
     so_far = np.cos(problem.query)
     exact = dense_vjp(problem, *map(np.asarray, cotangent))
@@ -142,7 +114,7 @@ def test_what_is_not_finite_in_a_state():
 
     @jax.jit
     def run(state, arrays):
-        call = check_call(**arrays, is_causal=True)
+        call = call_of(**arrays, is_causal=True)
         return attend_and_merge(state, ("blockwise",), call.settings, call.operands, None)[0]
 
     found = jax.device_get(run(AttentionState(*map(array, start)), arrays))
@@ -157,7 +129,7 @@ def test_memory():
     state = empty_state(query.shape)
 
     def step(state, query, key):
-        call = check_call(query, key, key)
+        call = call_of(query, key, key)
         return attend_and_merge(state, ("blockwise",), call.settings, call.operands, None)[0]
 
     for run, args in (merge, (state, state)), (step, (state, query, key)):

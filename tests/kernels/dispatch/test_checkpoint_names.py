@@ -9,7 +9,7 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.distributed import SequenceParallel
-from energy_attn.kernels.program._jaxpr import equations
+from energy_attn.kernels.internal import jaxprs
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
 
@@ -21,7 +21,7 @@ def forwards(f, *args) -> int:
     """How many kernels for the state of attention a program has."""
     names = collections.Counter(
         x.params["method"].__name__
-        for x in equations(jax.make_jaxpr(f)(*args))
+        for x in jaxprs.equations(jax.make_jaxpr(f)(*args))
         if x.primitive.name == "attention_kernel"
     )
     return sum(names[x] for x in FORWARDS)
@@ -74,7 +74,7 @@ def test_no_second_merge():
 
     def maxima(policy):
         program = jax.make_jaxpr(gradient(attend, policy))(*arrays())
-        return sum(x.primitive.name == "pmax" for x in equations(program))
+        return sum(x.primitive.name == "pmax" for x in jaxprs.equations(program))
 
     with jax.set_mesh(mesh_of("8")):
         policies = jax.checkpoint_policies

@@ -13,21 +13,20 @@ import numpy as np
 import pytest
 
 from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.dispatch._derivative import EightBits
 from energy_attn.kernels.internal import (
     GPUTiles,
     PallasGPU,
     Scales,
-    arguments,
     attend,
     candidates,
     dequantized,
+    derivatives,
 )
 from tests.support.arrays import array
 from tests.support.caches import read_as_stored, read_by_kernels
 from tests.support.compare import close, same
 from tests.support.naive import assert_all_close
-from tests.support.problems import HEADS, PROBLEMS, Problem, cast, tangents
+from tests.support.problems import HEADS, PROBLEMS, Problem, call_of, cast, tangents
 from tests.support.selection import few, few_rows
 from tests.support.traits import SMALL_PIECES
 
@@ -39,14 +38,20 @@ JUDGED = [x for x in NAMED.values() if x.key.size and x.query.size]
 GPU = PallasGPU((GPUTiles("forward", 16, 16, stages=3, least_steps=1),))
 
 
+# By kernels of one platform each, which read what is stored.
+READERS = {"tpu": None, "gpu": GPU, "cpu": SMALL_PIECES}
+
+
 @pytest.fixture
 def as_stored(monkeypatch):
     yield from read_as_stored(monkeypatch)
 
 
 @pytest.fixture
-def not_dequantized(monkeypatch):
-    yield from read_by_kernels(monkeypatch)
+def read(kernel, monkeypatch):
+    """The operands that were read as they are stored, for TPUs; for GPUs, fails where any are dequantized."""
+    ways = {"tpu": read_as_stored, "gpu": read_by_kernels, "cpu": lambda _: iter([None])}
+    yield from ways[kernel](monkeypatch)
 
 
 def stored(problem: Problem, dtype):
@@ -67,7 +72,7 @@ def call(arrays, problem, attend=attend, names=None, **options):
     """The state of stored arrays."""
     scales = Scales(arrays["key_scale"], arrays["value_scale"])
     given = (arrays.get(name) for name in ("query", "key", "value", "source", "bias"))
-    checked = arguments.check_call(*given, scales=scales, **problem.options | options)
+    checked = call_of(*given, scales=scales, **problem.options | options)
     return attend(candidates(names), checked.settings, checked.operands)
 
 
@@ -75,60 +80,41 @@ def of_dequantized(names, settings, operands):
     return attend(names, settings, dequantized(operands))
 
 
-def judged(problems, narrow, wide):
-    """Runs a test for problems in one dtype each, those with these names in `make test`.
-
-    Rounding is a matter of the dtype, and which scale is read one of the problem: no product of both tells more.
-    """
-    rest = [x.name for x in problems if x.name not in (*narrow, *wide)]
-    usual = [(name, "bfloat16") for name in narrow] + [(name, "float32") for name in wide]
-    dtypes = itertools.cycle(("bfloat16", "float32"))
-    rows = few_rows([*usual, *zip(rest, dtypes, strict=False)], len(usual))
-    return pytest.mark.parametrize(("name", "dtype"), rows)
-
-
-@judged(JUDGED, ("decode_ragged", "heads_16_2", "mask"), ("grouped", "decode_cache", "everything"))
-def test_as_stored(name, dtype, as_stored):
-    """A scale of another key or head, an absent slot that counts, or more rounding than in plain attention."""
-    dtype = jnp.dtype(dtype)
-    problem, arrays = stored(NAMED[name], dtype)
-    found = jax.jit(lambda arrays: call(arrays, problem))(arrays)
-    assert_all_close(found._asdict(), problem, dtype, "both", label="eight bits")
-    rows, heads = problem.query.shape[1] * problem.query.shape[2], problem.key.shape[2]
-    few_rows = 16 * rows <= heads * 2 * WIDTH * dtype.itemsize
-    assert len(as_stored) == few_rows, (
-        "scores that are large beside the keys, or small and not so read"
-    )
-
-
 FEW_ROWS = [
-    x
+    x.name
     for x in JUDGED
     if x.bias is None
     and x.mask is None
     and x.query.shape[1] * x.query.shape[2] <= 128 * x.key.shape[2]
     and "table" not in (x.rule or "")
 ]
+# Rounding is a matter of the dtype, and which scale is read one of the problem: no product of both tells more.
+USUAL = {
+    "tpu": [("decode_ragged", "bfloat16"), ("heads_16_2", "bfloat16"), ("mask", "bfloat16")],
+    "gpu": [("grouped", "bfloat16"), ("heads_16_2", "float32"), ("predicates", "float32")],
+    "cpu": [("everything", "float32"), ("decode_ragged", "bfloat16")],
+}
+USUAL["tpu"] += [("grouped", "float32"), ("decode_cache", "float32"), ("everything", "float32")]
+CASES = [(kernel, *row) for kernel, rows in USUAL.items() for row in rows]
+FIRST = len(CASES)
+for kernel, names in (("tpu", [x.name for x in JUDGED]), ("gpu", FEW_ROWS)):
+    rest = [x for x in names if x not in dict(USUAL[kernel])]
+    CASES += zip(itertools.repeat(kernel), rest, itertools.cycle(("bfloat16", "float32")))
 
 
-@judged(FEW_ROWS, ("grouped",), ("heads_16_2", "predicates"))
-def test_on_a_gpu(name, dtype, not_dequantized):
-    """The same in the kernel for GPUs; a scale beyond the keys, one that only a part of the programs has."""
+@pytest.mark.parametrize(("kernel", "name", "dtype"), few_rows(CASES, FIRST))
+def test_as_stored(kernel, name, dtype, read):
+    """A scale of another key, head or block, one that only a part of the programs has, an absent slot that counts, or
+    more rounding than in plain attention.
+    """
     dtype = jnp.dtype(dtype)
     problem, arrays = stored(NAMED[name], dtype)
-    found = jax.jit(lambda arrays: call(arrays, problem, names=GPU))(arrays)
+    found = jax.jit(lambda arrays: call(arrays, problem, names=READERS[kernel]))(arrays)
     assert_all_close(found._asdict(), problem, dtype, "both", label="eight bits")
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("everything", "float32"), ("decode_ragged", "bfloat16")]
-)
-def test_on_a_cpu(name, dtype):
-    """The scales of other keys than those of the block."""
-    dtype = jnp.dtype(dtype)
-    problem, arrays = stored(PROBLEMS[name], dtype)
-    found = jax.jit(lambda arrays: call(arrays, problem, names=SMALL_PIECES))(arrays)
-    assert_all_close(found._asdict(), problem, dtype, "both", label="eight bits")
+    if kernel == "tpu":
+        rows, heads = problem.query.shape[1] * problem.query.shape[2], problem.key.shape[2]
+        few = 16 * rows <= heads * 2 * WIDTH * dtype.itemsize
+        assert len(read) == few, "scores that are large beside the keys, or small and not so read"
 
 
 @pytest.mark.parametrize("problem", few(["everything", "decode_ragged"], "decode_ragged"))
@@ -142,7 +128,7 @@ def test_derivatives(problem, as_stored):
         for name, x in arrays.items()
     }
 
-    def derivatives(arrays, attend):
+    def both_modes(arrays, attend):
         def state(arrays):
             return call(fixed | arrays, problem, attend)
 
@@ -151,7 +137,7 @@ def test_derivatives(problem, as_stored):
         along = jax.jvp(lambda x: state(arrays | x), [query], [{"query": directions["query"]}])
         return back(found), jax.jvp(state, [arrays], [directions])[1], along[1]
 
-    both = jax.jit(lambda x: [derivatives(x, f) for f in (attend, of_dequantized)])
+    both = jax.jit(lambda x: [both_modes(x, f) for f in (attend, of_dequantized)])
     found, exact = both(arrays)
     same(found, exact)
     assert all(np.abs(x).max() > 0 for x in found[0][0].values())
@@ -180,9 +166,13 @@ def test_what_is_dequantized(as_stored):
     assert not as_stored
 
 
-def check_not_finite(names=None):
+@pytest.mark.parametrize("kernel", ["tpu", "gpu"])
+def test_values_that_are_not_finite(kernel, read):
+    """The NaN of a stale slot, which a scale of NaN stands for, in a tile that others share; or one of a present slot
+    that is lost.
+    """
     problem, arrays = stored(PROBLEMS["decode_cache"], jnp.float32)
-    run = jax.jit(lambda arrays: call(arrays, problem, names=names))
+    run = jax.jit(lambda arrays: call(arrays, problem, names=READERS[kernel]))
     exact = run(arrays)
     for name in ("key_scale", "value_scale"):
 
@@ -197,17 +187,7 @@ def check_not_finite(names=None):
         group = problem.query.shape[2] // problem.key.shape[2]
         out = np.asarray(broken((0, 3, 0), np.nan).out)
         assert np.isnan(out[0, :, :group]).all() and np.isfinite(out[0, :, group:]).all()
-
-
-def test_values_that_are_not_finite(as_stored):
-    """The NaN of a stale slot, which a scale of NaN stands for; or one of a present slot that is lost."""
-    check_not_finite()
-    assert as_stored
-
-
-def test_values_that_are_not_finite_on_a_gpu(not_dequantized):
-    """The same, in a tile that other slots share."""
-    check_not_finite(GPU)
+    assert read or kernel == "gpu"
 
 
 @pytest.mark.smoke
@@ -254,7 +234,7 @@ def test_cpus_dequantize_block_by_block():
     scale = jax.ShapeDtypeStruct((1, 8192, 1), jnp.float32)
 
     def step(query, key, value, *scales):
-        checked = arguments.check_call(query, key, value, scales=Scales(*scales))
+        checked = call_of(query, key, value, scales=Scales(*scales))
         return attend(candidates(None), checked.settings, checked.operands)
 
     memory = jax.jit(step).lower(query, key, key, scale, scale).compile().memory_analysis()
@@ -269,10 +249,10 @@ def test_traced_once(monkeypatch):
 
     def counting(*given):
         traced.append(given)
-        return EightBits(*given)
+        return derivatives.EightBits(*given)
 
     monkeypatch.setattr(_registry, "EightBits", counting)
-    _registry.attend.clear_cache()
+    attend.clear_cache()
     for _ in range(3):
         call(arrays, problem, attend)
     assert len(traced) == 1

@@ -10,11 +10,8 @@ import pytest
 
 from energy_attn import free_energy, masks
 from energy_attn.kernels import local_attention
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.dispatch._registry import attend
-from energy_attn.kernels.xla._blockwise import Blockwise
-from energy_attn.kernels.xla._grid import BlockSizes
 from tests.support.compare import close
+from tests.support.traits import BlockSizes, Blockwise
 
 # Annotations say that sizes are ints, and symbols are not.
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -90,8 +87,7 @@ def test_symbolic_sizes(symbols, options, sizes):
     b, s = names.get("b", batch), names.get("s", rows)
 
     def run(*arrays):
-        call = check_call(*arrays, **options)
-        return tuple(attend((kernel,), call.settings, call.operands))
+        return tuple(local_attention(*arrays, **options, implementation=kernel))
 
     def wanted(*arrays):
         return tuple(local_attention(*arrays, **options, implementation="reference"))

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from energy_attn.kernels import AttentionState, local_attention, scores
-from energy_attn.kernels.xla._canonical import Canonical
+from energy_attn.kernels.internal import Canonical
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.problems import Problem, cast, cotangents, tangents

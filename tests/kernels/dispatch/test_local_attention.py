@@ -17,12 +17,7 @@ import numpy as np
 import pytest
 
 from energy_attn.kernels import AttentionState, KernelCall, implementations, local_attention
-from energy_attn.kernels.call import _arguments
-from energy_attn.kernels.call._kernel import check_call_of
-from energy_attn.kernels.dispatch import _registry
-from energy_attn.kernels.masks._structure import window_structure
-from energy_attn.kernels.xla import _blocks
-from energy_attn.kernels.xla._grid import BLOCK_SIZES
+from energy_attn.kernels.internal import check_call_of
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.naive import assert_all_close, expected, select
@@ -31,29 +26,25 @@ from tests.support.problems import (
     HEADS,
     LARGE,
     PROBLEMS,
+    call_of,
     cast,
     cotangents,
     lse_dtype,
     tangents,
 )
-from tests.support.reference import (
-    dense,
-    dense_hvp,
-    dense_jvp,
-    dense_vjp,
-)
+from tests.support.reference import dense, dense_hvp, dense_jvp, dense_vjp
 from tests.support.selection import few, few_rows
 from tests.support.traits import (
     EVERY,
     RUNNABLE,
     SECOND,
     SMALL,
-    SMALL_BLOCKS,
     TRAITS,
     arrays_of,
     attend,
     check,
     exactest,
+    kernel_of,
     state_and_gradients,
     takes,
 )
@@ -134,18 +125,16 @@ def near(implementation) -> float:
 
 
 @functools.cache
-def shapes_of(name: str, dtype: str):
-    """Operands of a problem, by shapes, and settings."""
-    problem = EVERY[name]
+def call_by_shapes(name: str, dtype: str) -> KernelCall:
+    """The call of a problem, with operands that are shapes."""
+    problem, calls = EVERY[name], []
     arrays = {n: jax.ShapeDtypeStruct(x.shape, dtype) for n, x in problem.arrays.items()}
-    settings = []
 
     def operands(arrays):
-        call = _arguments.check_call(**arrays, **problem.options)
-        settings.append(call.settings)
-        return call.operands
+        calls.append(call_of(**arrays, **problem.options))
+        return calls[0].operands
 
-    return jax.eval_shape(operands, arrays), settings[0]
+    return KernelCall(jax.eval_shape(operands, arrays), calls[0].settings)
 
 
 def paired(state, cotangent):
@@ -197,14 +186,14 @@ class TestEveryImplementation:
     @each
     def test_what_it_takes(self, implementation):
         """An implementation that declines what it should take, or takes what no test has it compute."""
-        kernel = _registry._REGISTRY[implementation]
+        kernel = kernel_of(implementation)
         exact = TRAITS[implementation].dtypes[0]
         cases = [(name, exact) for name in EVERY]
         cases += [("plain", dtype) for dtype in TRAITS["reference"].dtypes]
         for name, dtype in cases:
             taken = takes(implementation, name, dtype)
             with contextlib.nullcontext() if taken else pytest.raises(NotImplementedError):
-                check_call_of(kernel, KernelCall(*shapes_of(name, dtype)))
+                check_call_of(kernel, call_by_shapes(name, dtype))
 
     @problems(PROBLEMS, FIRST)
     def test_exactest(self, implementation, problem):
@@ -425,8 +414,7 @@ def test_every_implementation_states_what_it_accepts():
 
 
 @pytest.mark.parametrize(
-    "name",
-    few(["plain", "primes", "no_keys", "decode_source"], "plain", "no_keys"),
+    "name", few(["plain", "primes", "no_keys", "decode_source"], "plain", "no_keys")
 )
 def test_default_implementation(name):
     """A choice that ends in an error, or in an implementation that is wrong for the problem."""
@@ -434,25 +422,6 @@ def test_default_implementation(name):
     check_default = state_and_gradients(None, problem)
     found = check_default(cast(problem, jnp.float64)[0], *cotangents(problem, jnp.float64))
     assert_all_close(found, problem, jnp.float64, "both", label="default")
-
-
-@pytest.mark.parametrize("problem", BLOCKS.values(), ids=str)
-def test_small_blocks_make_many(problem):
-    """Problems of `test_many_blocks` that are of one block, and say nothing."""
-    arrays, _ = cast(problem, jnp.float64)
-    operands = _arguments.check_call(**arrays, **problem.options).operands
-    grid = _blocks.grid(operands, window_structure(), SMALL_BLOCKS)
-    assert grid.query_blocks >= 3 and grid.key_blocks >= 3
-
-
-def test_large_problems_exceed_a_block():
-    """The real blocks grown beyond the large problems: `test_real_blocks` would then test a single one."""
-    for problem in LARGE.values():
-        operands = _arguments.check_call(
-            **cast(problem, jnp.float32)[0], **problem.options
-        ).operands
-        grid = _blocks.grid(operands, window_structure(), BLOCK_SIZES)
-        assert grid.query_blocks > 1 and grid.key_blocks > 1
 
 
 @pytest.mark.parametrize("scale", few([-30.0, 0.0], -30.0))

@@ -11,12 +11,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from energy_attn import attention
-from energy_attn.kernels import _imports, local_attention
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._operands import Operands, Settings
-from energy_attn.kernels.dispatch import _probe, _registry
-from energy_attn.kernels.masks._structure import window_structure
+from energy_attn.kernels import _imports, implementations, local_attention
+from energy_attn.kernels.dispatch import _probe
+from energy_attn.kernels.internal import explain, tried
+from tests.support.problems import call_of
 from tests.support.selection import few, few_rows
+from tests.support.traits import kernel_of, register
 
 pytestmark = pytest.mark.usefixtures("user_settings")
 
@@ -48,8 +48,7 @@ def afresh(monkeypatch):
     """New kernels, and empty caches in the library and in JAX."""
 
     def forget():
-        fresh = {name: type(kernel)() for name, kernel in _registry._REGISTRY.items()}
-        monkeypatch.setattr(_registry, "_REGISTRY", fresh)
+        register(monkeypatch, *(type(kernel_of(name))() for name in implementations()))
         _imports.private_names.cache_clear()
         _probe._tried.cache_clear()
         jax.clear_caches()
@@ -60,54 +59,38 @@ def afresh(monkeypatch):
     forget()
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("platform", "dtype", "wanted"),
-    [
-        ("cuda", jnp.bfloat16, {FORWARD, BACKWARD}),
-        ("cuda", jnp.float32, {TRITON}),
-        ("tpu", jnp.bfloat16, {MOSAIC}),
-        ("tpu", jnp.float32, {MOSAIC}),
-        ("rocm", jnp.bfloat16, set()),
-        ("cpu", jnp.bfloat16, set()),
-    ],
-    ids=["cuda-bfloat16", "cuda-float32", "tpu-bfloat16", "tpu-float32", "rocm", "cpu"],
+LENGTHS = {"key_value_seq_lengths": jax.ShapeDtypeStruct((2,), jnp.int32)}
+PACKED = dict.fromkeys(
+    ("query_segment_ids", "key_segment_ids"), jax.ShapeDtypeStruct((2, 256), jnp.int32)
 )
-def test_default(platform, dtype, wanted):
-    """A kernel whose lowering needs other parameters than this JAX passes, or a GPU; XLA where a kernel fits."""
-    assert calls(with_gradients, abstract(dtype), platform) == wanted
-
-
-ROWS = jax.ShapeDtypeStruct((2,), jnp.int32)
-PACKED = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+DEFAULTS = {
+    "cuda-bfloat16": (jnp.bfloat16, {}, {FORWARD, BACKWARD}, "cudnn"),
+    "cuda-float32": (jnp.float32, {}, {TRITON}, "pallas_gpu"),
+    "tpu-bfloat16": (jnp.bfloat16, {}, {MOSAIC}, "splash"),
+    "tpu-float32": (jnp.float32, {}, {MOSAIC}, "pallas_tpu"),
+    "rocm-bfloat16": (jnp.bfloat16, {}, set(), "blockwise"),
+    "cpu-bfloat16": (jnp.bfloat16, {}, set(), "blockwise"),
+    "cuda-lengths": (jnp.bfloat16, LENGTHS, {FORWARD, BACKWARD}, "cudnn"),
+    "tpu-lengths": (jnp.bfloat16, LENGTHS, {MOSAIC}, "splash"),
+    "tpu-segments": (jnp.bfloat16, PACKED, {MOSAIC}, "splash"),
+}
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("platform", "options", "wanted", "kernel"),
-    [
-        ("cuda", {"key_value_seq_lengths": ROWS}, {FORWARD, BACKWARD}, "cudnn"),
-        ("tpu", {"key_value_seq_lengths": ROWS}, {MOSAIC}, "splash"),
-        (
-            "tpu",
-            dict.fromkeys(("query_segment_ids", "key_segment_ids"), PACKED),
-            {MOSAIC},
-            "splash",
-        ),
-    ],
-    ids=["cuda-lengths", "tpu-lengths", "tpu-segments"],
-)
-def test_ragged(platform, options, wanted, kernel):
-    """A padded or packed batch that leaves the vendor's kernels, for positions that these do not take."""
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_default(name):
+    """A kernel whose lowering needs other parameters than this JAX passes, or a GPU; XLA where a kernel fits; a padded
+    or packed batch that leaves the vendor's kernels, for positions that these do not take.
+    """
+    platform = name.partition("-")[0]
+    dtype, options, wanted, kernel = DEFAULTS[name]
 
     def run(*arrays):
         given = dict(zip(options, arrays[3:], strict=True))
-        names.append(_explained(platform, *arrays[:3], **given))
+        assert _explained(platform, *arrays[:3], **given).name == kernel
         return with_gradients(*arrays[:3], **given)
 
-    names = []
-    assert calls(run, (*abstract(), *options.values()), platform) == wanted
-    assert names == [kernel]
+    assert calls(run, (*abstract(dtype), *options.values()), platform) == wanted
 
 
 def test_ragged_rows_over_devices():
@@ -124,8 +107,8 @@ def test_ragged_rows_over_devices():
 
 
 def _explained(platform, *arrays, **options):
-    call = check_call(*arrays, is_causal=True, **options)
-    return _registry.explain(_registry.tried(), call.settings, call.operands, platform).name
+    call = call_of(*arrays, is_causal=True, **options)
+    return explain(tried(), call.settings, call.operands, platform)
 
 
 @pytest.mark.smoke
@@ -149,18 +132,12 @@ def test_mosaic_gpu():
 )
 def test_hopper(shape, wanted):
     """Few rows by a slower kernel, or the derivatives of wide heads by XLA's operations, thirty times slower."""
-    arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3
-    names = []
 
-    def run(*arrays):
-        names.append(_explained("cuda", *arrays[:3], query_positions=arrays[3]))
+    def run(x, positions):
+        assert _explained("cuda", x, x, x, query_positions=positions).name == wanted
 
-    jax.eval_shape(run, *arrays, jax.ShapeDtypeStruct(shape[:2], jnp.int32))
-    assert names == [wanted]
-
-
-def _call():
-    return Settings(64**-0.5, window_structure(right=0)), Operands(*abstract())
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    jax.eval_shape(run, x, jax.ShapeDtypeStruct(shape[:2], jnp.int32))
 
 
 @pytest.mark.full
@@ -179,13 +156,8 @@ def test_in_any_context(dtype, afresh):
         assert calls(with_gradients, abstract(dtype), "cuda") == wanted
     afresh()
     with jax.default_matmul_precision("highest"), jax.checking_leaks():
-        assert (
-            calls(jax.vmap(with_gradients), [_more(x) for x in abstract(dtype)], "cuda") == wanted
-        )
-
-
-def _more(x):
-    return jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+        mapped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in abstract(dtype)]
+        assert calls(jax.vmap(with_gradients), mapped, "cuda") == wanted
 
 
 def test_unknown_parameters(afresh, monkeypatch):
@@ -204,13 +176,13 @@ def test_unknown_parameters(afresh, monkeypatch):
     assert calls(with_gradients, abstract(), "cuda") == {HOPPER}
     with pytest.raises(NotImplementedError, match=f"cudnn: .*{jax.__version__}.*unheard_of"):
         calls(lambda *x: with_gradients(*x, implementation="cudnn"), abstract(), "cuda")
-    choice = _registry.explain(_registry.tried(), *_call(), "cuda")
+    choice = _explained("cuda", *(jnp.zeros(x.shape, x.dtype) for x in abstract()))
     assert choice.name == "mosaic_gpu" and "unheard_of" in dict(choice.declined)["cudnn"]
 
 
 def test_other_results(afresh, monkeypatch):
     """Statistics in another layout, which shapes tell before results are wrong."""
-    kernel = _registry._REGISTRY["cudnn"]
+    kernel = kernel_of("cudnn")
     forward = type(kernel).forward
 
     def turned(*x):
@@ -252,9 +224,7 @@ def test_private_names(use, gone):
 
 @pytest.mark.parametrize(
     ("use", "name", "platform", "next_one"),
-    few_rows(
-        [("cudnn", "Mask", "cuda", HOPPER), ("splash", "backward_query", "tpu", MOSAIC)],
-    ),
+    few_rows([("cudnn", "Mask", "cuda", HOPPER), ("splash", "backward_query", "tpu", MOSAIC)]),
 )
 def test_names_that_are_gone(use, name, platform, next_one, gone):
     """An AttributeError from a call after JAX drops a private name."""

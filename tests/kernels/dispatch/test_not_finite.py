@@ -10,7 +10,7 @@ import pytest
 from energy_attn.kernels import AttentionState, local_attention, masks
 from tests.support.arrays import array
 from tests.support.compare import close, same
-from tests.support.selection import few
+from tests.support.selection import few, few_rows
 from tests.support.traits import RUNNABLE, of_any_rows
 
 TWO_NAMES = pytest.mark.parametrize("name", few(RUNNABLE, "blockwise", "pallas_gpu"))
@@ -120,15 +120,34 @@ def test_what_is_absent_is_not_read_by_what_is_mapped_over():
         close(found, wanted, tolerance=1e-6)
 
 
-@TWO_NAMES
-def test_absent_queries_ask_nothing(name):
-    """NaN in a padded query, or in its cotangent, that reaches the gradients of keys and values."""
-    options = {
-        "query_positions": np.array([[0, 1, -1, 3, -1]]),
-        "key_positions": np.arange(9)[None],
-    }
+# Queries that are absent or fully masked, for each way to say so.
+PLACES = {"query_positions": np.array([[0, 1, -1, 3, -1]]), "key_positions": NINE}
+HIDDEN = np.ones((2, 1, 5, 9), bool)
+HIDDEN[:, :, [2, 4]] = False
+BLIND = {
+    "positions": PLACES,
+    "mask": {"mask": HIDDEN, "bias": np.zeros((2, 1, 1, 9), np.float32)},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "positions") for name in ("blockwise", "pallas_gpu")),
+        *((name, "mask") for name in ("blockwise", "decode")),
+        *few_rows(
+            [
+                *((x, "positions") for x in RUNNABLE if x not in ("blockwise", "pallas_gpu")),
+                ("reference", "mask"),
+            ],
+            0,
+        ),
+    ],
+)
+def test_absent_queries_ask_nothing(name, kind):
+    """NaN in a fully masked row, or in its cotangent, that reaches the gradients of keys and values."""
+    options, away = BLIND[kind], np.s_[:, [2, 4]]
     query, key, value = arrays()
-    away = np.s_[:, [2, 4]]
     wanted = evaluate(name, with_some(query, away, 0), key, value, options)
     d_out = with_some(np.full_like(wanted[0].out, 0.5), away, np.nan)
     found = evaluate(name, with_some(query, away, np.nan), key, value, options, d_out)
@@ -179,18 +198,6 @@ def test_queries_without_keys_ask_nothing(rule):
 
 
 MASKED = few(["blockwise", "decode", "reference"], "blockwise", "decode")
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_masked_queries_ask_nothing(name):
-    """The same of a row from which a mask array hides all keys."""
-    query, key, value = arrays()
-    bias = np.zeros((2, 1, 1, 9), np.float32)
-    options = {"mask": with_some(np.ones((2, 1, 5, 9), bool), np.s_[:, :, 2], False), "bias": bias}
-    wanted = evaluate(name, with_some(query, np.s_[:, 2], 0), key, value, options)
-    d_out = with_some(np.full_like(wanted[0].out, 0.5), np.s_[:, 2], np.nan)
-    found = evaluate(name, with_some(query, np.s_[:, 2], np.nan), key, value, options, d_out)
-    same(found, wanted)
 
 
 @pytest.mark.parametrize("name", [*MASKED, "decode_cpu"])

@@ -12,23 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import AttentionState, KernelCall, local_attention
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._operands import cotangents as directions_of
-from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
-from energy_attn.kernels.pallas.gpu._plan import make_plan
-from energy_attn.kernels.pallas.tpu._grid import TPUGrid
-from energy_attn.kernels.pallas.tpu._kernel import PallasTPU, make_layout
-from energy_attn.kernels.vendor._gpu import FA4, CuDNN, FlashAttn
-from energy_attn.kernels.vendor._splash import Splash
-from energy_attn.kernels.xla._decode import Decode
+from energy_attn.kernels import AttentionState, local_attention
+from energy_attn.kernels.internal import PallasGPU
+from energy_attn.kernels.internal import cotangents as directions_of
 from tests.support.arrays import array
 from tests.support.compare import close
 from tests.support.naive import ARGUMENTS, check_tangent
-from tests.support.problems import BLOCKS, HEADS, PROBLEMS, _make, cast, tangents
+from tests.support.problems import BLOCKS, HEADS, PROBLEMS, _make, cast, problem_call, tangents
 from tests.support.reference import dense, dense_jvp
 from tests.support.selection import few_rows
-from tests.support.traits import SMALL, SMALL_LAYOUT, SMALL_TILES
+from tests.support.traits import SMALL, SMALL_LAYOUT, PallasTPU, kernel_of
 
 # Lengths, a window and documents at once; queries and keys that no other sees.
 PREDICATES = replace(BLOCKS["blocks_predicates"], name="predicates_without_source", source=None)
@@ -41,11 +34,7 @@ KERNELS = {
     "tpu, keys last": PallasTPU(SMALL_LAYOUT._replace(lanes=8, sublanes=8)),
     "tpu, keys split": PallasTPU(SMALL_LAYOUT._replace(rows=512)),
     "blockwise": SMALL["blockwise"],
-    "decode": Decode(),
-    "cudnn": CuDNN(),
-    "flash": FlashAttn(),
-    "fa4": FA4(),
-    "splash": Splash(),
+    **{name: kernel_of(name) for name in ("decode", "cudnn", "flash", "fa4", "splash")},
 }
 CASES = [
     *(
@@ -102,7 +91,7 @@ def test_narrow(kernel, dtype):
 @pytest.mark.parametrize("kernel", ["gpu", "tpu"])
 def test_products(kernel):
     """A product with a direction that is zero."""
-    call = KernelCall(*call_of(PROBLEMS["plain"]), "cpu")
+    call = problem_call(PROBLEMS["plain"], platform="cpu")
     state = state_of(PROBLEMS["plain"])
 
     def products(*moving):
@@ -126,12 +115,12 @@ def test_vendors(kernel, dtype, problem):
 
 def test_declined():
     """An error, or another kernel's answer, where ours declines a call that a vendor's takes, or its directions."""
-    masked = call_of(PROBLEMS["mask"])
+    masked = problem_call(PROBLEMS["mask"], platform="tpu")
     state = state_of(PROBLEMS["mask"])
-    assert Splash().tangent(KernelCall(*masked, "tpu"), state, masked[0]) is None
-    wide = call_of(WIDEST)
-    PallasGPU().check(KernelCall(*wide))
-    assert PallasGPU().tangent(KernelCall(*wide, "cuda"), state, wide[0]) is None
+    assert KERNELS["splash"].tangent(masked, state, masked.operands) is None
+    wide = problem_call(WIDEST, platform="cuda")
+    PallasGPU().check(wide)
+    assert PallasGPU().tangent(wide, state, wide.operands) is None
     run = functools.partial(local_attention, implementation="pallas_gpu")
     direction = {n: x.astype(np.float32) for n, x in tangents(WIDEST).items()}
     arrays, rounded = cast(WIDEST, jnp.float32)
@@ -139,19 +128,5 @@ def test_declined():
     close(found, dense_jvp(rounded, direction), "the widest", tolerance=1e-5)
 
 
-def test_keys_are_split():
-    """Cases whose keys are all of one program, and say nothing of the sum over several."""
-    plan = make_plan(*call_of(HEADS["heads_16_2"]), "tangent", SMALL_TILES)
-    operands, settings = call_of(HEADS["heads_8_8"])
-    at = make_layout(operands, settings, "tangent", KERNELS["tpu, keys split"].sizes)
-    assert plan.splits > 1
-    assert TPUGrid(at, len(operands.query)).splits > 1 and at.key_blocks % 2 == 1
-
-
 def state_of(problem):
     return AttentionState(*(array(x, jnp.float32) for x in dense(problem)))
-
-
-def call_of(problem):
-    call = check_call(**cast(problem, jnp.float32)[0], **problem.options)
-    return call.operands, call.settings

@@ -9,17 +9,13 @@ import numpy as np
 import pytest
 
 from energy_attn.kernels import KernelCall, local_attention
-from energy_attn.kernels.call._arguments import check_call
 from energy_attn.kernels.call._kernel import lowered_for, target_device
-from energy_attn.kernels.call._operands import Scales
-from energy_attn.kernels.pallas.gpu._kernel import PallasGPU
-from energy_attn.kernels.pallas.gpu._plan import KINDS, GPUTiles, make_plan
-from energy_attn.kernels.xla._blockwise import Blockwise
+from energy_attn.kernels.internal import GPUTiles, PallasGPU, Scales
+from energy_attn.kernels.pallas.gpu._plan import KINDS, make_plan
+from tests.kernels.derivatives import check_dense
 from tests.support.arrays import array
-from tests.support.compare import close
-from tests.support.problems import _make, cast, cotangents, tangents
-from tests.support.reference import dense, dense_jvp, dense_vjp
-from tests.support.traits import HERE
+from tests.support.problems import HEADS, _make, call_of, problem_call
+from tests.support.traits import HERE, SMALL_TILES, Blockwise
 
 TILES = GPUTiles("forward", rows=64, keys=32, warps=8, stages=3, programs=264)
 
@@ -37,7 +33,7 @@ def plan_of(kind, *given, tiles=(), **options):
     found = []
 
     def make(*arrays):
-        checked = check_call(*arrays, **options)
+        checked = call_of(*arrays, **options)
         found.append(make_plan(checked.operands, checked.settings, kind, tiles))
 
     jax.eval_shape(make, *given)
@@ -57,41 +53,27 @@ def test_what_is_given():
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(x, marks=[pytest.mark.smoke] * (x == "key")) for x in KINDS],
+    "kind", [pytest.param(x, marks=[pytest.mark.smoke] * (x == "key")) for x in KINDS]
 )
 def test_by_other_tiles(kind):
     """Sizes of tiles that change what a kernel computes: rows that are missing, keys that are counted twice."""
     problem = _make("other tiles", B=2, T=5, S=70, N=6, K=2, H=8, is_causal=True)
     tiles = GPUTiles(kind, rows=32, keys=16, warps=2, stages=3, programs=8, least_steps=1)
-    arrays, rounded = cast(problem, jnp.float32)
-    given, moved = cotangents(problem, jnp.float32), tangents(problem)
+    options = {"is_causal": True, "implementation": PallasGPU((tiles,))}
+    parts = ("state", {"query": "gradients", "key": "gradients"}.get(kind, kind))
+    check_dense(lambda x: local_attention(**x, **options), problem, jnp.float32, 1e-5, parts=parts)
 
-    @jax.jit
-    def run(arrays, given, moved):
-        def attend(arrays):
-            kernel = PallasGPU((tiles,))
-            return tuple(local_attention(**arrays, is_causal=True, implementation=kernel))
 
-        if kind == "tangent":
-            return jax.jvp(attend, (arrays,), (moved,))[1]
-        state, back = jax.vjp(attend, arrays)
-        return state if kind == "forward" else (state, back(given)[0])
-
-    found = run(arrays, given, {name: x.astype(np.float32) for name, x in moved.items()})
-    if kind == "tangent":
-        wanted = dense_jvp(rounded, moved)
-    elif kind == "forward":
-        wanted = dense(rounded)
-    else:
-        wanted = dense(rounded), dense_vjp(rounded, *given)
-    close(found, wanted, tolerance=1e-5)
+def test_problems_split_keys():
+    """Cases of tangents whose keys are all of one program, and say nothing of the sum over several."""
+    operands, settings, _ = problem_call(HEADS["heads_16_2"])
+    assert make_plan(operands, settings, "tangent", SMALL_TILES).splits > 1
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_eight_bits_are_declined(dtype):
     """8 bits a number: up to 2^32 bytes Pallas counts offsets in 32 bits with a sign, wrong from 2^31 numbers on."""
-    call = check_call(*zeros(4, 64))
+    call = call_of(*zeros(4, 64))
     stored = array(np.zeros(call.operands.key.shape), dtype)
     for name in ("key", "value"):
         operands = call.operands._replace(**{name: stored})
@@ -116,7 +98,7 @@ def test_eight_bits_that_are_read(queries, keys, reads):
     each of several tiles of rows would widen; float16 weights that underflow."""
     query, key = jax.ShapeDtypeStruct((1, queries, 32, 128), jnp.bfloat16), (1, keys, 8, 128)
     stored, scale = jax.ShapeDtypeStruct(key, jnp.int8), jax.ShapeDtypeStruct(key[:3], jnp.float32)
-    call = check_call(*zeros(4, 64))
+    call = call_of(*zeros(4, 64))
     operands = call.operands._replace(
         query=query, key=stored, value=stored, scales=Scales(scale, scale)
     )
@@ -133,9 +115,8 @@ def test_rows_of_one_tile():
         assert plan.stages >= 3
         programs = 8 * plan.splits / 132
         on_their_way[rows] = programs * (plan.stages - 1) * plan.keys * 512
-    assert (
-        min(on_their_way.values()) > 64 * 1024
-    )  # more than 5 TB/s times 1 µs of 132 multiprocessors
+    # more than 5 TB/s times 1 µs of 132 multiprocessors
+    assert min(on_their_way.values()) > 64 * 1024
     assert on_their_way[33] > on_their_way[32] / 2 and on_their_way[65] > on_their_way[64] / 2
 
 

@@ -12,12 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from energy_attn.kernels import KernelCall
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.call._kernel import AssumedGPU, as_read, check_call_of, lowered_for
-from energy_attn.kernels.call._operands import Operands, Settings
-from energy_attn.kernels.call._state import AttentionState
-from energy_attn.kernels.masks._structure import window_structure
+from energy_attn.kernels import AttentionState, Operands, Settings
+from energy_attn.kernels.call._kernel import as_read, lowered_for
+from energy_attn.kernels.internal import AssumedGPU, check_call_of, window_structure
 from energy_attn.kernels.pallas.mosaic._kernel import (
     MosaicGPU,
     key_plan,
@@ -38,7 +35,7 @@ from tests.support.mosaic import (
     state_of,
 )
 from tests.support.naive import ARGUMENTS, assert_all_close, check_tangent, select
-from tests.support.problems import cast, cotangents
+from tests.support.problems import call_of, cast, cotangents
 from tests.support.selection import few, few_rows
 
 
@@ -48,11 +45,9 @@ def state_and_gradients(given, dtype, which="both"):
 
     @jax.jit
     def run(arrays):
-        call = check_call(**arrays, **given.options)
-        state = KERNEL.forward(as_read(KERNEL, KernelCall(call.operands, call.settings, HERE)))
-        found = KERNEL.backward(
-            as_read(KERNEL, KernelCall(call.operands, call.settings, HERE)), state, cotangent
-        )
+        call = call_of(**arrays, **given.options)
+        state = KERNEL.forward(as_read(KERNEL, call._replace(platform=HERE)))
+        found = KERNEL.backward(as_read(KERNEL, call._replace(platform=HERE)), state, cotangent)
         return state._asdict() | {name: getattr(found, name) for name in arrays}
 
     return run
@@ -77,11 +72,7 @@ def test_forward(name):
 
 @runs
 @pytest.mark.parametrize(
-    "name",
-    [
-        *smoke(GRADIENTS, "causal_grouped"),
-        *few([x for x in PROBLEMS if x not in GRADIENTS]),
-    ],
+    "name", [*smoke(GRADIENTS, "causal_grouped"), *few([x for x in PROBLEMS if x not in GRADIENTS])]
 )
 def test_gradients(name):
     """Rows or heads left out or summed twice; sides of a window not reflected; a slot read before it is filled."""
@@ -187,9 +178,9 @@ def test_declined():
     def reason(dtype=jnp.bfloat16, width=64, value_width=64, **options):
         rows, values = (1, 8, 2, width), (1, 8, 2, value_width)
         arrays = (array(np.ones(shape), dtype) for shape in (rows, rows, values))
-        call = check_call(*arrays, **options)
+        call = call_of(*arrays, **options)
         with pytest.raises(NotImplementedError) as found:
-            check_call_of(MosaicGPU(), KernelCall(call.operands, call.settings))
+            check_call_of(MosaicGPU(), call)
         return str(found.value)
 
     assert "query: wanted float16 or bfloat16, got float32" in reason(jnp.float32)
@@ -203,9 +194,9 @@ def test_declined():
 def test_other_capabilities(capability):
     """Hopper's instructions in a program for a GPU that has not got them."""
     x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
-    call = check_call(x, x, x)
+    call = call_of(x, x, x)
     with lowered_for(AssumedGPU("9.0")):
-        check_call_of(MosaicGPU(), KernelCall(call.operands, call.settings))
+        check_call_of(MosaicGPU(), call)
     said = (
         f"mosaic_gpu: wanted a GPU of compute capability from 9.0 to below 10.0, got {capability}"
     )
@@ -213,18 +204,16 @@ def test_other_capabilities(capability):
         lowered_for(AssumedGPU(capability)),
         pytest.raises(NotImplementedError, match=re.escape(said)),
     ):
-        check_call_of(MosaicGPU(), KernelCall(call.operands, call.settings))
+        check_call_of(MosaicGPU(), call)
 
 
 def test_widest_tangents():
     """A call that fails to compile, where its tiles and those of all its directions do not fit on the chip."""
     x = jnp.ones((1, 200, 2, 256), jnp.bfloat16)
-    call = check_call(x, x, x)
+    call = call_of(x, x, x)
     state = AttentionState(x, jnp.ones(x.shape[:3]))
 
-    assert (
-        KERNEL.tangent(KernelCall(call.operands, call.settings, HERE), state, call.operands) is None
-    )
+    assert KERNEL.tangent(call._replace(platform=HERE), state, call.operands) is None
     narrower = call.operands._replace(value=x[..., :128])
     found = tangent_plan(narrower, call.settings, ("query",))
     assert found.consumers == 1

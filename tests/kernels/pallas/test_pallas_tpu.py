@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from energy_attn.kernels.call._arguments import check_call
-from energy_attn.kernels.pallas.tpu._kernel import PallasTPU, chip_of, make_layout, sizes_on
-from tests.support.problems import BLOCKS, HEADS, cast
+from energy_attn.kernels.pallas.tpu._grid import TPUGrid
+from energy_attn.kernels.pallas.tpu._kernel import chip_of, make_layout, sizes_on
+from tests.support.problems import BLOCKS, HEADS, call_of, problem_call
 from tests.support.selection import few_rows
-from tests.support.traits import SMALL_LAYOUT, check
+from tests.support.traits import SMALL_LAYOUT, PallasTPU, check
 
 FORMS = {
     "heads in front": SMALL_LAYOUT._replace(few_rows=0),
@@ -32,7 +32,7 @@ CASES = [
 def test_forms(form, problem):
     """A head, a block or a transposed axis mistaken for another, forward or backward; the odd block of a split lost."""
     sizes = FORMS[form]
-    call = check_call(**cast(problem, jnp.float32)[0], **problem.options)
+    call = problem_call(problem)
     for kind in ("forward", "backward", "tangent"):
         at = make_layout(call.operands, call.settings, kind, sizes)
         assert at.key_blocks > 1
@@ -41,6 +41,7 @@ def test_forms(form, problem):
             assert at.heads == problem.key.shape[2]
         if form == "keys split":
             assert at.row_blocks == 1 and at.key_blocks % 2 == 1
+            assert kind != "tangent" or TPUGrid(at, len(problem.query)).splits > 1
     check(PallasTPU(sizes), problem, jnp.dtype("float32"))
 
 
@@ -79,7 +80,7 @@ def _plan(kind, queries, name="forward", width=128, **options):
     found = []
 
     def plan(query, key):
-        call = check_call(query, key, key, **options)
+        call = call_of(query, key, key, **options)
         found.append(make_layout(call.operands, call.settings, name, sizes_on(chip_of(kind))))
 
     jax.eval_shape(plan, *(jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes))

@@ -1,9 +1,8 @@
-"""The law of `Canonical`: a row has the same bytes however it is computed, and the values of attention."""
+"""The law of `Canonical` in programs of CPUs: loops, vectorisation, meshes, threads and the flags of users."""
 
 import functools
 import hashlib
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +10,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from energy_attn.kernels import AttentionState, local_attention
-from energy_attn.kernels.xla._canonical import Canonical
-from tests.support.compare import close
+from energy_attn.kernels import local_attention
+from energy_attn.kernels.internal import Canonical
 from tests.support.flags import LEVEL, flags, spawn
-from tests.support.problems import Problem, cotangents
 from tests.support.prompts import (
     DTYPES,
-    HEADS,
     LENGTH,
     OPTIONS,
     SHORT,
@@ -29,40 +25,16 @@ from tests.support.prompts import (
     cache_of,
     gradients,
     in_batch,
-    junk_like,
     prompt,
     same_bytes,
-    tangent,
     whole,
 )
-from tests.support.reference import dense, dense_jvp, dense_vjp
 from tests.support.selection import few, few_rows
 
-
-def rows(*first: tuple[str, str], options: Any = OPTIONS):
-    """Dtypes and options, of which `make test` runs the first."""
-    rest = [x for x in itertools.product(DTYPES, options) if x not in first]
-    return pytest.mark.parametrize(("dtype", "option"), few_rows([*first, *rest], len(first)))
+STEPS = [("float32", "causal"), *itertools.product(DTYPES, ("causal", "window"))]
 
 
-@rows(("float32", "causal"), ("bfloat16", "segments"))
-def test_chunks(dtype, option):
-    """A tile whose size follows the call; a fold over the slots of a cache instead of positions; junk that counts."""
-    rng, tokens = np.random.default_rng(1), prompt(dtype)
-    capacity = int(rng.integers(LENGTH, 4000))
-    begin = 0
-    while begin < LENGTH:
-        end = min(begin + int(rng.choice([1, 7, 40, 333, 900])), LENGTH)
-        known = LENGTH if option == "full" else end
-        keys = cache_of(
-            tokens.at(slice(known)), capacity, rng, int(rng.integers(capacity - known + 1))
-        )
-        found = jax.jit(functools.partial(attend, option))(tokens.at(slice(begin, end)), keys)
-        same_bytes(found, at(whole(dtype, option), slice(begin, end)))
-        begin = end
-
-
-@rows(("float32", "causal"), options=("causal", "window"))
+@pytest.mark.parametrize(("dtype", "option"), few_rows(list(dict.fromkeys(STEPS))))
 def test_steps_of_a_scan(dtype, option):
     """A step's tile that is fused with what surrounds it, or of another height; a head that depends on others.
 
@@ -87,7 +59,7 @@ def test_steps_of_a_scan(dtype, option):
 
 
 @pytest.mark.parametrize("option", few(list(OPTIONS), "segments"))
-def test_place_in_a_batch(option):
+def test_vmap(option):
     """A leaf that begins with the first key of another row; products of a batch that round otherwise."""
     dtype, rng = DTYPES[list(OPTIONS).index(option)], np.random.default_rng(3)
     caches, queries = [], []
@@ -97,7 +69,6 @@ def test_place_in_a_batch(option):
         queries.append(cache_of(tokens, LENGTH, rng))
     keys, rows = in_batch(caches[0], caches[1:]), in_batch(queries[0], queries[1:])
     run = functools.partial(attend, option)
-    same_bytes(at(run(rows, keys), 1), whole(dtype, option))
     same_bytes(at(jax.jit(jax.vmap(run))(rows, keys), 1), whole(dtype, option))
     one = jax.tree.map(lambda x: x[1], keys)
     found = jax.jit(jax.vmap(run, in_axes=(0, None)))(
@@ -107,94 +78,12 @@ def test_place_in_a_batch(option):
 
 
 @pytest.mark.parametrize("dtype", few(DTYPES, "float32"))
-def test_order_of_keys(dtype):
-    """A fold in the order of arrival; keys that no row sees and that count."""
-    rng, tokens = np.random.default_rng(4), prompt(dtype)
-    cache = cache_of(tokens, 2300, rng)
-    found = attend("causal", tokens, cache.at(rng.permutation(2300)))
-    same_bytes(found, whole(dtype, "causal"))
+def test_from_the_middle_of_a_leaf(dtype):
+    """A leaf that is numbered from the first key on."""
+    tokens = prompt(dtype)
     late = tokens.at(slice(2049, None))
-    found = attend("window", late, tokens.at(slice(749, None)))  # from the middle of a leaf on
+    found = attend("window", late, tokens.at(slice(749, None)))
     same_bytes(found, at(whole(dtype, "window"), slice(2049, None)))
-
-
-@rows(("float32", "window"))
-def test_gradients_and_tangents(dtype, option):
-    """Sums over rows or leaves in an order that follows the call: its padding, batch, cache, transformations."""
-    rng = np.random.default_rng(5)
-    tokens, others = (prompt(dtype, seed).at(slice(SHORT)) for seed in (0, 1))
-    precise = np.float64 if dtype == "float64" else np.float32
-    out = rng.standard_normal((SHORT, HEADS, VALUE_WIDTH)).astype(tokens.value.dtype)
-    lse = rng.standard_normal((SHORT, HEADS)).astype(precise)
-    wanted = jax.jit(functools.partial(gradients, option))(tokens, tokens, (out, lse))
-    late = slice(300, None)
-    found = jax.jit(functools.partial(gradients, option))(
-        tokens.at(late), tokens, (out[late], lse[late])
-    )
-    no_early = jax.tree.map(lambda x: np.where(np.arange(SHORT) < 300, 0, x.T).T, (out, lse))
-    no_early = jax.tree.map(lambda x, like: x.astype(like.dtype), no_early, (out, lse))
-    d_query, *rest = jax.jit(functools.partial(gradients, option))(tokens, tokens, no_early)
-    same_bytes(found, (d_query[late], *rest))
-    directions = tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in tokens[:3])
-    wanted_tangent = jax.jit(functools.partial(tangent, option))(tokens, tokens, directions)
-
-    first, capacity = 77, 1450
-
-    def padded(x):
-        junk = junk_like(x, capacity, rng)
-        junk[first : first + SHORT] = x
-        return junk
-
-    here = slice(first, first + SHORT)
-    batched = [cache_of(x, capacity, rng, first) for x in (others, tokens)]
-    batch = in_batch(*batched[:1], batched[1:])
-    weights = tuple(np.stack([padded(x), padded(x)]) for x in (out, lse))
-    run = jax.checkpoint(functools.partial(gradients, option))
-    found = jax.jit(run)(batch, batch, weights)
-    same_bytes([x[1, here] for x in found], wanted)
-    found = jax.jit(jax.vmap(functools.partial(gradients, option)))(batch, batch, weights)
-    same_bytes([x[1, here] for x in found], wanted)
-    seeds = tuple(np.stack([padded(x), padded(x)]) for x in directions)
-    found = jax.jit(functools.partial(tangent, option))(batch, batch, seeds)
-    same_bytes(jax.tree.map(lambda x: x[1, here], found), wanted_tangent)
-
-
-@pytest.mark.parametrize("option", few(list(OPTIONS), "window"))
-@pytest.mark.parametrize(("dtype", "tolerance"), few_rows([("float64", 1e-11), ("float32", 1e-5)]))
-def test_values(dtype, tolerance, option):
-    """A leaf left out or counted twice; a derivative's term or scale that is missing."""
-    tokens, rng = prompt(dtype).at(slice(SHORT)), np.random.default_rng(6)
-    plain: dict[str, Any] = {
-        name: np.asarray(getattr(tokens, name), np.float64)[None]
-        for name in ("query", "key", "value")
-    }
-    ids = tokens.segments[None] if option == "segments" else None
-    options = OPTIONS[option]
-    problem = Problem(
-        option,
-        **plain,
-        query_positions=tokens.positions[None],
-        key_positions=tokens.positions[None],
-        query_segment_ids=ids,
-        key_segment_ids=ids,
-        is_causal=options.get("is_causal", False),
-        local_window_size=options.get("local_window_size"),
-    )
-    d_out, d_lse = cotangents(problem, jnp.dtype(dtype))
-    moves = {name: rng.standard_normal(x.shape).astype(dtype) / 100 for name, x in plain.items()}
-
-    def state(query, key, value):
-        return attend(option, *[tokens._replace(query=query, key=key, value=value)] * 2)
-
-    primals = tokens[:3]
-    directions = tuple(x[0] for x in moves.values())
-    found, pull = jax.vjp(jax.jit(state), *map(jnp.asarray, primals))
-    close(tuple(x[None] for x in found), dense(problem), option, tolerance)
-    found = dict(zip(plain, pull(AttentionState(d_out[0], d_lse[0])), strict=True))
-    wanted = dense_vjp(problem, d_out, d_lse)
-    close({name: x[None] for name, x in found.items()}, wanted, option, 10 * tolerance)
-    found = jax.jvp(jax.jit(state), primals, directions)[1]
-    close(tuple(x[None] for x in found), dense_jvp(problem, moves), option, tolerance)
 
 
 def test_two_keys_of_one_position():
@@ -287,6 +176,10 @@ def test_short_axes_as_users_compile():
 @pytest.mark.full
 def test_as_users_compile():
     """Programs that LLVM makes vectors of, and that XLA fuses, which the suite's are not."""
-    files = "tests/kernels/xla/test_canonical.py", "tests/kernels/xla/test_canonical_calls.py"
-    some = "chunks or steps or in_order or terms or odd or exponentials"
+    files = (
+        "tests/kernels/fold/test_canonical.py",
+        "tests/kernels/xla/test_canonical.py",
+        "tests/kernels/xla/test_canonical_calls.py",
+    )
+    some = "(rows and cpu) or steps or in_order or terms or odd or exponentials"
     spawn("-m", "pytest", "-x", *files, "-k", some, XLA_FLAGS=flags(given=f"{LEVEL}=3"))
