@@ -1,10 +1,8 @@
 """Attention as an optimum: of the smoothed rate function, a minimum; of Γ, a saddle."""
 
 import functools
-import importlib.util
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +25,10 @@ from tests.energy_attn.bayes.problem import (
 from tests.support.arrays import array
 from tests.support.complaints import complains
 from tests.support.observables import measure
+from tests.support.papers import TREE_ATTENTION, module
 from tests.support.reference import dense, dense_vjp, rows, visible
 from tests.support.selection import few
 
-FOLDER = Path(__file__).resolve().parents[3] / "papers" / "tree_attention"
 OUT, LSE = dense(PROBLEM)
 RESULT = np.where(SEEN, CONVERGED, NO_KEYS)
 ARRAYS = {name: array(x) for name, x in PROBLEM.arrays.items()}
@@ -205,12 +203,9 @@ def test_statistics_have_no_derivative(f, name):
 
 def test_figures_are_those_in_the_page():
     """The table in docs/bayes.md shows the measured figures, and the page's statements about them hold."""
-    spec = importlib.util.spec_from_file_location("map", FOLDER / "map.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    figures = json.loads((FOLDER / "map.json").read_text(encoding="utf-8"))
-    page = (FOLDER.parents[1] / "docs" / "bayes.md").read_text(encoding="utf-8")
-    assert script.table(figures) in page
+    figures = json.loads((TREE_ATTENTION / "map.json").read_text(encoding="utf-8"))
+    page = (TREE_ATTENTION.parents[1] / "docs" / "bayes.md").read_text(encoding="utf-8")
+    assert module("map").table(figures) in page
     most = {"float64": 1e-9, "float32": 1e-5}
     for row in figures["rows"]:
         assert row["conjugate, Newton"]["converged"] == row["outside"] == figures["seeds"] == 50
