@@ -26,7 +26,7 @@ from energy_attn.prefix_tree import PrefixTree
 from tests.support.compare import same
 from tests.support.flags import spawn
 from tests.support.llama import GPT_OSS, build
-from tests.support.selection import few, few_rows
+from tests.support.selection import few
 
 # of one layer, as each compilation takes seconds
 SMALL = LlamaConfig(
@@ -88,9 +88,8 @@ def trained(first: int, last: int, devices: int, model, state):
     return jax.tree.map(jnp.asarray, jax.device_get((model, state)))
 
 
-@pytest.mark.parametrize(
-    ("devices", "dtype"), few_rows([(8, "float32"), (3, "float32"), (8, "bfloat16")])
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("devices", "dtype"), [(8, "float32"), (3, "float32"), (8, "bfloat16")])
 def test_training(devices, dtype):
     """Sums over tokens in the order of devices, or rounded to 16 bits on each; rows left out or counted twice."""
     start = model(dtype), OPTIMISER.init(model(dtype))
