@@ -253,7 +253,11 @@ class KVCache(AbstractTokens):
         if block_size is None:
             block_size = min(self.slots.block, -(-capacity // self.slots.devices))
         own = KVCache.empty(
-            *(count * len(self.lengths), capacity, *self.key.shape[2:], self.value.shape[3]),
+            count * len(self.lengths),
+            capacity,
+            self.key.shape[2],
+            self.key.shape[3],
+            self.value.shape[3],
             dtype=self.dtype,
             quantize=None if self.key_scale is None else "int8",
             parallel=self.parallel,
