@@ -79,7 +79,7 @@ def check_messages(name: str, messages: Any) -> list[dict[str, Any]]:
     return chat
 
 
-def plain(name: str, x: Any) -> Any:
+def plain(name: str, x: object) -> Any:
     """Returns a value as plain JSON data, so that a template gets no object with methods; raises `TypeError`."""
     if isinstance(x, Mapping):
         return {str(key): plain(f"{name}[{key!r}]", value) for key, value in x.items()}
@@ -174,7 +174,7 @@ def _environment() -> Any:
         raise TemplateError(message)
 
     def to_json(
-        x: Any,
+        x: object,
         ensure_ascii: bool = False,
         indent: int | None = None,
         separators: tuple[str, str] | None = None,

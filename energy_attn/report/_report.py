@@ -170,7 +170,9 @@ def energy_report(
     return _joined([_of_call(name, x, per_query) for name, x in layers])
 
 
-def _check_inputs(run: Callable[..., Rows], model: Any, *inputs: Any, **options: Any) -> None:
+def _check_inputs(
+    run: Callable[..., Rows], model: object, *inputs: object, **options: object
+) -> None:
     """Raises `TypeError`, with the names of inputs, unless inputs fit a kind of model."""
     signature = inspect.signature(run)
     try:

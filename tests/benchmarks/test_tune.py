@@ -102,7 +102,7 @@ def test_dtypes_and_widths(tmp_path, capsys, monkeypatch):
             ["--dry-run", "--dtype", "float64"],
             "--dtype float64 --width 128: pallas_gpu declines .* got float64",
         ),
-        (["--dry-run", "--width", "8192"], "--width 8192: pallas_gpu declines .* got 8192 beside"),
+        (["--dry-run", "--width", "8192"], "--width 8192: pallas_gpu declines .* got 8192 with"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["--width", "0"], "argument --width: wanted a number of at least 1, got '0'"),
     ],

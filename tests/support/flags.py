@@ -57,6 +57,18 @@ def spawn(*arguments, devices=None, **variables):
     return done.stdout
 
 
+def run_module(*arguments, **variables):
+    """Runs `python -m energy_attn` with these arguments, as a user without float64 would."""
+    inherited = {name: x for name, x in environment().items() if name != "JAX_ENABLE_X64"}
+    return subprocess.run(
+        [sys.executable, "-m", "energy_attn", *arguments],
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
 def launch(*arguments: object, timeout: float = 270) -> subprocess.CompletedProcess:
     """Runs `python examples/cluster/launch.py …`."""
     return subprocess.run(

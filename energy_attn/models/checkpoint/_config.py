@@ -164,7 +164,7 @@ DEMO = Path(__file__).parents[2] / "cli" / "demo" / "model"
 
 
 def checked(directory: Any) -> Path:
-    check_type("directory", directory, (str, os.PathLike), "the path of a folder")
+    check_type("directory", directory, str | os.PathLike, "the path of a folder")
     return Path(os.fsdecode(directory))
 
 

@@ -140,12 +140,12 @@ def check_numbers(
             (check_positive if name in positive else checks.check_finite_number)(name, x)
 
 
-def check_type(name: str, x: object, kind: Any, wanted: str) -> None:
+def check_type(name: str, x: object, kind: type | UnionType, wanted: str) -> None:
     if not isinstance(x, kind):
         raise TypeError(f"{name}: wanted {wanted}, got {checks.received(x)}")
 
 
-def check_that(config: Any, name: str, holds: bool, wanted: str) -> None:
+def check_that(config: object, name: str, holds: bool, wanted: str) -> None:
     """Raises `ValueError` for a field of a dataclass, unless a condition holds."""
     if not holds:
         raise ValueError(f"{name}: wanted {wanted}, got {getattr(config, name)}")

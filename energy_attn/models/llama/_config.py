@@ -253,7 +253,7 @@ class LlamaConfig(AbstractDecoderConfig):
             >>> config.rope_theta, config.rope_scaling.factor
             (500000.0, 8.0)
         """
-        check_type("path", path, (str, os.PathLike), "the path of a config.json")
+        check_type("path", path, str | os.PathLike, "the path of a config.json")
         entries = read_json(path, "config.json")
         with naming(path):
             return cls(**read_fields(entries))

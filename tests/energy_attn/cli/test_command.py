@@ -11,7 +11,7 @@ import energy_attn as ea
 from energy_attn.__main__ import main
 from energy_attn.cli import _command
 from tests.support.complaints import complaint
-from tests.support.flags import ROOT, environment
+from tests.support.flags import ROOT, environment, run_module
 
 # Three commands where packages are missing that only an installation brings, and the user has asked for three devices.
 COMMANDS = """
@@ -42,17 +42,6 @@ run("benchmarks.first_light", "--help")
 run("energy_attn", "demo")
 run("energy_attn", "info")
 """
-
-
-def run_module(*arguments, **variables):
-    inherited = {name: x for name, x in environment().items() if name != "JAX_ENABLE_X64"}
-    return subprocess.run(
-        [sys.executable, "-m", "energy_attn", *arguments],
-        env={**inherited, **variables},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
 
 
 @pytest.mark.smoke

@@ -17,7 +17,7 @@ from energy_attn.cli import _command
 from energy_attn.cli.demo import _decode
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import Llama, LlamaConfig
-from tests.energy_attn.cli.test_command import run_module
+from tests.support.flags import run_module
 
 SETTINGS = {"context": 2 * _decode.WINDOW + 7, "tokens": 6, "parts": False}
 TINY = LlamaConfig(*(256, 16, 24, 1, 2, 1), tie_word_embeddings=True, max_position_embeddings=512)

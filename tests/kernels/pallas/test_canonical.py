@@ -194,7 +194,7 @@ def test_scores_and_sinks(name, score, of_entries):
     )
     found = derivatives(KERNELS[name], slopes, moves, arrays, cotangent, {})
     wanted = derivatives("reference", slopes, moves, arrays, cotangent, {})
-    close(found, wanted, name, 1e-4)
+    close(found, wanted, name, 3e-4)  # both in float32, through twelve sines
     # the last rows, beside all keys; no others have a cotangent
     some = slice(270, 300)
     places = (np.broadcast_to(np.arange(n, 300, dtype=np.int32), (2, 300 - n)) for n in (270, 0))
