@@ -93,7 +93,7 @@ class TokensOfTile(NamedTuple):
     place: Int[Array, " tokens"]
     positions: Int[Array, " tokens"]
     segments: Int[Array, " tokens"] | None
-    heads: Int[Array, "K #tokens"] | None = None
+    heads: Int[Array, " K #tokens"] | None = None
 
 
 class PairsOfTile(NamedTuple):
