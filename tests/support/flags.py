@@ -21,9 +21,7 @@ OLD = tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
 USUAL = {"xla_backend_optimization_level": 3} | (
     {"xla_cpu_use_fusion_emitters": True} if OLD else {}
 )
-# LLVM compiles a program in one part: splitting it for more cores costs a tenth of all time, and the cores are busy.
-WHOLE = "--xla_cpu_parallel_codegen_split_count=1"
-CHEAP = f"{LEVEL}=0 {WHOLE} {EMITTERS}=false" if OLD else f"{LEVEL}=0 {WHOLE}"
+CHEAP = f"{LEVEL}=0 {EMITTERS}=false" if OLD else f"{LEVEL}=0"
 
 
 def flags(devices: int | None = DEVICES, given: str = "") -> str:
