@@ -91,7 +91,7 @@ class Bench:
 
     @functools.cached_property
     def results(self) -> dict[str, dict[str, Result]]:
-        """Results by step and label, as they are on disk when they are first asked for.
+        """Results by step and label, read from disk once.
 
         A result has figures, or the reason why there are none: `declined` by the kernel, or an `error`. An error is
         `final` if the process ended with it.

@@ -114,6 +114,8 @@ Block = tuple[tuple[int, ...], Tensor]
 
 
 class Metadata(NamedTuple):
+    """The metadata of a saved cache; `arrays` has the shape and dtype of each array."""
+
     save: str | None
     slots: Slots
     window: int | None

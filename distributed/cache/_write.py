@@ -238,6 +238,8 @@ class _BranchedWrite(autodiff.AbstractLinearMap):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def positions(sharding: CacheSharding, slots: Slots, starts: Array, lengths: Array) -> Array:
+    """The position of the token in each slot; -1 in slots without a token."""
+
     def local(starts: Array, lengths: Array) -> Array:
         token = slots.held(sharding.own(slots)[1], lengths[:, None])
         return jnp.where(token >= starts[:, None], token, -1)
@@ -250,6 +252,8 @@ def positions(sharding: CacheSharding, slots: Slots, starts: Array, lengths: Arr
 def empty_rows(
     sharding: CacheSharding, emptied: Array, begins: Array, starts: Array, lengths: Array
 ) -> tuple[Array, Array]:
+    """Starts and lengths, both `begins` in the rows that are emptied."""
+
     def local(emptied: Array, begins: Array, *starts_and_lengths: Array) -> tuple[Array, ...]:
         return tuple(jnp.where(emptied, begins, x) for x in starts_and_lengths)
 

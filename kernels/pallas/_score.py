@@ -37,7 +37,7 @@ def score_numbers(operands: Operands, program: ScoreProgram | None) -> Numbers:
 def score_directions(
     operands: Operands, program: ScoreProgram | None, directions: Operands
 ) -> Numbers | None:
-    """Returns the tangents of numbers and tables, given those of the score's arrays; None if all are None."""
+    """Returns the tangents of numbers and tables from the tangents of the score's arrays; None if all are None."""
     directions_of_arrays = directions.score_arrays
     if program is None or all(x is None for x in directions_of_arrays):
         return None

@@ -52,7 +52,7 @@ class Numbers(NamedTuple):
 
 
 class _Lookup(NamedTuple):
-    """A lookup in a table at indices `starts`, of which the one along `axis` depends on positions."""
+    """A lookup in a table at indices `starts`; the index along `axis` depends on positions."""
 
     table: ProgramValue
     starts: tuple[ProgramValue, ...]

@@ -197,7 +197,7 @@ def _gradients(
     cotangents: list[Array],
     axes: Axes,
 ) -> tuple[list[Array | None], list[Array | None]]:
-    """Returns gradients with respect to weights and rows, None for arrays without one, of a program of `_TOKENS` rows.
+    """Returns a program's gradients in its weights and its rows; None for arrays without one.
 
     The tiles of a sequence are a whole subtree: the sums over the halves of a batch add up to the sum over it.
     """

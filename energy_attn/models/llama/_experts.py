@@ -131,7 +131,7 @@ class Experts(AbstractExperts):
     def __call__(
         self, x: Float[Array, "rows width"], expert: Int[Array, " rows"]
     ) -> Float[Array, "rows width"]:
-        """Applies to each row its expert, by which rows are sorted; zeros for numbers without an expert."""
+        """Applies an expert to each row, with rows sorted by expert; zeros for a number without an expert."""
         count = len(self.gate_proj)
         sizes = jnp.bincount(expert, length=count + 1)[:count].astype(jnp.int32)
         gate = _linear(x, self.gate_proj, self.gate_proj_bias, expert, sizes)

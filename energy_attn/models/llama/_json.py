@@ -61,7 +61,7 @@ def read_fields(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a file for a `LlamaConfig` with these attributes, some of which may be lost."""
+    """The fields of a `config.json` for attributes of a `LlamaConfig`; some attributes may be lost."""
     variant = VARIANTS[values["model_type"]]
     entries = {
         "architectures": [variant.architecture],

@@ -50,7 +50,7 @@ class TritonScores:
 
     @property
     def unit(self) -> float:
-        """The unit of `scores`, in bits; positive, so that the largest score has the largest number of units."""
+        """The unit of `scores`, in bits. It is positive: the largest score has the most units."""
         scale = self._plan.settings.scale
         return scale * LOG2_E if scale > 0 and self._score is None else LOG2_E
 
