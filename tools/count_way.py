@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from budgets import ROOMS, budgets_of  # noqa: E402
+from budgets import ROOMS  # noqa: E402
 from check_structure import exports, repeated_classes, sources  # noqa: E402
 
 import energy_attn as ea  # noqa: E402
@@ -107,7 +107,7 @@ def rows() -> dict[str, str]:
     ways = {name: entered(call) for name, call in calls().items()}
     for name, functions in ways.items():
         print(f"{name} enters:", *(f"    {x.file} {x.name}" for x in functions), sep="\n")
-    modules, budgets = trees(), budgets_of(ROOT)
+    modules = trees()
     readers, twice, asked = (
         readers_of_programs(modules),
         list(repeated_classes(ROOT)),
@@ -116,9 +116,6 @@ def rows() -> dict[str, str]:
     print("Modules that read jaxprs:", *readers)
     print("Class names with two meanings:", *twice)
     print("Classes and methods that are asked by name:", *asked, sep="\n    ")
-
-    def lines(*folders: str) -> int:
-        return sum(n for name, n in budgets.items() if name.split("/")[0] in folders)
 
     return {
         **{
@@ -134,11 +131,6 @@ def rows() -> dict[str, str]:
             len(twice)
         ),
         "classes and methods that are asked by name": str(len(asked)),
-        "lines that `kernels`, `distributed`, `energy_attn` may have": " + ".join(
-            f"{lines(room):,}" for room in ROOMS
-        )
-        + f" = {lines(*ROOMS):,}",
-        "lines that `tests` may have": f"{lines('tests'):,}",
         "public names": str(len({name for _, name in exports(ROOT)})),
     }
 
