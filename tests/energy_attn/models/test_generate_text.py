@@ -273,7 +273,8 @@ def test_stop_strings_and_streams(way, writer, tokenizer):
         np.testing.assert_array_equal(found.tokens[row, :length], tokens[:length])
         assert (np.asarray(found.tokens[row, length:]) == -1).all()
     assert found.lengths[0] <= 11 and found.lengths.max() == 24  # some end, some do not
-    assert (np.asarray(found.accepted) <= np.asarray(found.lengths)).all()
+    # nodes that are not written do not count: each pass but one that is cut adds a token to those accepted
+    assert (found.accepted <= found.lengths - found.passes).all()
     # a message for each pass, but where a character or a stop string is awaited
     assert len(heard) > 5 and sum(map(any, heard)) > 5
 
