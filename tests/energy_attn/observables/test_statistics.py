@@ -39,6 +39,18 @@ KINDS = "dot", "while"
 NAMES = "everything grouped value_narrower mask_nothing no_keys scale_negative_source".split()
 
 
+@pytest.mark.parametrize("size", few([1e4, 1e10, 1e17], 1e10))
+def test_a_large_sink(size):
+    """Scores of a sink that cancel in an entropy's gradient: 6, where it is 0."""
+    q, k, v = np.float32(np.random.default_rng(0).standard_normal((3, 2, 6, 2, 4)))
+
+    def total(query, sink):
+        return ea.FreeEnergy(sink=sink).at(query, jnp.asarray(k), jnp.asarray(v)).entropy().sum()
+
+    for x in jax.grad(total, (0, 1))(jnp.asarray(q), jnp.full(2, size, jnp.float32)):
+        assert not x.any()
+
+
 @pytest.mark.parametrize(
     ("name", "sunk"),
     few_rows(
