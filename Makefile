@@ -131,7 +131,6 @@ check: environment
 	$(BIN)/python tools/check_prose.py
 	$(BIN)/python -m pytest -q -m structure tests/repository
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python tools/check_types.py
 	$(BIN)/mkdocs build --strict --quiet --site-dir $(VENV)/site
 
 mutants: $(VENV)/.installed-test

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from check_structure import ROOMS, exports, sources
+from budgets import ROOMS, ROOT, report, sources
+from check_structure import exports
 
 FOLDERS = (*ROOMS, "benchmarks", "papers", "tools", "examples")
 SHARE, LONGEST_LINE, LONGEST_ERROR, LONGEST_SUBJECT = 0.03, 110, 200, 72
@@ -35,16 +36,13 @@ POINTING = re.compile(
 # Verbs that end like a participle or a third person.
 IMPERATIVES = re.compile(r"(Bring|String|Need|Feed|Embed|Seed|Speed|Shed|Proceed|Focus|.*ss)$")
 
-# Spaces stand for any white space, also for the start of a comment's next line.
-OLD_PHRASES = {
-    "(?-i:Raises nothing)": "no such tail",
-    "points? of rest": "fixed point",
-    "with returning": "with replacement",
-    "(row|rows|query|queries) (that|which) sees? no key": "fully masked row",
-    "spread over": "sharded over",
-    "roll call": "rendezvous",
-    "what walks over": "what iterates over",
-}
+# Phrases that were replaced: "fixed point", "with replacement", "fully masked row", "sharded over", "rendezvous" and
+# "iterates over" are the field's. Spaces stand for any white space, also for the start of a comment's next line.
+OLD_PHRASES = re.compile(
+    r"\b(?:(?-i:Raises nothing)|points? of rest|with returning|(?:rows?|query|queries) (?:that|which) sees? no key"
+    r"|spread over|roll call|what walks over)\b".replace(" ", r"[\s#>]+"),
+    re.IGNORECASE,
+)
 # Files that may tell what was.
 HISTORY = ("CHANGELOG.md", "tools/check_prose.py", "tests/repository/test_prose.py")
 
@@ -127,11 +125,9 @@ def old_phrases(root: Path) -> Iterator[str]:
     for path in [*pages, *(path for folder in folders for path in sources(root, folder))]:
         where = str(path.relative_to(root))
         text = "" if where in HISTORY else path.read_text(encoding="utf-8")
-        for phrase, instead in OLD_PHRASES.items():
-            pattern = rf"\b{phrase}\b".replace(" ", r"[\s#>]+")
-            for match in re.finditer(pattern, text, re.IGNORECASE):
-                line = 1 + text.count("\n", 0, match.start())
-                yield f"{where}:{line}: {' '.join(match[0].split())!r}; wanted {instead}"
+        for match in OLD_PHRASES.finditer(text):
+            line = 1 + text.count("\n", 0, match.start())
+            yield f"{where}:{line}: the field has another word for {' '.join(match[0].split())!r}"
 
 
 def git(root: Path, *arguments: str) -> str:
@@ -169,14 +165,5 @@ def commit_findings(root: Path) -> Iterator[str]:
 
 RULES = (stumbling_lines, long_errors, old_phrases, commit_findings)
 
-
-def main() -> int:
-    """Prints every finding."""
-    root = Path(__file__).resolve().parents[1]
-    findings = [x for rule in RULES for x in rule(root)]
-    print(*findings, sep="\n", end="\n" if findings else "")
-    return 1 if findings else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(finding for rule in RULES for finding in rule(ROOT)))

@@ -9,8 +9,10 @@ The rules:
 - A room imports from another one as users do, or from its `internal.py`; from no other module.
 - The folders of a room do not import each other in a circle.
 - Private names of JAX are in one module, which looks for them before they are called.
+- Equations of a jaxpr are read in `kernels/program` only.
 - A module holds one concept: at most 400 lines; a folder keeps within its budget of lines, `tools/budgets.toml`.
 - No class name is defined twice in the library, with or without an underscore.
+- Of the annotated parameters of a room, at most 5% are `Any`.
 - Nothing in the library knows `energy_attn/models`, but the command and the modules that are named here.
 - Every name that a package exports stands in the documentation's API pages.
 
@@ -19,24 +21,22 @@ The rules:
 
 import ast
 import functools
-import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from budgets import over_budget
+from budgets import ROOMS, ROOT, over_budget, report, sources
 
-ROOMS = ("kernels", "distributed", "energy_attn")
 LINKED = ("kernels", "distributed")
 MAY_IMPORT = {
     "kernels": {"kernels"},
     "distributed": {"kernels", "distributed"},
     "energy_attn": {"kernels", "distributed", "energy_attn"},
 }
-MAX_LINES = 400
-PRIVATE_NAMES = "kernels/_imports.py"
+MAX_LINES, MAX_ANY = 400, 0.05
+PRIVATE_NAMES, PROGRAMS = "kernels/_imports.py", "kernels/program/"
 DOOR = "internal"
 # Public names of two packages: `masks.Function` and `scores.Function`.
 IN_TWO_PACKAGES = {"Function"}
@@ -44,12 +44,8 @@ IN_TWO_PACKAGES = {"Function"}
 # for the kind of a model in a report.
 KNOW_MODELS = ("energy_attn/__init__.py", "energy_attn/report/_report.py")
 LODGERS = ("energy_attn/models/", "energy_attn/cli/")
-
-
-def sources(root: Path, folder: str) -> list[Path]:
-    """Python files below `folder`, each once: linked folders are not entered."""
-    walk = os.walk(root / folder)
-    return sorted(Path(x, name) for x, _, names in walk for name in names if name.endswith(".py"))
+# `Any` by itself or in a union, quoted or not; `list[Any]` and `Callable[..., Any]` do not match.
+ANY = re.compile(r"'?(\w+ \| |(typing\.)?Optional\[)*(typing\.)?Any\]?( \| \w+)*'?")
 
 
 class Module(NamedTuple):
@@ -199,9 +195,7 @@ def circles(root: Path) -> Iterator[str]:
 def private_names(root: Path) -> Iterator[str]:
     """Private names of JAX that are imported, written as attributes or in strings, outside of the module for them."""
     for where, path, tree in modules(root, *ROOMS):
-        if where == PRIVATE_NAMES:
-            continue
-        private = [x for x in imports(module_name(root, path), tree) if is_private(x[1])]
+        names = list(imports(module_name(root, path), tree))
         bound = {
             alias.asname or alias.name.split(".")[0]
             for node in ast.walk(tree)
@@ -211,22 +205,22 @@ def private_names(root: Path) -> Iterator[str]:
         }
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if "jax._" in node.value:
-                    private.append((node.lineno, node.value))
+                names.append((node.lineno, node.value))
             elif isinstance(node, ast.Attribute):
                 name = ast.unparse(node)
-                if name.split(".")[0] in bound and is_private(f"jax.{name}"):
-                    private.append((node.lineno, name))
-        for line, name in private:
-            yield f"{where}:{line}: {name} is private; {PRIVATE_NAMES} is for such names"
+                if name.split(".")[0] in bound:
+                    names.append((node.lineno, f"jax.{name}"))
+        for line, name in names if where != PRIVATE_NAMES else ():
+            if re.match(r"jax\.([\w.]*\.)?_(?!_)", name):  # `jax.__version__` is public
+                yield f"{where}:{line}: {name} is private; {PRIVATE_NAMES} is for such names"
 
 
-def is_private(name: str) -> bool:
-    """Whether a part of a name in JAX is private: `jax._src.core`, but not `jax.__version__`."""
-    first, *parts = name.split(".")
-    return first == "jax" and any(
-        part.startswith("_") and not part.startswith("__") for part in parts
-    )
+def readers_of_programs(root: Path) -> Iterator[str]:
+    """Modules outside of `kernels/program` that read the equations of a jaxpr."""
+    for where, _, tree in modules(root, *ROOMS):
+        for node in ast.walk(tree) if not where.startswith(PROGRAMS) else ():
+            if isinstance(node, ast.Attribute) and node.attr == "eqns":
+                yield f"{where}:{node.lineno}: reads a jaxpr; {PROGRAMS} is for that"
 
 
 def long_modules(root: Path) -> Iterator[str]:
@@ -248,6 +242,21 @@ def repeated_classes(root: Path) -> Iterator[str]:
     for name, found in sorted(places.items()):
         if len(found) > 1 and name not in IN_TWO_PACKAGES:
             yield f"{found[0]}: class {name} is defined {len(found)} times: {', '.join(found)}"
+
+
+def too_many_any(root: Path) -> Iterator[str]:
+    """Parameters that are annotated `Any`, of rooms in which these are more than `MAX_ANY` of the annotated ones."""
+    for room in ROOMS:
+        annotated = [
+            (f"{where}:{x.lineno}: {x.arg}: Any", ast.unparse(x.annotation))
+            for where, _, tree in modules(root, room)
+            for x in ast.walk(tree)
+            if isinstance(x, ast.arg) and x.annotation
+        ]
+        untyped = [place for place, annotation in annotated if ANY.fullmatch(annotation)]
+        if len(untyped) > MAX_ANY * len(annotated):
+            yield f"{room}: {len(untyped)} of {len(annotated)} annotated parameters are `Any`"
+            yield from untyped
 
 
 def leaning_on_models(root: Path) -> Iterator[str]:
@@ -283,21 +292,15 @@ RULES = (
     other_doors,
     circles,
     private_names,
+    readers_of_programs,
     long_modules,
     repeated_classes,
+    too_many_any,
     leaning_on_models,
     over_budget,
     undocumented_exports,
 )
 
 
-def main() -> int:
-    """Print every finding."""
-    root = Path(__file__).resolve().parents[1]
-    findings = [finding for rule in RULES for finding in rule(root)]
-    print(*findings, sep="\n", end="\n" if findings else "")
-    return 1 if findings else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(finding for rule in RULES for finding in rule(ROOT)))

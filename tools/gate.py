@@ -9,29 +9,22 @@ folders that the commits of the last day touched. Every other round of parts is 
 printed as a command that repeats it.
 """
 
-import contextlib
 import json
 import os
+import re
 import resource
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS = 6
-# The folders of tests for files outside of the rooms.
-ELSEWHERE = {
-    "docs": "repository",
-    "tools": "repository",
-    "benchmarks": "benchmarks",
-    "papers": "papers",
-    "examples": "examples",
-}
 
 
 @dataclass
@@ -51,25 +44,21 @@ def git(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def tests_of(name: str, root: Path = ROOT) -> str | None:
+def tests_of(name: str) -> str | None:
     """The folder of tests that guards a file of the repository."""
-    first, *folders = Path(name).parent.parts or ("docs",)
-    if first == "tests":
-        folder = Path("tests", *folders)
-        return str(folder) if folders and folders[0] not in ("support", "mutants") else None
-    if first == "energy_attn" and folders[:1] in (["masks"], ["scores"]):
-        first = "kernels"  # names of that room, under a name for users
-    folder = (
-        Path("tests", ELSEWHERE[first]) if first in ELSEWHERE else Path("tests", first, *folders)
-    )
-    while not (root / folder).is_dir():
-        folder = folder.parent
-    return str(folder) if len(folder.parts) > 1 else None
+    folder = str(Path(name).parent).removeprefix("tests/")
+    folder = re.sub(r"^(docs|tools)\b.*|^\.$", "repository", folder)
+    # names of the kernels' room, under a name for users
+    folder = re.sub(r"^energy_attn/(?=masks|scores)", "kernels/", folder)
+    guard = Path("tests", folder)
+    while not (ROOT / guard).is_dir():
+        guard = guard.parent
+    return str(guard) if guard.parts[1:] and guard.parts[1] not in ("support", "mutants") else None
 
 
-def touched(names: Iterable[str], root: Path = ROOT) -> list[str]:
+def touched(names: Iterable[str]) -> list[str]:
     """The folders of tests that guard these files, none inside another."""
-    guards = {folder for name in names if (folder := tests_of(name, root))}
+    guards = {folder for name in names if (folder := tests_of(name))}
     return sorted(x for x in guards if not any(y in guards for y in map(str, Path(x).parents)))
 
 
@@ -82,50 +71,32 @@ def rotation() -> tuple[str, ...]:
     return (f"SHARD={commits % SHARDS + 1}/{SHARDS}", f"TOUCHED={folders}", f"ISA={isa}")
 
 
-def run(stage: Stage) -> bool:
-    """Run a stage; whether it succeeded."""
+def begin(stage: Stage, **options: Any) -> subprocess.Popen:
+    """Starts a stage."""
+    return subprocess.Popen(["make", "--no-print-directory", *stage.arguments], cwd=ROOT, **options)
+
+
+def run(stage: Stage, begun: subprocess.Popen | None = None) -> bool:
+    """Runs a stage, or waits for one that was begun; whether it succeeded."""
     print(f"\n== {stage.name}: make {shlex.join(stage.arguments)}", flush=True)
+    before, start = cpu(), time.monotonic()
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as seconds:
-        before, start = _cpu(), time.monotonic()
-        done = subprocess.run(
-            ["make", "--no-print-directory", *stage.arguments],
-            cwd=ROOT,
-            env=os.environ | {"GATE_SECONDS": seconds.name},
-        )
-        stage.wall, stage.cpu = time.monotonic() - start, _cpu() - before
+        process = begun or begin(stage, env=os.environ | {"GATE_SECONDS": seconds.name})
+        succeeded = process.wait() == 0
+        stage.wall, stage.cpu = time.monotonic() - start, cpu() - before
         for line in seconds:
             for folder, (took, cases) in json.loads(line).items():
                 totals = stage.folders.setdefault(folder, [0.0, 0])
                 totals[0], totals[1] = totals[0] + took, totals[1] + cases
-    return done.returncode == 0
+    if not succeeded:
+        print(f"gate: {stage.name} failed", flush=True)
+    return succeeded
 
 
-def _cpu() -> float:
+def cpu() -> float:
+    """CPU seconds of the processes that have been waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-@contextlib.contextmanager
-def in_background(stage: Stage) -> Iterator[None]:
-    """Run a stage in the background of the block; its output is printed afterwards."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
-        start = time.monotonic()
-        process = subprocess.Popen(
-            ["make", "--no-print-directory", *stage.arguments],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            yield
-        finally:
-            before = _cpu()  # which counts a process when it is waited for
-            failed = process.wait() != 0
-            stage.wall, stage.cpu = time.monotonic() - start, _cpu() - before
-            output.seek(0)
-            print(f"\n== {stage.name}, beside that\n{output.read()}", flush=True)
-    if failed:
-        raise SystemExit(f"gate: {stage.name} failed")
 
 
 def report(stages: Iterable[Stage]) -> str:
@@ -142,15 +113,26 @@ def report(stages: Iterable[Stage]) -> str:
     return "\n".join(lines)
 
 
+def run_all(check: Stage, environments: Stage, rest: list[Stage]) -> bool:
+    """Runs the stages until one fails; environments are made during the first, and what they print follows it."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        making = begin(environments, stdout=output, stderr=subprocess.STDOUT)
+        checked = run(check)
+        made = run(environments, making)
+        output.seek(0)
+        print(output.read(), flush=True)
+    return checked and made and all(run(stage) for stage in rest)
+
+
 def main() -> int:
     """Run all stages; the exit status is 1 if one fails."""
     turn = rotation()
     # .ci/run has made the first environment, without which this program would not run.
     began = float(os.environ.get("GATE_BEGAN", time.time()))
     first = Stage("environment", (), wall=time.time() - began)
-    other_environments = Stage("other environments (beside check)", ("environments",))
-    check, *rest = [
-        Stage("check", ("check",)),
+    check = Stage("check", ("check",))
+    environments = Stage("other environments (beside check)", ("environments",))
+    rest = [
         Stage("tests", ("test",)),
         Stage("newest JAX", ("test-newest",)),
         Stage("long tests in turn", ("test-rest", *turn)),
@@ -159,21 +141,10 @@ def main() -> int:
         Stage("CUDA 12 programs", ("test-cuda", "CUDA=12", "CUDA_TESTS=toolkits", turn[0])),
         Stage("CUDA 13 programs", ("test-cuda", "CUDA=13", turn[0])),
     ]
-    stages = [first, other_environments, check, *rest]
-    failed = ""
     try:
-        with in_background(other_environments):
-            if not run(check):
-                failed = check.name
-        for stage in rest if not failed else ():
-            if not run(stage):
-                failed = stage.name
-                break
+        return 0 if run_all(check, environments, rest) else 1
     finally:
-        print(report(stages), flush=True)
-    if failed:
-        print(f"gate: {failed} failed", flush=True)
-    return int(bool(failed))
+        print(report([first, check, environments, *rest]), flush=True)
 
 
 if __name__ == "__main__":

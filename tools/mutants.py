@@ -12,7 +12,6 @@ test is red than the one that is named.
 
 import argparse
 import os
-import queue
 import re
 import shutil
 import subprocess
@@ -40,16 +39,6 @@ class Mutant:
     guard: str  # a folder of tests, or a file
     killed_by: str  # tests/.../test_file.py::test_name
     full: bool = False
-
-    def plant(self, root: Path) -> None:
-        """Put the fault into the checkout at `root`."""
-        path = root / self.file
-        text = path.read_text(encoding="utf-8")
-        if text.count(self.old) != 1:
-            raise ValueError(
-                f"{self.name}: wanted `old` once in {self.file}, got {text.count(self.old)} times"
-            )
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
 
 
 def mutants(root: Path = ROOT) -> list[Mutant]:
@@ -97,16 +86,20 @@ def red(copy: Path, tests: str, full: bool) -> str | None:
     return failures[0] if failures else f"{tests} (exit status {done.returncode})"
 
 
-def judge(mutant: Mutant, copy: Path) -> str | None:
-    """The test that kills the fault, planted in `copy` while it runs."""
-    path = copy / mutant.file
-    sound = path.read_bytes()
-    mutant.plant(copy)
-    try:
-        named_test = red(copy, mutant.killed_by, mutant.full) if mutant.killed_by else None
-        return named_test or red(copy, mutant.guard, mutant.full)
-    finally:
-        path.write_bytes(sound)
+def judge(mutant: Mutant) -> bool:
+    """Plants a fault in a copy of the checkout, and prints what kills it; whether that is the named test."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        copy_of(ROOT, copy)
+        text = (copy / mutant.file).read_text(encoding="utf-8")
+        (copy / mutant.file).write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        killer = red(copy, mutant.killed_by, mutant.full) or red(copy, mutant.guard, mutant.full)
+    expected = killer is not None and killer.split("[")[0] == mutant.killed_by.split("[")[0]
+    verdict = "SURVIVED" if killer is None else "killed by" if expected else "killed by ANOTHER,"
+    seconds = time.monotonic() - start
+    print(f"{seconds:6.0f} s  {mutant.name}: {verdict} {killer or mutant.guard}", flush=True)
+    return expected
 
 
 def main(arguments: list[str]) -> int:
@@ -118,33 +111,10 @@ def main(arguments: list[str]) -> int:
     chosen = [x for x in mutants() if not args.names or any(n in x.name for n in args.names)]
     if not chosen:
         parser.error(f"NAME: no fault has {args.names} in its name")
-
-    with tempfile.TemporaryDirectory() as folder:
-        copies: queue.Queue[Path] = queue.Queue()
-        for i in range(args.jobs):
-            copy_of(ROOT, Path(folder, str(i)))
-            copies.put(Path(folder, str(i)))
-
-        def run(mutant: Mutant) -> tuple[Mutant, str | None, float]:
-            copy, start = copies.get(), time.monotonic()
-            try:
-                return mutant, judge(mutant, copy), time.monotonic() - start
-            finally:
-                copies.put(copy)
-
-        with ThreadPoolExecutor(args.jobs) as pool:
-            wrong = sum(map(_say, pool.map(run, chosen)))
-    print(f"{len(chosen) - wrong} of {len(chosen)} killed by the test that the list names")
-    return int(wrong > 0)
-
-
-def _say(row: tuple[Mutant, str | None, float]) -> bool:
-    """Prints a line; returns whether another test than the named one killed the fault, or none."""
-    mutant, killer, seconds = row
-    expected = killer is not None and killer.split("[")[0] == mutant.killed_by.split("[")[0]
-    verdict = "SURVIVED" if killer is None else "killed by" if expected else "killed by ANOTHER,"
-    print(f"{seconds:6.0f} s  {mutant.name}: {verdict} {killer or mutant.guard}", flush=True)
-    return not expected
+    with ThreadPoolExecutor(args.jobs) as pool:
+        killed = sum(pool.map(judge, chosen))
+    print(f"{killed} of {len(chosen)} killed by the test that the list names")
+    return int(killed < len(chosen))
 
 
 def wrong_entries(root: Path = ROOT) -> Iterator[str]:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """MkDocs hooks: equations become MathML, and what readers would miss stops the build with the name of the page.
 
-    python tools/site_hooks.py texgyretermes-math.otf
+    python tools/site_hooks.py texgyretermes-math.otf CHARACTERS
 
-makes the font of the equations, `docs/fonts/math.woff2`, anew. Browsers draw MathML with a font that has a MATH table:
-without one sums stay small and brackets do not grow; and few systems have one. TeX Gyre Termes Math 1.543 is in every
-TeX distribution.
+adds characters to the font of the equations, `docs/fonts/math.woff2`. Browsers draw MathML with a font that has a MATH
+table: without one sums stay small and brackets do not grow; and few systems have one. TeX Gyre Termes Math 1.543 is in
+every TeX distribution.
 """
 
 import html
@@ -25,16 +25,6 @@ from mkdocs.plugins import event_priority
 FONT = Path(__file__).resolve().parents[1] / "docs" / "fonts" / "math.woff2"
 # A modified font needs another name by its licence.
 FAMILY = "energy_attn Math"
-# First and last code points of what equations are written with. Letters alone are drawn in italics: U+1D434 and
-# U+1D6E2 on.
-RANGES = (
-    *((0x20, 0x7E), (0xA0, 0xA0), (0xAC, 0xB7), (0xD7, 0xD7), (0xF7, 0xF7), (0x2C6, 0x2C7)),
-    *((0x2D9, 0x2DC), (0x302, 0x308), (0x391, 0x3D6), (0x3F5, 0x3F5), (0x2010, 0x2064)),
-    *((0x210E, 0x2115), (0x211D, 0x211D), (0x2190, 0x2194), (0x21A6, 0x21A6), (0x21D2, 0x21D4)),
-    *((0x2200, 0x222B), (0x2235, 0x22A5), (0x22C0, 0x22C5), (0x22EE, 0x22F1), (0x2308, 0x230B)),
-    *((0x27E8, 0x27E9), (0x2A7D, 0x2A7E), (0x2AAF, 0x2AB0), (0x1D400, 0x1D467)),
-    *((0x1D538, 0x1D550), (0x1D68A, 0x1D6A3), (0x1D6E2, 0x1D71B)),
-)
 # What pymdownx.arithmatex writes with `generic: true`.
 EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">'
@@ -62,10 +52,8 @@ def on_page_content(content: str, *, page: Any, **_: Any) -> str:
     for signature in SIGNATURE.findall(content):
         lines = html.unescape(_without_tags(signature)).splitlines()
         if (longest := max(map(len, lines), default=0)) > LONGEST:
-            raise PluginError(
-                f"{name}: a line of {longest} characters in the signature of {lines[0][:40]!r}; "
-                "is ruff installed, which the extra `docs` names?"
-            )
+            begin = f"{name}: a line of {longest} characters in the signature of {lines[0][:40]!r}"
+            raise PluginError(f"{begin}; is ruff installed, which the extra `docs` names?")
     return EQUATION.sub(lambda equation: mathml(equation, name), content)
 
 
@@ -78,10 +66,8 @@ def mathml(equation: re.Match[str], page: str) -> str:
     except LatexError as error:
         raise PluginError(f"{page}: {latex!r}: {error}") from error
     if lacking := set(html.unescape(_without_tags(converted))) - characters():
-        raise PluginError(
-            f"{page}: {latex!r}: docs/fonts/math.woff2 lacks {sorted(lacking)}; "
-            "tools/site_hooks.py says what it has"
-        )
+        begin = f"{page}: {latex!r}: docs/fonts/math.woff2 lacks {sorted(lacking)}"
+        raise PluginError(f"{begin}; tools/site_hooks.py adds characters")
     return f'<{equation["tag"]} class="arithmatex">{converted}</{equation["tag"]}>'
 
 
@@ -99,9 +85,7 @@ def on_post_build(*, config: Any, **_: Any) -> None:
             raise PluginError(f"{name} is not complete without a network: {fetched[0]}")
     file = site / "search" / "search_index.js"
     if not file.exists():
-        raise PluginError(
-            "there is no search/search_index.js, so that pages of a folder have no search"
-        )
+        raise PluginError("no search/search_index.js: pages read from a folder have no search")
     index = json.loads(file.read_text(encoding="utf-8").partition("=")[2])
     text = " ".join(f"{x['title']} {x['text']}" for x in index["docs"])
     # As the theme's search does it: "(FAQ)" begins with a bracket, and is not found.
@@ -118,14 +102,17 @@ def characters() -> frozenset[str]:
     return frozenset(map(chr, TTFont(FONT).getBestCmap())) | invisible
 
 
-def make_font(source: Path) -> None:
-    """Writes the part of a font that draws the characters in `RANGES`, sizes of operators and brackets included."""
+def add_to_font(source: Path, new: str) -> None:
+    """Writes the part of a font that draws today's characters and new ones, sizes of operators and brackets included.
+
+    Letters alone are drawn in italics: U+1D434 and U+1D6E2 on.
+    """
     options = subset.Options(
         flavor="woff2", layout_features=["ssty"], hinting=False, drop_tables=["FFTM"]
     )
     font = subset.load_font(str(source), options)
     subsetter = subset.Subsetter(options)
-    subsetter.populate(unicodes=[c for first, last in RANGES for c in range(first, last + 1)])
+    subsetter.populate(unicodes=[*TTFont(FONT).getBestCmap(), *map(ord, new)])
     subsetter.subset(font)
     (script,) = font["GSUB"].table.ScriptList.ScriptRecord
     # browsers do not look up "math", the original tag: primes would be too small
@@ -138,5 +125,5 @@ def make_font(source: Path) -> None:
 
 
 if __name__ == "__main__":
-    make_font(Path(sys.argv[1]))
+    add_to_font(Path(sys.argv[1]), sys.argv[2])
     print(f"{FONT}: {FONT.stat().st_size} bytes, {len(characters())} characters")

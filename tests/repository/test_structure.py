@@ -1,7 +1,6 @@
-"""The rules of tools/check_structure.py and tools/check_types.py hold, and the checkers see each of them broken."""
+"""The checker of structure, which `make check` runs, sees each of its rules broken."""
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -10,19 +9,12 @@ from pathlib import Path
 
 import budgets
 import check_structure as rules
-import check_types
 import pytest
 
 pytestmark = pytest.mark.structure
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize(
-    "rule", [*rules.RULES, check_types.too_many_any], ids=lambda rule: rule.__name__
-)
-def test_repository(rule):
-    assert list(rule(ROOT)) == []
+PAGE = ROOT / "CONTRIBUTING.md"
 
 
 @pytest.fixture
@@ -79,6 +71,7 @@ BROKEN = {
     rules.private_names: [("distributed/_b.py", text) for text in PRIVATE],
     rules.long_modules: [("kernels/_b.py", "b = 1\n" * (rules.MAX_LINES + 1))],
     rules.repeated_classes: [("energy_attn/_c.py:2", "def f():\n    class _Plan:\n        pass\n")],
+    rules.readers_of_programs: [("kernels/xla/_c.py", "def f(x):\n    return x.jaxpr.eqns")],
     rules.leaning_on_models: [
         ("energy_attn/core/_c.py", "from ..models import Llama"),
         ("energy_attn/core/_c.py", "from .. import models"),
@@ -95,6 +88,7 @@ ALLOWED = {
         (rules.PRIVATE_NAMES, "\n".join([*PRIVATE, "import jax", "v = jax.__version__"]))
     ],
     rules.long_modules: [("kernels/_b.py", "b = 1\n" * rules.MAX_LINES)],
+    rules.readers_of_programs: [("kernels/program/_c.py", "def f(x):\n    return x.eqns")],
     rules.leaning_on_models: [
         ("energy_attn/report/_report.py", "from ..models import AbstractDecoder"),
         ("energy_attn/cli/_c.py", "from ..models.decoder._decoder import A"),
@@ -129,10 +123,8 @@ def test_broken_link_is_found(sound):
     link = sound / "energy_attn" / "kernels"
     link.unlink()
     link.symlink_to(sound / "kernels")  # reaches the right folder, on this machine only
-    assert [f.split(":")[0] for f in rules.broken_links(sound)] == ["energy_attn/kernels"]
-    link.unlink()
-    link.mkdir()
-    assert [f.split(":")[0] for f in rules.broken_links(sound)] == ["energy_attn/kernels"]
+    (finding,) = rules.broken_links(sound)
+    assert finding.startswith("energy_attn/kernels: ")
 
 
 def test_budgets(sound):
@@ -150,54 +142,26 @@ def test_budgets(sound):
     ("function", "count"),
     [
         ("def f(x: Any): ...", 1),
-        ("def f(x: typing.Any): ...", 1),
+        ("async def f(x: typing.Any): ...", 1),
         ("def f(x: Any | None = None): ...", 1),
         ("def f(x: Optional[Any]): ...", 1),
-        ("def f(*x: 'Any'): ...", 1),
-        ("async def f(x: Any): ...", 1),
-        ("class A:\n    def f(self, x: Any): ...", 1),
-        ("def g():\n    def f(x: Any): ...", 1),
+        ("class A:\n    def f(self, *x: 'Any'): ...", 1),
         ("def f(a: object, b: list[Any], c: Callable[..., Any], d: Anything): ...", 0),
     ],
 )
 def test_an_any_is_found(sound, function, count):
-    write(sound, "kernels/_b.py", function)
-    total, found = check_types.any_parameters(sound, "kernels")
-    assert total == (1 if count else 4)
-    assert [x.rpartition(": ")[2] for x in found] == ["f(x)"] * count
-    most = int(1 / check_types.MOST)
-    for more, findings in ((most - total, 0), (most - total - 1, 2)):
-        write(sound, "kernels/_b.py", "\n".join([function, *["def f(x: int): ..."] * more]))
-        assert len(list(check_types.too_many_any(sound))) == findings * count
-
-
-def test_mistakes_are_compared_with_what_pyright_finds():
-    """A mistake that is overlooked, a complaint about what is right, or a file of mistakes that has lost them."""
-
-    def judged(source: str, *lines: int) -> list[str]:
-        """What is said where pyright finds errors on these lines, and warns of the first."""
-        diagnostics = [
-            {"severity": kind, "message": "no\nreally", "range": {"start": {"line": line - 1}}}
-            for kind, line in [*(("error", line) for line in lines), ("warning", 1)]
-        ]
-        report = json.dumps({"generalDiagnostics": diagnostics})
-        return list(check_types.misjudged(source, report))
-
-    source = f"right\nwrong  {check_types.MARK}\nright\n"
-    assert judged(source, 2) == []
-    assert ["overlooks" in line for line in judged(source)] == [True]
-    (complaint,) = judged(source, 2, 3)
-    assert complaint.endswith(":3: no")
-    assert "marks no mistake" in judged("right\n")[0]
-    assert (ROOT / check_types.MISTAKES).read_text().count(check_types.MARK) > 20
+    for others, findings in ((19, 0), (18, 2)):  # 5% of twenty, and more of nineteen
+        write(sound, "kernels/_b.py", "\n".join([function, *["def f(x: int): ..."] * others]))
+        assert len(list(rules.too_many_any(sound))) == findings * count
 
 
 def test_counts_in_contributing():
     """Counts of a year ago, by which nobody sees that a call has doubled its way."""
-    run = [sys.executable, "tools/count_way.py", "--check"]
+    run = [sys.executable, "tools/count_way.py"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    (shown,) = re.findall(r"<!-- tools/count_way.py -->\n(.*)<!-- end", PAGE.read_text(), re.DOTALL)
+    assert shown in done.stdout, f"python tools/count_way.py --write{done.stdout}{done.stderr}"
 
 
 # Lowered as tests turn to public names, never raised.

@@ -1,7 +1,9 @@
-"""Mistakes that a type checker is to find, each on a line that ends in a mark; `tools/check_types.py` runs it.
+"""Mistakes that a type checker is to find, each on a line that ends in `# pyright: ignore`.
 
-Never imported. The other lines are right, and must stay without complaint.
+Never imported. Pyright reports a comment on a line without a mistake, and mistakes on the other lines.
 """
+
+# pyright: reportUnnecessaryTypeIgnoreComment=error, reportUnusedExpression=false
 
 import jax
 import jax.numpy as jnp
@@ -30,43 +32,43 @@ F.tilt(q).attention().sum() + F.covariance(q).sum() + F.entropy().sum()
 layer = ea.nn.MultiheadAttention(4, 16, is_causal=True, key=jax.random.key(0))
 out, energies = layer(q[0, :, 0], q[0, :, 0], q[0, :, 0], return_energy=True)
 
-ea.nothing  # mistake
-ea.FreeEnergy(causal=True)  # mistake
-ea.FreeEnergy(local_window_size="3")  # mistake
-ea.FreeEnergy(key_value_seq_lengths=lengths)  # mistake
-energy(q, k, v, sauce=q)  # mistake
-energy(q, k, v, is_causal=False)  # mistake
-energy.attention(q, k, v, return_energy=True).sum()  # mistake
-energy.atention(q, k, v)  # mistake
-energy.at(q, k)  # mistake
-energy.at(q, k, v, lengths=lengths)  # mistake
-energy.at(q, k, v, mask=0.5)  # mistake
-F.entropie()  # mistake
-F.attention(return_energy=True).sum()  # mistake
-F.covariance(tangents=q)  # mistake
-F.cumulant(3)  # mistake
-F.sample(3)  # mistake
-F.score_moments().median  # mistake
-F | 0.5  # mistake
-ea.nn.MultiheadAttention(4, 16, is_casual=True, key=jax.random.key(0))  # mistake
-ea.nn.MultiheadAttention(4, 16, energy="reference", key=jax.random.key(0))  # mistake
-layer(q, k, v, return_energy=True).sum()  # mistake
-layer(q, k, v, query_position=lengths)  # mistake
+ea.nothing  # pyright: ignore
+ea.FreeEnergy(causal=True)  # pyright: ignore
+ea.FreeEnergy(local_window_size="3")  # pyright: ignore
+ea.FreeEnergy(key_value_seq_lengths=lengths)  # pyright: ignore
+energy(q, k, v, sauce=q)  # pyright: ignore
+energy(q, k, v, is_causal=False)  # pyright: ignore
+energy.attention(q, k, v, return_energy=True).sum()  # pyright: ignore
+energy.atention(q, k, v)  # pyright: ignore
+energy.at(q, k)  # pyright: ignore
+energy.at(q, k, v, lengths=lengths)  # pyright: ignore
+energy.at(q, k, v, mask=0.5)  # pyright: ignore
+F.entropie()  # pyright: ignore
+F.attention(return_energy=True).sum()  # pyright: ignore
+F.covariance(tangents=q)  # pyright: ignore
+F.cumulant(3)  # pyright: ignore
+F.sample(3)  # pyright: ignore
+F.score_moments().median  # pyright: ignore
+F | 0.5  # pyright: ignore
+ea.nn.MultiheadAttention(4, 16, is_casual=True, key=jax.random.key(0))  # pyright: ignore
+ea.nn.MultiheadAttention(4, 16, energy="reference", key=jax.random.key(0))  # pyright: ignore
+layer(q, k, v, return_energy=True).sum()  # pyright: ignore
+layer(q, k, v, query_position=lengths)  # pyright: ignore
 
 # solvers
 found = F.rate(q, solver=ea.solvers.Newton(max_steps=8), throw=False)
 found.value.sum() + F.map(regulariser=0.1, solver=ea.solvers.Mirror()).value.sum()
 ea.hopfield.retrieve(q, k, solver=ea.solvers.FixedPoint(tolerance=1e-3), query_seq_lengths=lengths)
 
-F.rate(q, solver="newton")  # mistake
-F.rate(q, solver=ea.solvers.Mirror())  # mistake
-F.rate(q, max_steps=8)  # mistake
-F.map(q)  # mistake
-F.map(regularizer=0.1)  # mistake
-ea.solvers.Newton(max_step=8)  # mistake
-found.point.values  # mistake
-ea.hopfield.retrieve(q, k, solver="fixed_point")  # mistake
-ea.hopfield.retrieve(q, k, lengths=lengths)  # mistake
+F.rate(q, solver="newton")  # pyright: ignore
+F.rate(q, solver=ea.solvers.Mirror())  # pyright: ignore
+F.rate(q, max_steps=8)  # pyright: ignore
+F.map(q)  # pyright: ignore
+F.map(regularizer=0.1)  # pyright: ignore
+ea.solvers.Newton(max_step=8)  # pyright: ignore
+found.point.values  # pyright: ignore
+ea.hopfield.retrieve(q, k, solver="fixed_point")  # pyright: ignore
+ea.hopfield.retrieve(q, k, lengths=lengths)  # pyright: ignore
 
 # masks
 rule = ea.masks.Causal() & ~ea.masks.Prefix(3) | ea.masks.Window(3, None)
@@ -74,59 +76,59 @@ ea.attention(q, k, v, mask=rule & ea.masks.Lengths(lengths), local_window_size=(
 ea.FreeEnergy(mask=rule).at(q, k, v, mask=jnp.ones((1, 1, 8, 8), bool))
 near = ea.masks.Function(lambda query, key, reach: query - key < reach, 3)
 
-ea.attention(q, k, v, mask="causal")  # mistake
-ea.attention(q, k, v, mask=ea.masks.Causal)  # mistake
-ea.attention(q, k, v, mask=ea.masks.Casual())  # mistake
-ea.masks.Window(3, 0, 1)  # mistake
-ea.masks.Window(left=3, rigth=0)  # mistake
-ea.masks.Causal(3)  # mistake
-ea.masks.Lengths(lengths, lengths)  # mistake
-ea.masks.Segments()  # mistake
-ea.masks.Function(3)  # mistake
-rule & jnp.ones((8, 8), bool)  # mistake
-not rule  # mistake
-ea.masks.Not(None)  # mistake
-rule.visible(lengths)  # mistake
-rule.any_visible(lengths, lengths)  # mistake
+ea.attention(q, k, v, mask="causal")  # pyright: ignore
+ea.attention(q, k, v, mask=ea.masks.Causal)  # pyright: ignore
+ea.attention(q, k, v, mask=ea.masks.Casual())  # pyright: ignore
+ea.masks.Window(3, 0, 1)  # pyright: ignore
+ea.masks.Window(left=3, rigth=0)  # pyright: ignore
+ea.masks.Causal(3)  # pyright: ignore
+ea.masks.Lengths(lengths, lengths)  # pyright: ignore
+ea.masks.Segments()  # pyright: ignore
+ea.masks.Function(3)  # pyright: ignore
+rule & jnp.ones((8, 8), bool)  # pyright: ignore
+not rule  # pyright: ignore
+ea.masks.Not(None)  # pyright: ignore
+rule.visible(lengths)  # pyright: ignore
+rule.any_visible(lengths, lengths)  # pyright: ignore
 
 # options
-ea.attention(q, k, v, is_casual=True)  # mistake
-ea.attention(q, k, v, is_causal="yes")  # mistake
-ea.attention(q, k, v, local_window_size=[3, 0])  # mistake
-ea.attention(q, k, v, parallel="device")  # mistake
-ea.free_energy(q, k, v, key_seq_lengths=lengths)  # mistake
-ea.free_energy(q, k, v, scale="1")  # mistake
-ea.free_energy(q, k, v, implementation=3)  # mistake
-ea.free_energy(q, k, v, key_value_seq_lengths=[3, 8])  # mistake
-ea.free_energy(q, k, v, bias=0.5)  # mistake
-local_attention(q, k, v, parallel=parallel)  # mistake
-sharded_attention(q, k, v, axis_name="device", querys_sharded=True)  # mistake
-sharded_attention(q, k, v, axis_name="device", window=3)  # mistake
-methods.Tree("star")  # mistake
-sharded_attention(q, k, v)  # mistake
-sharded_attention(q, k, v, axis_name="device", is_causal=None)  # mistake
+ea.attention(q, k, v, is_casual=True)  # pyright: ignore
+ea.attention(q, k, v, is_causal="yes")  # pyright: ignore
+ea.attention(q, k, v, local_window_size=[3, 0])  # pyright: ignore
+ea.attention(q, k, v, parallel="device")  # pyright: ignore
+ea.free_energy(q, k, v, key_seq_lengths=lengths)  # pyright: ignore
+ea.free_energy(q, k, v, scale="1")  # pyright: ignore
+ea.free_energy(q, k, v, implementation=3)  # pyright: ignore
+ea.free_energy(q, k, v, key_value_seq_lengths=[3, 8])  # pyright: ignore
+ea.free_energy(q, k, v, bias=0.5)  # pyright: ignore
+local_attention(q, k, v, parallel=parallel)  # pyright: ignore
+sharded_attention(q, k, v, axis_name="device", querys_sharded=True)  # pyright: ignore
+sharded_attention(q, k, v, axis_name="device", window=3)  # pyright: ignore
+methods.Tree("star")  # pyright: ignore
+sharded_attention(q, k, v)  # pyright: ignore
+sharded_attention(q, k, v, axis_name="device", is_causal=None)  # pyright: ignore
 
 # results
-out, energies, residual = ea.attention(q, k, v, return_energy=True)  # mistake
-ea.attention(q, k, v, return_energy=False)["out"].out  # mistake
-ea.attention(q, k, v, return_energy=True).sum()  # mistake
-ea.free_energy(q, k, v).lse  # mistake
-local_attention(q, k, v).energy  # mistake
+out, energies, residual = ea.attention(q, k, v, return_energy=True)  # pyright: ignore
+ea.attention(q, k, v, return_energy=False)["out"].out  # pyright: ignore
+ea.attention(q, k, v, return_energy=True).sum()  # pyright: ignore
+ea.free_energy(q, k, v).lse  # pyright: ignore
+local_attention(q, k, v).energy  # pyright: ignore
 
 # a cache
 cache = KVCache.empty(2, 64, 4, 16, parallel=parallel)
 state = cache.append(k, v, lengths=lengths).attend(q, local_window_size=5)
 cache.at(q, energy=energy).entropy().sum()
-cache.at(q)  # mistake
-cache.at(q, energy=0.5)  # mistake
-cache.at(q, energy=energy).entropie()  # mistake
-cache.attend(q, key_positions=lengths)  # mistake
-cache.attend(q, is_causal=1.0)  # mistake
-cache.attend(q, source=0.5)  # mistake
-cache.apend(k, v)  # mistake
-cache.append(k)  # mistake
-KVCache.empty(2, 64, 4, 16, quantize="int4")  # mistake
+cache.at(q)  # pyright: ignore
+cache.at(q, energy=0.5)  # pyright: ignore
+cache.at(q, energy=energy).entropie()  # pyright: ignore
+cache.attend(q, key_positions=lengths)  # pyright: ignore
+cache.attend(q, is_causal=1.0)  # pyright: ignore
+cache.attend(q, source=0.5)  # pyright: ignore
+cache.apend(k, v)  # pyright: ignore
+cache.append(k)  # pyright: ignore
+KVCache.empty(2, 64, 4, 16, quantize="int4")  # pyright: ignore
 cache.reset(lengths).replace(lengths, cache).fork(2, capacity=8).append(k, v).attend(q, sink=q)
-cache.replace(lengths)  # mistake
-cache.fork(2)  # mistake
-cache.fork(2, capacity=8).attend(q, mask=None)  # mistake
+cache.replace(lengths)  # pyright: ignore
+cache.fork(2)  # pyright: ignore
+cache.fork(2, capacity=8).attend(q, mask=None)  # pyright: ignore
