@@ -140,7 +140,7 @@ bench: $(VENV)/.installed-plot $(VENV)/.installed-torch
 	$(BIN)/python -m benchmarks $(SUITES)
 
 docs: $(VENV)/.installed-docs
-	$(if $(PAGES),$(BIN)/python tools/pages.py --write $(PAGES))
+	$(if $(PAGES),$(BIN)/python tools/pages.py $(PAGES))
 	$(BIN)/mkdocs build --strict
 
 # What continuous integration installs; all but the first beside something else.

@@ -245,7 +245,7 @@ def repeated_classes(root: Path) -> Iterator[str]:
 
 
 def too_many_any(root: Path) -> Iterator[str]:
-    """Parameters that are annotated `Any`, of rooms in which these are more than `MAX_ANY` of the annotated ones."""
+    """Rooms in which more than `MAX_ANY` of the annotated parameters are `Any`, with these parameters."""
     for room in ROOMS:
         annotated = [
             (f"{where}:{x.lineno}: {x.arg}: Any", ast.unparse(x.annotation))
@@ -255,8 +255,8 @@ def too_many_any(root: Path) -> Iterator[str]:
         ]
         untyped = [place for place, annotation in annotated if ANY.fullmatch(annotation)]
         if len(untyped) > MAX_ANY * len(annotated):
-            yield f"{room}: {len(untyped)} of {len(annotated)} annotated parameters are `Any`"
-            yield from untyped
+            counts = f"{len(untyped)} of {len(annotated)} annotated parameters are `Any`"
+            yield "\n    ".join([f"{room}: {counts}", *untyped])
 
 
 def leaning_on_models(root: Path) -> Iterator[str]:

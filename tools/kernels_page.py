@@ -43,14 +43,14 @@ Steps = dict[str, dict[str, dict[str, Any]]]
 Row = tuple[str, ...]
 
 
-# The platform, and the compute capability of a GPU.
-MACHINES: dict[str, tuple[str, str | None]] = {
-    "T4 (7.5)": ("cuda", "7.5"),
-    "A100, RTX 4090 (8.0, 8.9)": ("cuda", "8.0"),
-    "H100, H200 (9.0)": ("cuda", "9.0"),
-    "B200, RTX 5090 (10.0, 12.0)": ("cuda", "10.0"),
-    "TPU": ("tpu", None),
-    "CPU": ("cpu", None),
+# The platform of each column, and the compute capabilities of its GPUs.
+MACHINES: dict[str, tuple[str, tuple[str | None, ...]]] = {
+    "T4 (7.5)": ("cuda", ("7.5",)),
+    "A100, RTX 4090 (8.0, 8.9)": ("cuda", ("8.0", "8.9")),
+    "H100, H200 (9.0)": ("cuda", ("9.0",)),
+    "B200, RTX 5090 (10.0, 12.0)": ("cuda", ("10.0", "12.0")),
+    "TPU": ("tpu", (None,)),
+    "CPU": ("cpu", (None,)),
 }
 # Options of a call, in addition to those of a plain one.
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -71,11 +71,10 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 # of a plain call that all take, but decode, which takes few rows
 ROWS, HEADS, WIDTH = 128, 8, 64
-ALIKE = {"8.0": "8.9", "10.0": "12.0"}  # those that share a column
 
 
 class Call(NamedTuple):
-    """One kind of call: batch 1, and twice as many heads of queries as of keys unless there is one row."""
+    """One kind of call: batch 1, 16 heads of queries and 8 of keys."""
 
     queries: int
     keys: int
@@ -83,26 +82,21 @@ class Call(NamedTuple):
     dtype: str = "bfloat16"
     causal: bool = False
     segments: bool = False
-    heads: int = 16
-    kv_heads: int = 8
-
-    def operands(self) -> Operands:
-        """Abstract arrays of a call."""
-        array: Any = jax.ShapeDtypeStruct
-        query = array((1, self.queries, self.heads, self.width), jnp.dtype(self.dtype))
-        key = array((1, self.keys, self.kv_heads, self.width), jnp.dtype(self.dtype))
-        operands = Operands(query, key, key)
-        if not self.segments:
-            return operands
-        rows, keys = (array((1, size), jnp.int32) for size in (self.queries, self.keys))
-        return operands._replace(tokens=Tokens(query_segments=rows, key_segments=keys))
 
     def kernel(self, platform: str, capability: str | None) -> str:
         """The kernel that it gets."""
+        array: Any = jax.ShapeDtypeStruct
+        query = array((1, self.queries, 16, self.width), jnp.dtype(self.dtype))
+        key = array((1, self.keys, 8, self.width), jnp.dtype(self.dtype))
+        operands = Operands(query, key, key)
+        if self.segments:
+            rows, keys = (array((1, size), jnp.int32) for size in (self.queries, self.keys))
+            tokens = Tokens(query_segments=rows, key_segments=keys)
+            operands = operands._replace(tokens=tokens)
         settings = Settings(self.width**-0.5, window_structure(right=0 if self.causal else None))
         device = None if capability is None else AssumedGPU(capability)
         with jax.enable_x64(self.dtype == "float64"):
-            return explain(tried(), settings, self.operands(), platform, device).name
+            return explain(tried(), settings, operands, platform, device).name
 
 
 CALLS = {
@@ -126,20 +120,24 @@ def runs(steps: Steps | None) -> str:
     """Kernels by call and machine, and a row of the kernels that were right on hardware."""
     rows = []
     for name, call in CALLS.items():
-        kernels = [call.kernel(*machine) for machine in MACHINES.values()]
-        for (platform, capability), kernel in zip(MACHINES.values(), kernels, strict=True):
-            if capability in ALIKE and call.kernel(platform, ALIKE[capability]) != kernel:
-                raise ValueError(f"{name}: {ALIKE[capability]} wants a column of its own")
-        rows.append((name, *(f"`{kernel}`" for kernel in kernels)))
-    ran = {capability: "none" for _, capability in MACHINES.values()}
+        cells = []
+        for machine, (platform, capabilities) in MACHINES.items():
+            kernels = {call.kernel(platform, capability) for capability in capabilities}
+            if len(kernels) > 1:
+                raise ValueError(f"{name}: not one column for {machine}: {sorted(kernels)}")
+            cells.append(f"`{kernels.pop()}`")
+        rows.append((name, *cells))
+    measured, correct = "", set[str]()
     if steps:
         checked = steps.get("check", {}).values()
         wrong = {x["kernel"] for x in checked if x.get("good") is False or "error" in x}
         correct = {x["kernel"] for x in checked if x.get("good")} - wrong
-        ran[steps["about"]["versions"]["capability"]] = ", ".join(f"`{x}`" for x in sorted(correct))
-    ran[None] = "none"
-    machines = list(MACHINES.values())
-    last = [ran[capability] if platform != "cpu" else "those" for platform, capability in machines]
+        measured = steps["about"]["versions"]["capability"]
+    names = ", ".join(f"`{x}`" for x in sorted(correct))
+    last = [
+        "those" if platform == "cpu" else names if measured in capabilities else "none"
+        for platform, capabilities in MACHINES.values()
+    ]
     return table(("call", *MACHINES), [*rows, ("right on hardware so far", *last)])
 
 

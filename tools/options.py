@@ -22,16 +22,6 @@ def default_of(option: griffe.Attribute) -> str:
     return "None" if str(option.annotation).endswith("| None") else "..."
 
 
-def as_parameter(option: griffe.Attribute) -> griffe.Parameter:
-    """An option as the signature of a function shows it."""
-    return griffe.Parameter(
-        option.name,
-        annotation=option.annotation,
-        kind=griffe.ParameterKind.keyword_only,
-        default=default_of(option),
-    )
-
-
 class Options(griffe.Extension):
     """Replaces the variadic parameter of a function by what its `TypedDict` declares."""
 
@@ -39,37 +29,32 @@ class Options(griffe.Extension):
         """Called by Griffe with every function, when all of them are loaded."""
         for variadic in func.parameters:
             unpack = variadic.annotation
-            if (
-                not isinstance(unpack, griffe.ExprSubscript)
-                or unpack.canonical_path != "typing.Unpack"
-            ):
-                continue
-            options = declared(func.modules_collection[unpack.slice.canonical_path])
-            for option in options.values():
-                func.parameters.add(as_parameter(option))
-            # a class documents the parameters of its `__init__`
-            documented = func.parent if func.name == "__init__" else func
-            if documented is not None and documented.docstring is not None:
-                describe(documented.docstring, variadic.name, options)
-            del func.parameters[variadic.name]
+            is_subscript = isinstance(unpack, griffe.ExprSubscript)
+            if is_subscript and unpack.canonical_path == "typing.Unpack":
+                break
+        else:
             return
-
-
-def describe(
-    docstring: griffe.Docstring, variadic: str, options: dict[str, griffe.Attribute]
-) -> None:
-    """Puts the descriptions of the options where the variadic parameter has its own."""
-    for section in docstring.parsed:
-        if isinstance(section, griffe.DocstringSectionParameters):
-            named = [x for x in section.value if x.name.lstrip("*") != variadic]
-            described = {x.name for x in named}
-            section.value = named + [
-                griffe.DocstringParameter(
-                    x.name,
-                    description=x.docstring.value if x.docstring else "",
-                    annotation=x.annotation,
-                    value=default_of(x),
-                )
-                for x in options.values()
-                if x.name not in described
-            ]
+        options = declared(func.modules_collection[unpack.slice.canonical_path]).values()
+        for x in options:
+            kind = griffe.ParameterKind.keyword_only
+            func.parameters.add(
+                griffe.Parameter(x.name, annotation=x.annotation, kind=kind, default=default_of(x))
+            )
+        del func.parameters[variadic.name]
+        # a class documents the parameters of its `__init__`
+        documented = func.parent if func.name == "__init__" else func
+        sections = documented.docstring.parsed if documented and documented.docstring else ()
+        for section in sections:
+            if isinstance(section, griffe.DocstringSectionParameters):
+                named = [x for x in section.value if x.name.lstrip("*") != variadic.name]
+                described = {x.name for x in named}
+                section.value = named + [
+                    griffe.DocstringParameter(
+                        x.name,
+                        description=x.docstring.value if x.docstring else "",
+                        annotation=x.annotation,
+                        value=default_of(x),
+                    )
+                    for x in options
+                    if x.name not in described
+                ]

@@ -1,8 +1,7 @@
 """Runs the Python blocks of documentation pages, and writes or compares the outputs below them.
 
-    python tools/pages.py --write [PAGES]    rewrite outputs, figures and included lines
-    python tools/pages.py --check [PAGES]    compare them with a new run
-    python tools/pages.py --includes         rewrite included lines only, in seconds
+    python tools/pages.py           rewrite the included lines of all pages, in seconds
+    python tools/pages.py PAGES     run these pages and rewrite their outputs and figures, too
 
 The blocks of a page are one program, which runs on eight simulated CPU devices.
 
@@ -17,7 +16,6 @@ The blocks of a page are one program, which runs on eight simulated CPU devices.
 A block draws a figure by `plt.show()` or `figure.savefig(name)`.
 """
 
-import argparse
 import contextlib
 import io
 import itertools
@@ -101,11 +99,9 @@ def with_includes(text: str) -> str:
         )
         lines = textwrap.dedent("\n".join(source[start + 1 : end])).strip("\n")
         # `{.py}`: code that is neither run nor formatted here, but where it is from
-        is_code = include["path"].endswith(".py")
-        fenced = (
-            f"``` {{.py}}\n{lines}\n```" if is_code else lines.replace("```python", "``` {.py}")
-        )
-        return f"{include[1]}\n{fenced}\n\n"
+        if include["path"].endswith(".py"):
+            return f"{include[1]}\n``` {{.py}}\n{lines}\n```\n\n"
+        return f"{include[1]}\n{lines.replace('```python', '``` {.py}')}\n\n"
 
     return INCLUDE.sub(lines_of, text)
 
@@ -160,12 +156,8 @@ def execute(page: Path) -> list[Result]:
         for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
             line = block.string[: block.start()].count("\n") + 1
             code = "\n" * line + code_of(block)
-            linecache.cache[str(page)] = (
-                len(code),
-                None,
-                code.splitlines(keepends=True),
-                str(page),
-            )
+            lines = code.splitlines(keepends=True)
+            linecache.cache[str(page)] = (len(code), None, lines, str(page))
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(compile(code, str(page), "exec"), module.__dict__)
@@ -210,26 +202,16 @@ def text_close(old: str, new: str) -> bool:
 def figure_close(old: str, new: str, tolerance: float = 4.0) -> bool:
     """Whether two figures have the same words, and their shapes the same extents up to some points."""
 
-    def drawn(svg: str) -> tuple[list[str], list[tuple[float, ...]]]:
-        shapes = [
-            [float(x) for x in re.findall(r"-?\d+\.?\d*", path)]
-            for path in re.findall(r'<path d="([^"]+)" clip-path', svg)
-        ]
-        extents = [
-            (min(x[::2]), max(x[::2]), min(x[1::2]), max(x[1::2])) for x in shapes if len(x) > 3
-        ]
+    def drawn(svg: str) -> tuple[list[str], list[float]]:
+        paths = re.findall(r'<path d="([^"]+)" clip-path', svg)
+        shapes = [[float(x) for x in re.findall(r"-?\d+\.?\d*", path)] for path in paths]
+        extents = [f(x[i::2]) for x in shapes if len(x) > 3 for i in (0, 1) for f in (min, max)]
         return re.findall(r"<!-- (.*?) -->", svg), extents
 
-    (words, shapes), (new_words, new_shapes) = drawn(old), drawn(new)
-    return (
-        words == new_words
-        and len(shapes) == len(new_shapes)
-        and all(
-            abs(x - y) <= tolerance
-            for pair in zip(shapes, new_shapes, strict=True)
-            for x, y in zip(*pair, strict=True)
-        )
-    )
+    (words, extents), (new_words, new_extents) = drawn(old), drawn(new)
+    if words != new_words or len(extents) != len(new_extents):
+        return False
+    return all(abs(x - y) <= tolerance for x, y in zip(extents, new_extents, strict=True))
 
 
 def below(page: Path, block: re.Match[str], result: Result, count: Iterator[int]) -> str:
@@ -260,7 +242,7 @@ def write(page: Path, results: list[Result]) -> None:
             result = Result(kept, result.figures)
         new += below(page, block, result, numbers)
         end = block.end()
-    page.write_text(with_includes(new + text[end:]), encoding="utf-8")
+    page.write_text(new + text[end:], encoding="utf-8")
     figures = [svg for result in results for svg in result.figures]
     for number, svg in enumerate(figures, 1):
         file = DOCS / "figures" / f"{page.stem}-{number}.svg"
@@ -299,40 +281,12 @@ def differences(page: Path, results: list[Result]) -> list[str]:
     return wrong
 
 
-def main() -> int:
-    """Runs, writes or compares the pages of the command line; all of them if there is none."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--includes", action="store_true")
-    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("pages", nargs="*", type=Path)
-    arguments = parser.parse_args()
-    if arguments.run:
-        results = execute(arguments.pages[0].resolve())
-        print(json.dumps([vars(result) for result in results]))
-        return 0
-    if arguments.includes:
-        for page in DOCS.glob("*.md"):
-            page.write_text(with_includes(page.read_text(encoding="utf-8")), encoding="utf-8")
-        return 0
-    failed = False
-    for page in [path.resolve() for path in arguments.pages] or pages():
-        try:
-            results = run(page)
-        except RuntimeError as error:
-            print(error, file=sys.stderr)
-            failed = True
-            continue
-        if arguments.write:
-            write(page, results)
-        wrong = differences(page, results)
-        print(page.name, "differs:" if wrong else "agrees", *wrong, sep="\n" if wrong else " ")
-        failed |= bool(wrong)
-    return int(failed)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--run"]:
+        print(json.dumps([vars(result) for result in execute(Path(sys.argv[2]))]))
+        sys.exit()
+    for page in map(Path.resolve, map(Path, sys.argv[1:])):
+        write(page, run(page))
+        print(f"{page.name}: its blocks ran")
+    for page in DOCS.glob("*.md"):
+        page.write_text(with_includes(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -27,7 +27,6 @@ import numpy as np
 import energy_attn as ea
 from energy_attn.distributed import KVCache, SequenceParallel, make_mesh
 
-MESH = make_mesh((2, 4), ("node", "device"))
 SEGMENTS = np.zeros((2, 256), np.int32)
 # Options of `ea.attention`, whose forward and gradient programs are hashed.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,12 +41,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sink": {"is_causal": True, "sink": np.zeros(4, np.float32)},
     "reproducible": {"is_causal": True, "reproducible": True},
 }
-METHODS = ("tree", "ring", "ulysses", "gather", "hybrid")
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def attend(length: int = 256, heads: int = 4, kv_heads: int = 2, **options: Any) -> Call:
-    """A sum over attention and energies, and queries, keys and values of ones."""
+    """A sum over attention and energies, and its arguments."""
     query, key = (jnp.ones((2, length, n, 32)) for n in (heads, kv_heads))
 
     def loss(*args: Any) -> jax.Array:
@@ -95,7 +93,7 @@ def calls() -> dict[str, Callable[[], Call]]:
         "decode": decode,
         "decode, tree": lambda: decode(SequenceParallel(("node", "device"))),
         "decode, reproducible": lambda: decode(reproducible=True),
-        **{method: functools.partial(sharded, method) for method in METHODS},
+        **{x: lambda x=x: sharded(x) for x in ("tree", "ring", "ulysses", "gather", "hybrid")},
         "ring, reproducible": lambda: sharded("ring", reproducible=True),
     }
 
@@ -104,19 +102,16 @@ def program(call: Call) -> str:
     """The optimised HLO of a call, with instructions numbered in their order and without metadata."""
     function, args = call
     text = jax.jit(function).lower(*args).compile().as_text()
-    dropped = r", metadata=\{[^}]*\}|, backend_config=\{.*\}|^HloModule.*$"
-    text = re.sub(dropped, "", text, flags=re.MULTILINE)
+    text = re.sub(r"(?m), metadata=\{[^}]*\}|, backend_config=\{.*\}|^HloModule.*$", "", text)
     text = re.sub(r"\n(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d.*\n)*", "\n", text)
     numbers: dict[str, str] = {}
     return re.sub(r"%[\w.-]+", lambda x: numbers.setdefault(x[0], f"%{len(numbers)}"), text)
 
 
 if __name__ == "__main__":
+    jax.set_mesh(make_mesh((2, 4), ("node", "device")))
     for name, call in calls().items():
-        with jax.set_mesh(MESH):
-            if sys.argv[1:] == [name]:
-                print(program(call()))
-            elif not sys.argv[1:]:
-                text = program(call())
-                digest = hashlib.sha256(text.encode()).hexdigest()[:10]
-                print(f"{digest} {text.count(' = '):>6}  {name}", flush=True)
+        if sys.argv[1:] in ([], [name]):
+            text = program(call())
+            digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+            print(text if sys.argv[1:] else f"{digest} {text.count(' = '):>6}  {name}", flush=True)

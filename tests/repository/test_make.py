@@ -1,4 +1,4 @@
-"""The Makefile, with interpreters that only note what they are asked to do; and what finds a newer Python."""
+"""The Makefile, with interpreters that only note what they are asked to do."""
 
 import os
 import re
@@ -81,81 +81,35 @@ def test_installs_when_something_has_changed(tree):
     assert [line.split(" -m ")[1].split()[0] for line in older] == ["venv", "pip"] * 2 + ["pytest"]
 
 
-MADE = {
-    "": "bin/python3 -m venv --clear .venv",
-    "-newest": "bin/python3.13 -m venv --clear .venv-newest",
-    "-tpu": ".venv/bin/python -m venv --clear --without-pip .venv-tpu",
-    "-cuda12": ".venv/bin/python -m venv --clear --without-pip .venv-cuda12",
-    "-cuda13": ".venv-newest/bin/python -m venv --clear --without-pip .venv-cuda13",
-    "-fa4": "bin/python3.13 -m venv --clear .venv-fa4",
-}
-INSTALLED = {
-    "": ".[test] jax",
-    "-newest": ".[test] jax",
-    "-tpu": ".[tpu] jax",
-    "-cuda12": ".[cuda12-compiler] jax==0.10.2 jax-cuda12-plugin==0.10.2",
-    "-cuda13": ".[cuda13-compiler] jax jax-cuda13-plugin",
-    "-fa4": ".[test,fa4] jax",
-}
+# A target; what its environment is made with, or lies on; the environment, its packages, and what is tested.
+TARGETS = """
+test-newest PART=tests/a | python3.13 | .venv-newest | .[test] jax | -m smoke and not full or readme tests/a
+test-tpu | .venv | .venv-tpu | .[tpu] jax | -m tpu tests/tpu
+test-cuda | .venv | .venv-cuda12 | .[cuda12-compiler] jax==0.10.2 jax-cuda12-plugin==0.10.2 | -m cuda tests/cuda
+test-cuda CUDA=13 | .venv-newest | .venv-cuda13 | .[cuda13-compiler] jax jax-cuda13-plugin | -m cuda tests/cuda
+test-fa4 | python3.13 | .venv-fa4 | .[test,fa4] jax | -m fa4 tests/cuda
+test-rest SHARD=2/6 | python3 | .venv | .[test] jax | -m full and not (tpu or cuda or flash or fa4) --shard=2/6
+test-rest TOUCHED=a\\ b | python3 | .venv | .[test] jax | fa4) --touched=a --touched=b
+test-full OPTIMISE=3 | python3 | .venv | .[test] jax | -m not (tpu or cuda or flash or fa4)
+"""
 
 
-ELSEWHERE = "(tpu or cuda or flash or fa4)"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environments", "tested"),
-    [
-        ("test-newest PART=tests/a", ["-newest"], "-m smoke and not full or readme tests/a"),
-        ("test-tpu", ["", "-tpu"], "-m tpu tests/tpu"),
-        ("test-cuda", ["", "-cuda12"], "-m cuda tests/cuda"),
-        ("test-cuda CUDA=13", ["-newest", "-cuda13"], "-m cuda tests/cuda"),
-        ("test-fa4", ["-fa4"], "-m fa4 tests/cuda"),
-        ("test-full", [""], f"-m not {ELSEWHERE}"),
-        ("test-rest", [""], f"-m full and not {ELSEWHERE}"),
-        ("test-rest SHARD=2/6", [""], f"{ELSEWHERE} --shard=2/6"),
-        ("test-rest TOUCHED=a\\ b", [""], f"{ELSEWHERE} --touched=a --touched=b"),
-        ("test-full OPTIMISE=3", [""], ELSEWHERE),
-    ],
-)
-def test_targets(tree, arguments, environments, tested):
+@pytest.mark.parametrize("row", TARGETS.strip().splitlines())
+def test_targets(tree, row):
     """Tests on an older Python or JAX than they are for, in others' environment, or not as users compile."""
-    arguments = shlex.split(arguments)
-    *made, ran = make(tree, *arguments)
-    for name, venv, pip in zip(environments, made[::2], made[1::2], strict=True):
-        assert venv == MADE[name]
-        assert pip.startswith(f".venv{name}/bin/python -m pip install -qq --no-compile")
-        assert pip.endswith(INSTALLED[name])
+    target, base, name, packages, tested = row.split(" | ")
+    *_, made, installed, ran = make(tree, *shlex.split(target))
+    if base.startswith("python"):
+        assert made == f"bin/{base} -m venv --clear {name}"
+    else:  # it sees the packages of the other one
+        assert made == f"{base}/bin/python -m venv --clear --without-pip {name}"
+        text = (tree / name / "bin/packages/base.pth").read_text()
+        assert text == f"import site; site.addsitedir('{base}/bin/packages')\n"
+    assert installed.startswith(f"{name}/bin/python -m pip install -qq --no-compile")
+    assert installed.endswith(packages)
     command, flags, no_bytecode = ran.split(" #")
-    assert command.startswith(f".venv{environments[-1]}/bin/python -m pytest")
+    assert command.startswith(f"{name}/bin/python -m pytest")
     assert re.sub(" +", " ", command).strip().endswith(tested)
-    optimised = "OPTIMISE=3" in arguments or arguments[0] in ("test-cuda", "test-tpu")
+    optimised = re.match("test-(tpu|cuda|full OPTIMISE=3)", target) is not None
     assert flags.split() == ["--xla_backend_optimization_level=3"] * optimised
     assert no_bytecode.strip() == ""
-    if environments[0] != environments[-1]:  # which sees the packages of the first
-        text = (tree / f".venv{environments[-1]}/bin/packages/base.pth").read_text()
-        assert text == f"import site; site.addsitedir('.venv{environments[0]}/bin/packages')\n"
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"PYTHON": "python3"}, "PYTHON: wanted a Python 3.12 or newer"),
-        ({"PYTHON": "nowhere"}, "its venv module, got nowhere"),
-        ({}, "found no Python 3.12 or newer on PATH, and no apt-get"),
-    ],
-    ids=str,
-)
-def test_no_newer_python(tree, changed, said):
-    """A run on an older Python, or an error of some tool, where no newer one can be had."""
-    (tree / "bin" / "python3.13").unlink()
-    for tool in ("bash", "mkdir"):
-        (tree / "bin" / tool).symlink_to(shutil.which(tool))
-    done = subprocess.run(
-        ["bash", "tools/newer_python.sh", "unpacked"],
-        cwd=tree,
-        env={"PATH": str(tree / "bin"), **changed},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert said in done.stderr and "make PYTHON=... test-newest" in done.stderr

@@ -6,27 +6,18 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
-import zipfile
+import types
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import release
 from check_structure import LINKED, ROOMS, sources
 
+import energy_attn
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
-
-
-class Built(NamedTuple):
-    """The sdist of this tree, the wheel made from it, the sdist's files, and the wheel unpacked."""
-
-    sdist: Path
-    wheel: Path
-    names: set[str]
-    installed: Path
 
 
 def run(*command: str | Path, **options) -> str:
@@ -60,20 +51,20 @@ def files_of(folder: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Built:
-    """Both, built without network access; the wheel has 2.1 MB at most."""
+def built(tmp_path_factory) -> types.SimpleNamespace:
+    """The sdist of this tree, the wheel made from it, and both unpacked; the wheel has 2.2 MB at most."""
     work = tmp_path_factory.mktemp("build")
     copy(work / "tree")
     sdist = build("sdist", work / "tree", work / "sdist")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(work / "unpacked", filter="data")
+    shutil.unpack_archive(sdist, work / "unpacked", filter="data")
     (unpacked,) = (work / "unpacked").iterdir()
     names = files_of(unpacked)
     wheel = build("wheel", unpacked, work / "wheel")
     assert wheel.stat().st_size <= 2.2e6
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(work / "installed")
-    return Built(sdist, wheel, names, work / "installed")
+    shutil.unpack_archive(wheel, work / "installed", "zip")
+    return types.SimpleNamespace(
+        sdist=sdist, wheel=wheel, names=names, installed=work / "installed"
+    )
 
 
 def modules() -> set[str]:
@@ -102,34 +93,26 @@ def test_wheel(built, tmp_path):
     assert Path(file) == built.installed / "energy_attn/distributed/__init__.py"
 
 
-def test_metadata(built):
-    """What an index would show of another version, license or Python, or without its long description."""
-    (path,) = built.installed.glob("*.dist-info/METADATA")
-    found = email.message_from_string(path.read_text(encoding="utf-8"))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for field, wanted in {
-        "Name": project["name"],
-        "Version": project["version"],
-        "Summary": project["description"],
-        "Requires-Python": project["requires-python"],
-        "License-Expression": "Apache-2.0",
-        "License-File": "LICENSE",
-        "Description-Content-Type": "text/markdown",
-    }.items():
-        assert found[field] == wanted, field
-    assert found.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
-    wanted = {x for x in found.get_all("Requires-Dist") if "extra ==" not in x}
-    assert wanted == set(project["dependencies"])
-
-
-def strictly(*files: Path) -> None:
+def check_strictly(*files: Path) -> None:
     """What an index would refuse, or show as it was not meant."""
     run(sys.executable, "-m", "twine", "check", "--strict", *files)
 
 
-def test_twine(built):
-    """Metadata that an index refuses."""
-    strictly(built.sdist, built.wheel)
+def test_metadata(built):
+    """What an index refuses, or would show of another version, license or Python, or without its long description."""
+    check_strictly(built.sdist, built.wheel)
+    (path,) = built.installed.glob("*.dist-info/METADATA")
+    found = email.message_from_string(path.read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = "Name", "Version", "Summary", "Requires-Python", "License-Expression", "License-File"
+    assert [found[name] for name in names] == [
+        *(project[key] for key in ("name", "version", "description", "requires-python")),
+        *("Apache-2.0", "LICENSE"),
+    ]
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+    wanted = {x for x in found.get_all("Requires-Dist") if "extra ==" not in x}
+    assert wanted == set(project["dependencies"])
 
 
 def test_long_description():
@@ -146,9 +129,9 @@ def test_long_description():
     assert code.findall(readme) == code.findall(shown) and "```latex\nF(" in shown
 
 
-def test_the_changelog_is_of_this_version():
-    """A version that the changelog does not have on top, below what is unreleased."""
-    assert release.newest() == release.version()
+def test_the_version():
+    """A package of another version, or one that the changelog does not have on top, below what is unreleased."""
+    assert energy_attn.__version__ == release.newest() == release.version()
     headings = re.findall("^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
     assert headings[0] == "Unreleased" and headings[1].startswith(f"{release.version()} - ")
 
@@ -158,14 +141,13 @@ def test_a_tag_of_another_version(tmp_path, capsys, wrong):
     """A release whose tag, package and changelog do not agree, or one that leaves the README as it was."""
     for name in FILES:
         shutil.copy(ROOT / name, tmp_path)
-    version, address = release.version(), "https://example.org/ours/"
-    assert release.main([f"v{version}", address], tmp_path) == 0
+    tag, address = f"v{release.version()}", "https://example.org/ours/"
+    assert release.main([tag, address], tmp_path) == 0
     assert "](https://example.org/ours/blob/v" in (tmp_path / "README.md").read_text()
     if wrong != "tag":
         text = (tmp_path / wrong).read_text()
-        (tmp_path / wrong).write_text(text.replace(version, "0.0.9", 1))
-    tag = "v99.0" if wrong == "tag" else f"v{version}"
-    assert release.main([tag, address], tmp_path) == 1
+        (tmp_path / wrong).write_text(text.replace(tag[1:], "0.0.9", 1))
+    assert release.main(["v99.0" if wrong == "tag" else tag, address], tmp_path) == 1
     assert "release.py: the tag is v" in capsys.readouterr().err
 
 
@@ -177,7 +159,7 @@ def test_a_release(tmp_path):
     options = {"cwd": tmp_path, "env": {k: x for k, x in os.environ.items() if not ours.match(k)}}
     run(sys.executable, "-m", "build", "tree", "--outdir", "dist", **options)
     sdist, wheel = sorted((tmp_path / "dist").iterdir(), key=lambda x: x.suffix)
-    strictly(sdist, wheel)
+    check_strictly(sdist, wheel)
     run(sys.executable, "-m", "venv", "empty", **options)
     python = tmp_path / "empty" / "bin" / "python"
     run(python, "-m", "pip", "install", "-qq", "--no-compile", wheel, **options)
@@ -186,15 +168,14 @@ def test_a_release(tmp_path):
 
 # Prefixes of modules that `import energy_attn` does not import.
 LATE = (
-    *"matplotlib jax.experimental.pallas safetensors tokenizers".split(),
+    *("matplotlib", "jax.experimental.pallas", "safetensors", "tokenizers"),
     *(f"energy_attn.{x}" for x in "cli hopfield models plot prefix_tree report".split()),
-    "energy_attn.distributed.cache",
-    "energy_attn.distributed.hlo._collectives",
-    *(f"energy_attn.distributed.runtime.{x}" for x in ("_initialize", "_safetensors")),
+    *(f"energy_attn.distributed.{x}" for x in ("cache", "hlo._collectives", "runtime._initialize")),
+    "energy_attn.distributed.runtime._safetensors",
     *(
-        f"energy_attn.kernels.pallas.{chip}._{name}"
-        for chip in ("gpu", "tpu")
-        for name in ("forward", "backward")
+        f"energy_attn.kernels.pallas.{x}._{y}"
+        for x in ("gpu", "tpu")
+        for y in ("forward", "backward")
     ),
 )
 

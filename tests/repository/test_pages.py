@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pages
 import pytest
-from check_structure import ROOMS, module_name, sources
+from check_structure import ROOMS, module_name, modules
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pages that a newcomer pastes, which run on the newest JAX, too; and two short ones of the default suite.
@@ -19,17 +19,15 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 def examples() -> list:
     """Every docstring that has an example. Read from the sources: decorators hide functions from doctest's finder."""
-    parser = doctest.DocTestParser()
     found = []
-    for path in [path for room in ROOMS for path in sources(ROOT, room)]:
+    for _, path, tree in modules(ROOT, *ROOMS):
         module = module_name(ROOT, path).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree):
             doc = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
             if doc and ">>> " in doc:
                 name = f"{module}.{getattr(node, 'name', '')}".rstrip(".")
-                line = node.body[0].lineno - 1
-                test = parser.get_doctest(doc, {}, name, str(path), line)
-                found.append(pytest.param(test, id=name))
+                test = (doc, {}, name, str(path), node.body[0].lineno - 1)
+                found.append(pytest.param(doctest.DocTestParser().get_doctest(*test), id=name))
     return found
 
 
@@ -45,10 +43,8 @@ def test_docstring(example, user_settings):
 def when(page: Path):
     """A page whose blocks run in the default suite, on the newest JAX, or seldom."""
     name = page.relative_to(ROOT).as_posix()
-    newest = [pytest.mark.readme] if name in FIRST else []
-    return pytest.param(
-        page, id=name, marks=newest if name in SHORT else [pytest.mark.full, *newest]
-    )
+    marks = [pytest.mark.readme] * (name in FIRST) + [pytest.mark.full] * (name not in SHORT)
+    return pytest.param(page, id=name, marks=marks)
 
 
 @pytest.mark.parametrize("page", [when(page) for page in pages.pages()])
@@ -66,7 +62,7 @@ def test_text_of_a_page(page):
     blocks = list(pages.BLOCK.finditer(text))
     assert len(blocks) == len(re.findall(r"```python\b|<!-- python\b", text))
     assert sum(bool(block["below"]) for block in blocks) == text.count("<!-- output")
-    assert pages.with_includes(text) == text, "python tools/pages.py --includes"
+    assert pages.with_includes(text) == text, "python tools/pages.py"
     images = [image for block in blocks for image in pages.IMAGE.finditer(block["figures"] or "")]
     names = [f"{page.stem}-{i}.svg" for i in range(1, len(images) + 1)]
     assert [image[0].partition("figures/")[2].partition(")")[0] for image in images] == names
@@ -118,64 +114,47 @@ figure.savefig("line.svg")
 SVG = "figures/page-1.svg"
 
 
-@pytest.fixture
-def written(tmp_path, monkeypatch):
-    """A page in a folder of its own, whose outputs have been written, and what its blocks gave."""
+VARIES = "<!-- output, varies: ms$ -->"
+# What a page is changed to show, and whether a check says so.
+CHANGES = [
+    ({"\nx is 3.14159": "\nx is 3.14152"}, True),
+    ({"\nx is 3.14159": "\nx is 3.14158"}, False),  # the last digit may differ
+    ({"\nx is 3": "\nx was 3"}, True),
+    ({"\nin 12.3 ms": "\nin 99.9 ms"}, True),
+    ({"\n| a |": "\n| b |"}, True),
+    ({f"![]({SVG})\n": ""}, True),
+    ({"<!-- output -->": VARIES, "\nin 12.3 ms": "\nin 99.9 ms"}, False),
+    ({"<!-- output -->": VARIES, "\nx is 3.14159": "\nx is 3"}, True),
+]
+
+
+def test_what_the_tool_writes_and_compares(tmp_path, monkeypatch):
+    """Outputs in other places, a figure with a date, or something else than the blocks give that is not found."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(pages, "DOCS", tmp_path)
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     results = pages.run(page)
-    pages.write(page, results)
-    assert pages.differences(page, results) == []
-    return page, results
-
-
-def test_what_the_tool_writes(written):
-    """Outputs in other places, a page that a second run changes, or a figure with a date or without our colours."""
-    page, results = written
-    text = page.read_text()
+    for _ in range(2):
+        pages.write(page, results)
+        assert pages.differences(page, results) == []
+    text, svg = page.read_text(), (tmp_path / SVG).read_text()
     assert "```\n\n<!-- output -->\n\n```text\nx is 3.14159\nin 12.3 ms\n```\n\nProse." in text
     assert text.endswith(f"-->\n\n<!-- output -->\n\n| a |\n\n<!-- end -->\n\n![]({SVG})\n")
-    pages.write(page, results)
-    assert page.read_text() == text
-    svg = (page.parent / SVG).read_text()
     assert pages.INK in svg and pages.COLOURS[0] in svg and "<dc:date>" not in svg
 
+    for changes, told in CHANGES:
+        changed = text
+        for old, new in changes.items():
+            assert old in changed
+            changed = changed.replace(old, new, 1)
+        page.write_text(changed)
+        assert len(pages.differences(page, results)) == told, changes
+    page.write_text(text)
+    for pattern, new in ((r"L (\d)", r"L 9\1"), ("<!-- 0.0 -->", "<!-- 0.5 -->")):
+        (tmp_path / SVG).write_text(re.sub(pattern, new, svg))  # drawn elsewhere; other words
+        assert len(pages.differences(page, results)) == 1
 
-OUTPUT, VARIES = "<!-- output -->", "<!-- output, varies: ms$ -->"
-
-
-@pytest.mark.parametrize(
-    ("file", "changes", "count"),
-    [
-        ("page.md", {"\nx is 3.14159": "\nx is 3.14152"}, 1),
-        ("page.md", {"\nx is 3.14159": "\nx is 3.14158"}, 0),  # the last digit may differ
-        ("page.md", {"\nx is 3": "\nx was 3"}, 1),
-        ("page.md", {"\nin 12.3 ms": "\nin 99.9 ms"}, 1),
-        ("page.md", {"\n| a |": "\n| b |"}, 1),
-        ("page.md", {f"![]({SVG})\n": ""}, 1),
-        ("page.md", {OUTPUT: VARIES, "\nin 12.3 ms": "\nin 99.9 ms"}, 0),
-        ("page.md", {OUTPUT: VARIES, "\nx is 3.14159": "\nx is 3"}, 1),
-        (SVG, {r"L (\d)": r"L 9\1"}, 1),  # drawn elsewhere
-        (SVG, {"<!-- 0.0 -->": "<!-- 0.5 -->"}, 1),  # another word on an axis
-    ],
-)
-def test_what_a_page_shows_is_compared(written, file, changes, count):
-    """Outputs, tables and figures that the blocks do not give; a time of another machine that is compared."""
-    page, results = written
-    text = (page.parent / file).read_text()
-    for old, new in changes.items():
-        pattern = old if file == SVG else re.escape(old)
-        assert re.search(pattern, text)
-        text = re.sub(pattern, new, text, count=0 if file == SVG else 1)
-    (page.parent / file).write_text(text)
-    assert len(pages.differences(page, results)) == count
-
-
-def test_a_block_that_raises(written):
-    """A page whose blocks do not run."""
-    page, _ = written
-    page.write_text(page.read_text().replace("x: float", "y: float"))
+    page.write_text(text.replace("x: float", "y: float"))
     with pytest.raises(RuntimeError, match="page.md: a block failed(.|\n)*has no attribute 'x'"):
         pages.run(page)

@@ -1,9 +1,11 @@
-"""Public names: what is shown, documented, typed, and checked at the signature."""
+"""Public names: what is shown, documented, typed, checked at the signature, and imported when it is first used."""
 
+import ast
 import importlib
 import inspect
 import re
-import tomllib
+import subprocess
+import sys
 import types
 import typing
 from functools import partial
@@ -64,17 +66,10 @@ def by_place(function) -> list[str]:
 
 def test_arguments_after_value_are_given_by_name():
     """A source where a bias was meant, or a tangent: where shapes agree, another function without a word."""
-    found = {
-        f"{name.rpartition('.')[0]}.{function.__qualname__}": names
-        for name, public in PUBLIC.items()
-        for function in functions_of(public)
-        if (names := by_place(function))
-    }
+    functions = [f for public in PUBLIC.values() for f in functions_of(public)]
+    found = {(f.__qualname__, *by_place(f)) for f in functions if by_place(f)}
     # as jax.nn and Equinox have it, whose places these take
-    assert found == {
-        "energy_attn.attention": ["bias", "mask"],
-        "energy_attn.nn.MultiheadAttention.__call__": ["mask"],
-    }
+    assert found == {("attention", "bias", "mask"), ("MultiheadAttention.__call__", "mask")}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -102,21 +97,56 @@ def test_public_names_are_documented_and_typed(name):
         assert "return" in hints, f"{function.__qualname__}: annotate what it returns"
 
 
-@pytest.mark.parametrize(
-    "attend",
-    [
-        energy_attn.attention,
-        energy_attn.kernels.local_attention,
-        partial(energy_attn.distributed.sharded_attention, axis_name="device"),
-    ],
-)
-def test_shapes_are_checked_in_every_room(attend):
+def test_shapes_are_checked_in_every_room():
     """Arrays that do not fit together are stopped at the signature, through the links too."""
+    sharded = partial(energy_attn.distributed.sharded_attention, axis_name="device")
     query = jnp.zeros((2, 3, 4, 5))
-    with pytest.raises(jaxtyping.TypeCheckError, match="attention"):
-        attend(query, query, query[:, :2])
+    for attend in (energy_attn.attention, energy_attn.kernels.local_attention, sharded):
+        with pytest.raises(jaxtyping.TypeCheckError, match="attention"):
+            attend(query, query, query[:, :2])
 
 
-def test_version_is_written_once():
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert energy_attn.__version__ == version
+def lazy_names(tree: ast.Module) -> list[str]:
+    """The names in a module's call of `lazy`."""
+    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call)]
+    keywords = [y for x in calls if ast.unparse(x.func) == "_lazy" for y in x.keywords]
+    return [name for keyword in keywords for name in ast.literal_eval(keyword.value)]
+
+
+LAZY = {
+    check_structure.module_name(ROOT, path).removesuffix(".__init__"): tree
+    for _, path, tree in check_structure.modules(ROOT, *check_structure.ROOMS)
+    if lazy_names(tree) and check_structure.lazy_block(tree)
+}
+assert {"energy_attn", "energy_attn.distributed", "energy_attn.distributed.internal"} <= {*LAZY}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_both_lists_agree(name):
+    """A name that users get and type checkers do not see, another thing of the same name, or a folder in its place."""
+    module = importlib.import_module(name)
+    found: dict[str, object] = {"__package__": module.__package__}
+    block = ast.Module(check_structure.lazy_block(LAZY[name]), [])
+    exec(compile(block, name, "exec"), found)
+    wanted = {key: value for key, value in found.items() if not key.startswith("_")}
+    assert sorted(lazy_names(LAZY[name])) == sorted(wanted)
+    for key, value in wanted.items():
+        assert module.__getattr__(key) is value
+        # `record`, a function of a folder `record`, which is the folder for whoever asks after the folder's import
+        if Path(module.__file__ or "").with_name(key).is_dir():
+            assert getattr(module, key).__name__ == f"{module.__name__}.{key}"
+
+
+def test_names_in_a_shell():
+    """Names that a shell does not complete, whose listing imports them, or an error that does not say which is none."""
+    code = (
+        "import sys, energy_attn as ea, energy_attn.distributed as d;"
+        "print(*{'models', 'landscape', 'attention'} - {*dir(ea)}, *{'KVCache'} - {*dir(d)});"
+        "print('energy_attn.models' in sys.modules, ea.models.Llama.__name__, d.KVCache.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\nFalse Llama KVCache\n"
+    with pytest.raises(AttributeError, match="module 'energy_attn' has no attribute 'nothing'"):
+        _ = importlib.import_module("energy_attn").nothing
+    with pytest.raises(ImportError, match="cannot import name 'nothing' from 'energy_attn.dis"):
+        from energy_attn.distributed import nothing  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,6 +1,7 @@
 """What `make test` leaves to `make test-full` is a choice that anyone can repeat, and leaves no value out."""
 
 import itertools
+import types
 
 import pytest
 from hypothesis import given
@@ -46,19 +47,14 @@ def test_pairs_all_meet():
     assert 55 <= len(rows) <= 60 and rows == pairwise(*columns)
 
 
-class Item:
+def case(nodeid, full=True):
     """A case, marked `full` or not."""
-
-    def __init__(self, nodeid, full=True):
-        self.nodeid, self.full = nodeid, full
-
-    def get_closest_marker(self, name):
-        return self.full if name == "full" else None
+    return types.SimpleNamespace(nodeid=nodeid, full=full, get_closest_marker=lambda name: full)
 
 
 def test_shards_are_all():
     """A long case that no shard has; one that two have; or a short one that is left out."""
-    items = [Item(f"tests/a/test_a.py::test[{i}]", full=i % 3 != 1) for i in range(40)]
+    items = [case(f"tests/a/test_a.py::test[{i}]", full=i % 3 != 1) for i in range(40)]
     shards = [rotate(items, f"{n}/4", []) for n in range(1, 5)]
     for item in items:
         assert sum(item in shard for shard in shards) == (1 if item.full else 4)
@@ -67,7 +63,7 @@ def test_shards_are_all():
 def test_more_of_what_was_touched():
     """A change whose own long cases wait for their turn, or a large change that runs all of them."""
     few, many = (
-        [Item(f"tests/{x}/test_a.py::t[{i}]") for i in range(n)] for x, n in (("a", 9), ("b", 999))
+        [case(f"tests/{x}/test_a.py::t[{i}]") for i in range(n)] for x, n in (("a", 9), ("b", 999))
     )
     assert rotate(few, "1/9", ["tests/a"]) == few
     assert len(rotate(few, "1/9", ["tests/aa"])) == 1

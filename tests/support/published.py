@@ -1,17 +1,25 @@
-"""The energies of docs/energies.md as formulas over the whole matrix of scores, written without the library.
+"""The published energies of docs/energies.md: the page's own, and formulas over the whole matrix of scores.
 
-A formula is the same for `jax.numpy` and for PyTorch. Scores `s` are `[B, N, T, S]`, or what broadcasts to that; so
-are `b`, `h`, `i`, `j`: the places of the batch, the head, the query and the key. `p` are the parameters.
+A formula is written without the library, and is the same for `x = jax.numpy` and `x = torch`. Scores `s` are
+`[B, N, T, S]`, or what broadcasts to that; so are `b`, `h`, `i`, `j`: the places of the batch, the head, the query and
+the key. `p` are the parameters.
 """
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-HEADS, SIDE = 4, 8
+import energy_attn as ea
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "energies.md"
+HEADS, WIDTH, SIDE = 4, 16, 8
 LENGTH = SIDE**2
 Score = Callable[..., Any]
 
@@ -69,8 +77,8 @@ def _alibi(x: Any, s: Any, b: Any, h: Any, i: Any, j: Any, p: Any) -> Any:
     return s - p[0][h] * abs(i - j)
 
 
-def _table(index: Callable[[Any, Any], tuple[Any, ...]]) -> Score:
-    return lambda x, s, b, h, i, j, p: s + p[0][(h, *index(i, j))]
+def _table(index: Callable[[Any, Any, Any], tuple[Any, ...]]) -> Score:
+    return lambda x, s, b, h, i, j, p: s + p[0][(h, *index(x, i, j))]
 
 
 def _plain(x: Any, s: Any, b: Any, h: Any, i: Any, j: Any, p: Any) -> Any:
@@ -78,38 +86,30 @@ def _plain(x: Any, s: Any, b: Any, h: Any, i: Any, j: Any, p: Any) -> Any:
 
 
 class Formula(NamedTuple):
-    """`score(numpy, s, b, h, i, j, p)`, `seen(b, i, j)`, and the factor of products, of rows of width 16."""
+    """`score(x, s, b, h, i, j, p)`, `seen(x, b, i, j)`, and the factor of products, of rows of width 16."""
 
     score: Score = _plain
-    seen: Callable[[Any, Any, Any], Any] | None = None
+    seen: Callable[[Any, Any, Any, Any], Any] | None = None
     scale: float = 0.25
     sink: bool = False
     unit: bool = False
 
 
-def _causal(b: Any, i: Any, j: Any) -> Any:
+def _causal(x: Any, b: Any, i: Any, j: Any) -> Any:
     return j <= i
 
 
-class _Table:
-    """A constant array of `jax.numpy`, or of another library between `use(convert)` and `use(None)`."""
-
-    def __init__(self, x: np.ndarray):
-        self._x, self._other = x, None
-
-    def use(self, convert: Callable[[np.ndarray], Any] | None) -> None:
-        self._other = convert and convert(self._x)
-
-    def __getitem__(self, places: Any) -> Any:
-        return (jnp.asarray(self._x) if self._other is None else self._other)[places]
+_BUCKETS, _HOPS = _t5(), _paths()
+_BLOCKS = abs(np.subtract.outer(np.arange(8), np.arange(8))) < 2
+_BLOCKS[[0, 7]] = _BLOCKS[:, [0, 7]] = True
+_BLOCKS |= np.random.default_rng(1).random((8, 8)) < 0.2
+_DIVISORS, _PREFIXES = np.array([13, 29]), np.array([20, 33])
 
 
-_BUCKETS, _HOPS = _Table(_t5()), _Table(_paths())
-_near = abs(np.subtract.outer(np.arange(8), np.arange(8))) < 2
-_near[[0, 7]] = _near[:, [0, 7]] = True
-_BLOCKS = _Table(_near | (np.random.default_rng(1).random((8, 8)) < 0.2))
-_DIVISORS, _PREFIXES = _Table(np.array([13, 29])), _Table(np.array([20, 33]))
-TABLES = _BUCKETS, _HOPS, _BLOCKS, _DIVISORS, _PREFIXES
+def _documents(x: Any, b: Any, i: Any, j: Any) -> Any:
+    divisor = x.asarray(_DIVISORS)[b]
+    return (j <= i) & (i // divisor == j // divisor)
+
 
 FORMULAS: dict[str, Formula] = {
     "gemma2": Formula(lambda x, s, b, h, i, j, p: 50 * x.tanh(s / 50), _causal, scale=1 / 16),
@@ -117,8 +117,8 @@ FORMULAS: dict[str, Formula] = {
     "hopfield": Formula(lambda x, s, b, h, i, j, p: p[0][h] * s, scale=1.0),
     "ssmax": Formula(lambda x, s, b, h, i, j, p: p[0][h] * x.log(1 + _real(s, i)) * s, _causal),
     "alibi": Formula(_alibi, _causal),
-    "t5": Formula(_table(lambda i, j: (_BUCKETS[j - i + LENGTH - 1],)), scale=1.0),
-    "clipped": Formula(_table(lambda i, j: ((j - i).clip(-8, 8) + 8,))),
+    "t5": Formula(_table(lambda x, i, j: (x.asarray(_BUCKETS)[j - i + LENGTH - 1],)), scale=1.0),
+    "clipped": Formula(_table(lambda x, i, j: ((j - i).clip(-8, 8) + 8,))),
     "kerple_log": Formula(
         lambda x, s, b, h, i, j, p: s - p[0][h] * x.log(1 + p[1][h] * _real(s, abs(i - j))),
         _causal,
@@ -136,20 +136,20 @@ FORMULAS: dict[str, Formula] = {
     "gaussian": Formula(
         lambda x, s, b, h, i, j, p: s - abs(p[0][h] * _real(s, (i - j) ** 2) + p[1][h])
     ),
-    "swin": Formula(_table(lambda i, j: tuple(d + SIDE - 1 for d in _steps(i, j)))),
+    "swin": Formula(_table(lambda x, i, j: tuple(d + SIDE - 1 for d in _steps(i, j)))),
     "swin_v2": Formula(_swin_v2, scale=1.0, unit=True),
-    "graphormer": Formula(_table(lambda i, j: (_HOPS[i, j],))),
+    "graphormer": Formula(_table(lambda x, i, j: (x.asarray(_HOPS)[i, j],))),
     "forgetting": Formula(lambda x, s, b, h, i, j, p: s + p[0][b, i, h] - p[0][b, j, h], _causal),
-    "sliding": Formula(seen=lambda b, i, j: (j <= i) & (i - j < 16)),
-    "prefix_lm": Formula(seen=lambda b, i, j: (j <= i) | (j < _PREFIXES[b])),
-    "documents": Formula(seen=lambda b, i, j: (j <= i) & (i // _DIVISORS[b] == j // _DIVISORS[b])),
-    "longformer": Formula(seen=lambda b, i, j: (abs(i - j) <= 6) | (i < 3) | (j < 3)),
-    "sparse": Formula(seen=lambda b, i, j: (j <= i) & ((i - j < 8) | ((i - j) % 8 == 0))),
-    "big_bird": Formula(seen=lambda b, i, j: _BLOCKS[i // 8, j // 8]),
-    "block_diffusion": Formula(seen=lambda b, i, j: j // 8 <= i // 8),
-    "streaming": Formula(seen=lambda b, i, j: (j <= i) & ((i - j < 12) | (j < 4))),
+    "sliding": Formula(seen=lambda x, b, i, j: (j <= i) & (i - j < 16)),
+    "prefix_lm": Formula(seen=lambda x, b, i, j: (j <= i) | (j < x.asarray(_PREFIXES)[b])),
+    "documents": Formula(seen=_documents),
+    "longformer": Formula(seen=lambda x, b, i, j: (abs(i - j) <= 6) | (i < 3) | (j < 3)),
+    "sparse": Formula(seen=lambda x, b, i, j: (j <= i) & ((i - j < 8) | ((i - j) % 8 == 0))),
+    "big_bird": Formula(seen=lambda x, b, i, j: x.asarray(_BLOCKS)[i // 8, j // 8]),
+    "block_diffusion": Formula(seen=lambda x, b, i, j: j // 8 <= i // 8),
+    "streaming": Formula(seen=lambda x, b, i, j: (j <= i) & ((i - j < 12) | (j < 4))),
     "softmax1": Formula(sink=True),
-    "gpt_oss": Formula(seen=lambda b, i, j: (j <= i) & (i - j < 32), sink=True),
+    "gpt_oss": Formula(seen=lambda x, b, i, j: (j <= i) & (i - j < 32), sink=True),
 }
 
 
@@ -164,7 +164,7 @@ def dense(formula: Formula, query: Any, key: Any, value: Any, parameters: Any) -
     b, h, i, j = places
     s = formula.score(jnp, products, b, h, i, j, parameters)
     if formula.seen is not None:
-        s = jnp.where(formula.seen(b, i, j), s, -jnp.inf)
+        s = jnp.where(formula.seen(jnp, b, i, j), s, -jnp.inf)
     top = s.max(-1, keepdims=True)  # every row sees a key
     if sink is not None:
         top = jnp.maximum(top, sink[:, None, None])
@@ -175,3 +175,24 @@ def dense(formula: Formula, query: Any, key: Any, value: Any, parameters: Any) -
         total = total + jnp.exp(sink[:, None, None] - top)
     out = jnp.einsum("bnts,bsnh->btnh", weights / total, value)
     return out, (top + jnp.log(total))[..., 0].transpose(0, 2, 1)
+
+
+def page_energies() -> dict[str, tuple[str, str, ea.FreeEnergy]]:
+    """The energies of the page by name, each with its block of code and its link, as the page's own code makes them."""
+    drawn = jax.random.normal(jax.random.key(0), (3, 2, LENGTH, HEADS, WIDTH))
+    names: dict[str, Any] = {"eqx": eqx, "jax": jax, "jnp": jnp, "np": np, "ea": ea}
+    names |= dict(zip(("query", "key", "value"), drawn, strict=True))
+    page = PAGE.read_text(encoding="utf-8").partition("## Published energies")[2]
+    found = {}
+    for section in page.partition("\n## ")[0].split("\n### "):
+        link = re.search(r"\[[^\]]+\]\((https?://[^)]+)\)", section)
+        for code in re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
+            exec(compile(code, str(PAGE), "exec"), names)
+            if section.startswith("\n"):  # names that all share
+                continue
+            (*_, name) = re.findall(r"^(\w+) = ea.FreeEnergy\(", code, re.MULTILINE)
+            energy = jax.tree.map(
+                lambda x: x.astype(float) if eqx.is_inexact_array(x) else x, names[name]
+            )
+            found[name] = code, link[1] if link else "", energy
+    return found
