@@ -1,22 +1,8 @@
 #!/usr/bin/env python3
 """Print each violation of the repository's structure; the exit status is 1 if there is any.
 
-The rules:
-
-- `energy_attn/kernels` and `energy_attn/distributed` are relative links to the folders of the same name.
-- `kernels` imports nothing of ours but itself, `distributed` only `kernels` and itself, each under its full name; and
-  nothing imports bare `kernels` or `distributed`, which are other people's packages.
-- A room imports from another one as users do, or from its `internal.py`; from no other module.
-- The folders of a room do not import each other in a circle.
-- Private names of JAX are in one module, which looks for them before they are called.
-- Equations of a jaxpr are read in `kernels/program` only.
-- A module holds one concept: at most 400 lines; a folder keeps within its budget of lines, `tools/budgets.toml`.
-- No class name is defined twice in the library, with or without an underscore.
-- Of the annotated parameters of a room, at most 5% are `Any`.
-- Nothing in the library knows `energy_attn/models`, but the command and the modules that are named here.
-- Every name that a package exports stands in the documentation's API pages.
-
-`tests/repository/test_structure.py` runs the same functions.
+The rules are the functions in `RULES`, and the budgets of `tools/budgets.toml`. The rooms `kernels` and `distributed`
+are links in the package: bare, these names are other people's packages.
 """
 
 import ast
@@ -120,7 +106,7 @@ def exports(root: Path) -> list[tuple[str, str]]:
 
 
 def broken_links(root: Path) -> Iterator[str]:
-    """The rooms that are not linked into the package."""
+    """The rooms that are not linked into the package, by a relative link of their name."""
     for room in LINKED:
         link = root / "energy_attn" / room
         if not link.is_symlink() or link.readlink() != Path("..", room):
@@ -138,7 +124,7 @@ def imported(root: Path, *folders: str) -> Iterator[tuple[str, str, str]]:
 
 
 def wrong_imports(root: Path) -> Iterator[str]:
-    """Imports against the direction, or by a bare name."""
+    """Imports of a room above, or of bare `kernels` or `distributed`."""
     for where, _, name in imported(root, *ROOMS, "benchmarks", "papers", "tests", "tools", "docs"):
         folder, room = where.split("/")[0], room_of(name)
         if name.split(".")[0] in LINKED:
@@ -233,7 +219,7 @@ def long_modules(root: Path) -> Iterator[str]:
 
 
 def repeated_classes(root: Path) -> Iterator[str]:
-    """Class names that are defined more than once, with the places of their definitions."""
+    """Class names that are defined more than once, with or without an underscore, and the places."""
     places: dict[str, list[str]] = {}
     for where, _, tree in modules(root, *ROOMS):
         for node in ast.walk(tree):

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 900
@@ -68,16 +69,10 @@ def red(copy: Path, tests: str, full: bool) -> str | None:
     command += ["-m", "full"] if full else []
     # a fault of the last run is not read from bytecode; programs that were compiled before are
     environment = {name: x for name, x in os.environ.items() if name != "CI"}
-    copy_only = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    options: Any = {"capture_output": True, "text": True, "timeout": SECONDS}
     try:
-        done = subprocess.run(
-            command,
-            cwd=copy,
-            env=environment | copy_only,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
+        done = subprocess.run(command, cwd=copy, env=environment, **options)
     except subprocess.TimeoutExpired:
         return f"{tests} (no end in {SECONDS} s)"
     if done.returncode in (0, 5):  # all passed, or none was asked for

@@ -114,9 +114,8 @@ def as_svg(figure) -> str:
     return re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE)
 
 
-@contextlib.contextmanager
-def captured_figures() -> Iterator[list[str]]:
-    """Collects the figures that blocks show or save, in the documentation's style."""
+def captured_figures() -> list[str]:
+    """The list of the figures that blocks show or save from now on, in the documentation's style."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -127,7 +126,7 @@ def captured_figures() -> Iterator[list[str]]:
     figures: list[str] = []
     style: Any = STYLE | {"axes.prop_cycle": cycler(color=COLOURS)}
     plt.rcParams.update(style)
-    save, show = Figure.savefig, plt.show
+    save = Figure.savefig
 
     def savefig(figure, file, **options):
         if isinstance(file, str):
@@ -135,34 +134,29 @@ def captured_figures() -> Iterator[list[str]]:
         else:
             save(figure, file, **options)
 
-    def show_all(**_):
+    def show(**_):
         figures.extend(as_svg(plt.figure(number)) for number in plt.get_fignums())
         plt.close("all")
 
     setattr(Figure, "savefig", savefig)  # noqa: B010 (its parameters have other names)
-    plt.show = show_all
-    try:
-        yield figures
-    finally:
-        Figure.savefig, plt.show = save, show
+    plt.show = show
+    return figures
 
 
 def execute(page: Path) -> list[Result]:
-    """Runs the blocks of a page in this process."""
+    """Runs the blocks of a page in this process, whose figures are captured from then on."""
     module = ModuleType("page")
     sys.modules[module.__name__] = module  # where dataclasses look
-    results = []
-    with captured_figures() as figures:
-        for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
-            line = block.string[: block.start()].count("\n") + 1
-            code = "\n" * line + code_of(block)
-            lines = code.splitlines(keepends=True)
-            linecache.cache[str(page)] = (len(code), None, lines, str(page))
-            printed = io.StringIO()
-            with contextlib.redirect_stdout(printed):
-                exec(compile(code, str(page), "exec"), module.__dict__)
-            results.append(Result(printed.getvalue(), figures.copy()))
-            figures.clear()
+    results, figures = [], captured_figures()
+    for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        line = block.string[: block.start()].count("\n") + 1
+        code = "\n" * line + code_of(block)
+        lines = code.splitlines(keepends=True)
+        linecache.cache[str(page)] = (len(code), None, lines, str(page))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(code, str(page), "exec"), module.__dict__)
+        results.append(Result(printed.getvalue(), figures.copy()))
+        figures.clear()
     return results
 
 

@@ -25,11 +25,6 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def made_by(tool: str, page: str) -> str:
-    """What a tool wrote into a page."""
-    return page.partition(f"<!-- {tool} -->\n")[2].partition("<!-- end -->")[0].strip()
-
-
 def anchors(page: Path) -> set[str]:
     """What a link into a page may name: its headings, as Python-Markdown and GitHub write them."""
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
@@ -119,7 +114,8 @@ def test_words_that_people_search_for():
 
 def test_where_others_are_faster():
     """A row of the benchmarks in which another library is faster that the pages leave out, or other figures there."""
-    assert made_by("python -m benchmarks.losses", read("docs/compare.md")) == losses.table()
+    rows = read("docs/compare.md").partition("<!-- python -m benchmarks.losses -->\n")[2]
+    assert rows.partition("<!-- end -->")[0].strip() == losses.table()
     loops = [times for times, peer, _ in losses.compared("loops") if peer == "PyTorch"]
     slower = [times for times in loops if times < 1]
     compiled = [x for x, _, row in losses.compared("cpu") if row["name"].startswith("compilation")]

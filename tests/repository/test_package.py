@@ -164,23 +164,3 @@ def test_a_release(tmp_path):
     python = tmp_path / "empty" / "bin" / "python"
     run(python, "-m", "pip", "install", "-qq", "--no-compile", wheel, **options)
     assert "bytes equal to dense decoding" in run(python, "-m", "energy_attn", "demo", **options)
-
-
-# Prefixes of modules that `import energy_attn` does not import.
-LATE = (
-    *("matplotlib", "jax.experimental.pallas", "safetensors", "tokenizers"),
-    *(f"energy_attn.{x}" for x in "cli hopfield models plot prefix_tree report".split()),
-    *(f"energy_attn.distributed.{x}" for x in ("cache", "hlo._collectives", "runtime._initialize")),
-    "energy_attn.distributed.runtime._safetensors",
-    *(
-        f"energy_attn.kernels.pallas.{x}._{y}"
-        for x in ("gpu", "tpu")
-        for y in ("forward", "backward")
-    ),
-)
-
-
-def test_import_is_light():
-    """Pallas, or another part that few programs need, imported in all of them."""
-    imported = run(sys.executable, "-c", "import sys, energy_attn; print(*sys.modules)")
-    assert [name for name in imported.split() if name.startswith(LATE)] == []
