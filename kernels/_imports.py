@@ -2,7 +2,7 @@
 
 A module that imports its own names by `lazy` makes programs that do not use them start sooner. It imports the names
 where type checkers and the documentation look, under `typing.TYPE_CHECKING`, and lists them again for `lazy`;
-`tests/repository/test_lazy.py` compares the two.
+`tests/repository/test_public.py` compares the two.
 
 Any version of JAX may rename or drop its private names. `private_names` looks them up before they are called, so that
 a kernel declines instead of failing. A name does not tell its signature, so `dispatch/_probe.py` also lowers each
