@@ -1,172 +1,225 @@
-"""A small version of the paper's setting: decode steps over hosts on an emulated network.
+"""The paper's figure 3 at a small scale: decode steps over hosts, by every way to exchange partial results.
 
-    python papers/tree_attention/latency.py --hosts 2,4,8 --keys 8192,32768 --out results
+    python examples/cluster/launch.py -n 4 -- -m papers.tree_attention.latency
+    sudo papers/tree_attention/hosts.sh 4 1 1000 0.2 -m papers.tree_attention.latency --mbit 1000 --latency-ms 0.2
 
-Each host is a process in its own network namespace; JAX's distributed runtime connects them over links of a set rate
-and latency. A decode step in float32 with keys sharded over the hosts is timed by each merge strategy of the tree, by
-the three all-reduces of the paper's listing, and by rings in which queries or keys travel. The results include what
-the compiled programs send and what the cost model predicts; every answer is compared with float64.
-
-Without root, or with `--loopback`, the hosts communicate over loopback, and the results say so.
+Every process of a job runs it, as on a cluster: over loopback by `launch.py`, over emulated links by `hosts.sh`. A
+decode step in float32 with keys sharded over all devices is timed by each merge strategy of the tree, by the three
+all-reduces of the paper's listing, by scatters of states, and by rings in which queries or keys travel. Every answer is
+compared with float64. `compare.py` compares times with the cost model.
 """
 
 import argparse
-import contextlib
-import json
-import socket
-import subprocess
+import collections
+import statistics
 import sys
-import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from _network import Network
-from _report import draw_latency, integers, latency_table, machine, rows, write
-from _worker import HEADS, WIDTH, Plan, Problem
-from compare import automatic, predict
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+from energy_attn.distributed import (
+    collectives,
+    cost,
+    initialize,
+    make_mesh,
+    methods,
+    place,
+    sharded_attention,
+)
+from energy_attn.distributed.internal import STRATEGIES
+from energy_attn.kernels import AttentionState, local_attention
 from tests.support import problems, reference
 
-WORKER = Path(__file__).with_name("_worker.py")
-# The error of an answer in float32, in roundings of the terms of its sum, is at most this.
-ROUNDINGS = 16
+from ._results import add
+
+HEADS, WIDTH = 16, 64
+TOLERANCE = 2e-6  # of an answer in float32: sixteen roundings of a mean of normal values
+ALONE = "no exchange"
+STEPS = 4  # timed steps of a turn
+
+
+def exchanges(axes: tuple[str, ...], devices: int) -> dict[str, Callable[..., Any]]:
+    """Every method by name, from query, key and value of a device to `out` of the query.
+
+    A scatter of states leaves each device its part of the heads, which is all that it needs where the weights
+    are sharded by head over the same devices; it is left out where these do not divide the heads.
+    """
+
+    def three_reductions(query: Any, key: Any, value: Any) -> Any:
+        out, lse = local_attention(query, key, value)
+        weight = jnp.exp(lse - lax.pmax(lse, axes))
+        numerator = lax.psum(out * weight[..., None], axes)
+        return numerator / lax.psum(weight, axes)[..., None]
+
+    def over(method: methods.Tree | methods.Ring) -> Callable[..., Any]:
+        options: dict[str, Any] = {"axis_name": axes, "method": method, "queries_sharded": False}
+        return lambda *arrays: sharded_attention(*arrays, **options).out
+
+    def scatter(strategy: str) -> Callable[..., Any]:
+        def by_device(x: Any) -> Any:
+            parts = x.reshape(*x.shape[:2], devices, HEADS // devices, *x.shape[3:])
+            return jnp.moveaxis(parts, 2, 0)
+
+        def scattered(*arrays: Any) -> Any:
+            state = AttentionState(*map(by_device, local_attention(*arrays)))
+            return STRATEGIES[strategy].scatter(state, axes).out
+
+        return scattered
+
+    merges = ["allreduce", "gather", "butterfly", "halving"]
+    merges += [*["hierarchical"] * (len(axes) > 1), "auto"]
+    scatters = {"scatter, sums": "allreduce", "scatter, exchange": "gather"}
+    return {
+        ALONE: lambda *arrays: local_attention(*arrays).out,
+        "pmax + psum + psum": three_reductions,
+        **{f"tree, {merge}": over(methods.Tree(merge)) for merge in merges},
+        **{name: scatter(x) for name, x in scatters.items() if HEADS % devices == 0},
+        "ring, queries": over(methods.Ring("queries")),
+        "ring, keys": over(methods.Ring("keys")),
+    }
+
+
+def normal(length: int, *seed: int) -> np.ndarray:
+    """Standard normal numbers, `[1, length, N, H]` in float32."""
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((1, length, HEADS, WIDTH), dtype=np.float32)
+
+
+def shard(keys: int, host: int, hosts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of one host."""
+    return normal(keys // hosts, keys, host, 0), normal(keys // hosts, keys, host, 1)
+
+
+def answer(keys: int, hosts: int) -> np.ndarray:
+    """The output `[N, H]` in float64 by the judge of the tests: computed by the first process, sent to all."""
+    out = np.zeros((HEADS, WIDTH))
+    if jax.process_index() == 0:
+        shards = [shard(keys, host, hosts) for host in range(hosts)]
+        arrays = normal(1, keys), *(np.concatenate(x, axis=1) for x in zip(*shards, strict=True))
+        whole = problems.Problem("latency", *(x.astype(np.float64) for x in arrays))
+        out = reference.dense(whole)[0][0, 0]
+    words = multihost_utils.broadcast_one_to_all(out.view(np.uint32))  # JAX may have no float64
+    return np.asarray(words).view(np.float64)
+
+
+class Side:
+    """A compiled method, and what this process has measured of it."""
+
+    def __init__(self, program: Any) -> None:
+        self.program = program
+        self.milliseconds: list[float] = []
+        self.error = 0.0
+
+    def turn(self, arrays: Sequence[Any], expected: np.ndarray | None) -> None:
+        """Runs a step that does not count, then some that do; checks the answer of each."""
+        jax.block_until_ready(self.program(*arrays))
+        outs, start = [], time.perf_counter()
+        for _ in range(STEPS):  # decoding is one step after another
+            outs.append(jax.block_until_ready(self.program(*arrays)))
+        self.milliseconds.append(1e3 * (time.perf_counter() - start) / STEPS)
+        if expected is not None:
+            for part in (part for out in outs for part in out.addressable_shards):
+                out = np.asarray(part.data, np.float64)[0, 0, 0]
+                heads = expected.reshape(-1, *out.shape)  # a part of them after a scatter
+                error = abs(out - heads[(part.index[0].start or 0) % len(heads)]).max()
+                self.error = max(self.error, float(error))
+
+    def row(self, method: str) -> dict[str, Any]:
+        """Measurements over all hosts, and what the program sends."""
+        measured = np.array([*self.milliseconds, self.error])
+        by_host = np.asarray(multihost_utils.process_allgather(measured)).reshape(-1, measured.size)
+        sent, kinds = 0, collections.Counter()
+        for collective in collectives(self.program):
+            kinds[collective.kind] += collective.count or 0
+            sent += collective.bytes * (collective.count or 0)
+        return {
+            "method": method,
+            **over_hosts(by_host[:, :-1]),
+            "bytes": sent,
+            "rounds": sum(kinds.values()),
+            "collectives": dict(kinds),
+            "error": float(by_host[:, -1].max()),
+        }
+
+
+def over_hosts(milliseconds: np.ndarray) -> dict[str, Any]:
+    """Times of turns `[hosts, turns]`: a step ends when the last host has its answer."""
+    turns = [round(float(x), 2) for x in milliseconds.max(0)]
+    median = round(statistics.median(turns), 2)
+    return {"median_ms": median, "min_ms": min(turns), "max_ms": max(turns), "turns_ms": turns}
+
+
+def measure(keys: int, mesh: Mesh, turns: int) -> dict[str, Any]:
+    """Times every method on `keys` keys, in turns, so that disturbances affect all."""
+    host, hosts, axes = jax.process_index(), jax.process_count(), mesh.axis_names
+    expected = answer(keys, hosts)
+    query = place(normal(1, keys), P(), replicated=True)
+    arrays = query, *place(shard(keys, host, hosts), P(None, axes))
+    sides = {}
+    for name, method in exchanges(axes, mesh.size).items():
+        # an axis for the devices: each has its own answer, and each is checked
+        mapped = jax.shard_map(
+            lambda *arrays, method=method: method(*arrays)[None],
+            in_specs=(P(), P(None, axes), P(None, axes)),
+            out_specs=P(axes),
+        )
+        sides[name] = Side(jax.jit(mapped).lower(*arrays).compile())
+    for turn in range(turns + 1):
+        for name, side in sides.items():
+            side.turn(arrays, None if name == ALONE else expected)
+            if turn == 0:  # opens connections
+                side.milliseconds.clear()
+    shape = cost.Shape(1, 1, keys, HEADS, HEADS, WIDTH, dtype="float32")
+    return {
+        "hosts": hosts,
+        "devices": jax.local_device_count(),
+        "keys": keys,
+        "auto": cost.choose_merge(shape, cost.topology(mesh)),
+        "tolerance": TOLERANCE,
+        "rows": [side.row(name) for name, side in sides.items()],
+    }
 
 
 def main() -> int:
-    """Measures, prints tables, and writes JSON and a plot."""
-    args = arguments()
-    missing = "--loopback" if args.loopback else Network.missing()
-    if missing:
-        print(f"loopback, no emulated network: {missing}", flush=True)
-    runs: list[dict[str, Any]] = []
-    result = {
-        "machine": machine(),
-        "heads": HEADS,
-        "width": WIDTH,
-        "dtype": "float32",
-        "steps_per_turn": args.steps,
-        "runs": runs,
-    }
-    for hosts in args.hosts:
-        link = {"mbit": args.mbit, "latency_ms": args.latency_ms}
-        for run in measure(None if missing else Network(hosts, **link), hosts, args):
-            run["network"] |= {} if missing else link
-            runs.append(run)
-            predict(result)
-            print(latency_table(run), flush=True)
-    write(args.out / f"{args.name}.json", result, draw_latency)
-    wrong = [row["error"] > run["tolerance"] for run in runs for row in run["rows"]]
-    if any(wrong):
-        print(f"latency: {sum(wrong)} answers differ from float64", file=sys.stderr)
-    return int(any(wrong))
-
-
-def arguments() -> argparse.Namespace:
-    """The command line, checked."""
-    parser = argparse.ArgumentParser(description="Decode steps over hosts on an emulated network.")
-    add = parser.add_argument
-    add("--hosts", type=integers, default=[2, 4, 8], help="numbers of hosts")
-    add("--devices", type=int, default=1, help="devices of each host")
-    add("--keys", type=integers, default=[2048, 8192, 32768], help="numbers of keys")
-    add("--mbit", type=float, default=1000.0, help="rate of each host's link, Mbit/s")
-    add("--latency-ms", type=float, default=0.2, help="from host to host, one way")
-    add("--turns", type=int, default=30, help="timed turns of each method")
-    add("--steps", type=int, default=4, help="decode steps of a turn")
-    add("--method-seconds", type=float, default=40.0, help="slower methods get fewer turns")
-    add("--seconds", type=int, default=900, help="time limit for each number of hosts")
-    add("--loopback", action="store_true", help="no emulated network, even with root")
-    add("--out", type=Path, default=Path("latency"), help="folder for the results")
-    add("--name", default="latency", help="name of the files")
+    """Measures, prints medians, and adds runs to a file; returns 1 if an answer is wrong."""
+    parser = argparse.ArgumentParser(description="Decode steps over the hosts of a job.")
+    option = parser.add_argument
+    option("--keys", type=int, nargs="+", default=[2048, 8192, 32768], help="their numbers")
+    option("--mbit", type=float, help="rate of each host's link; without it, loopback")
+    option("--latency-ms", type=float, default=0.0, help="from host to host, one way")
+    option("--turns", type=int, default=30, help="timed turns of each method")
+    option("--out", type=Path, default=Path("latency.json"), help="the file of results")
     args = parser.parse_args()
-    for name in ("devices", "turns", "steps", "seconds"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: wanted 1 or more, got {getattr(args, name)}")
-    if args.mbit <= 0 or args.latency_ms < 0:
-        parser.error(f"--mbit, --latency-ms: wanted a network, got {args.mbit}, {args.latency_ms}")
-    for keys in args.keys:
-        for hosts in args.hosts:
-            if keys < 1 or hosts not in range(2, 201) or keys % (hosts * args.devices):
-                parser.error(f"--hosts: wanted 2 to 200 that divide {keys} keys, got {hosts}")
-    return args
-
-
-def measure(network: Network | None, hosts: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures all lengths over a number of hosts, in one group of processes."""
-    steps = [Problem(keys, hosts * args.devices) for keys in args.keys]
-    answers = [answer(step) for step in steps]
-    with tempfile.TemporaryDirectory() as name:
-        by_keys = {str(x.keys): out for x, (out, _) in zip(steps, answers, strict=True)}
-        np.savez(Path(name, "answers.npz"), allow_pickle=False, **by_keys)
-        with network or contextlib.nullcontext():
-            measured = network.measure() if network else None
-            measurements = run_hosts(network, hosts, args, name)
-    kind = "emulated network" if network else "loopback"
-    eps = float(np.finfo(np.float32).eps)
-    return [
-        {
-            "network": {"kind": kind, "measured": measured},
-            "hosts": hosts,
-            "devices": args.devices,
-            "keys": step.keys,
-            "auto": automatic(step.keys, hosts, args.devices),
-            "tolerance": ROUNDINGS * eps * size,
-            "rows": rows([host[i] for host in measurements]),
-        }
-        for i, (step, (_, size)) in enumerate(zip(steps, answers, strict=True))
-    ]
-
-
-def answer(step: Problem) -> tuple[np.ndarray, float]:
-    """The output `[N, H]` in float64 by the judge of the tests, and the size of the terms of its sums."""
-    shards = [step.shard(device) for device in range(step.devices)]
-    arrays = step.query(), *(np.concatenate(x, axis=1) for x in zip(*shards, strict=True))
-    whole = problems.Problem("latency", *(x.astype(np.float64) for x in arrays))
-    out, lse = reference.dense(whole)
-    return out[0, 0], reference.magnitudes(whole, 0 * out, 0 * lse)["out"]
-
-
-def run_hosts(
-    network: Network | None, hosts: int, args: argparse.Namespace, folder: str
-) -> list[list[dict[str, Any]]]:
-    """Runs all hosts and returns their measurements; stops all when one fails or time is up."""
-    coordinator = f"{network.addresses[0] if network else '127.0.0.1'}:{free_port()}"
-    sizes = hosts, args.devices, args.keys, args.turns, args.steps
-    plan = Plan(0, *sizes, args.method_seconds, args.seconds, coordinator, folder)
-    started: list[subprocess.Popen[bytes]] = []
-    logs = [Path(folder, f"{host}.log") for host in range(hosts)]
-    try:
-        for host, log in enumerate(logs):
-            worker_plan = json.dumps(plan._replace(host=host)._asdict())
-            command = [sys.executable, str(WORKER), worker_plan]
-            if network:
-                command = network.command(host, command)
-            with log.open("wb") as output:
-                started.append(subprocess.Popen(command, stdout=output, stderr=output))
-        end = time.monotonic() + args.seconds
-        while any(worker.poll() is None for worker in started):
-            if time.monotonic() > end or any(worker.poll() for worker in started):
-                break
-            time.sleep(0.1)
-        codes = [worker.poll() for worker in started]
-    finally:
-        for worker in started:
-            worker.kill()  # nothing to one that has ended
-            worker.wait()
-    if any(codes) or None in codes:
-        logs_text = [
-            f"--- host {i}, exit {codes[i]}\n{log.read_text()}" for i, log in enumerate(logs)
-        ]
-        raise SystemExit("\n".join([f"hosts failed, or took over {args.seconds} s:", *logs_text]))
-    return [json.loads(Path(folder, f"{host}.json").read_text()) for host in range(hosts)]
-
-
-def free_port() -> int:
-    """Returns a free port of this machine; in a network namespace, all ports are free."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    initialize()
+    hosts, devices = jax.process_count(), jax.local_device_count()
+    if any(keys < 1 or keys % (hosts * devices) for keys in args.keys):
+        parser.error(f"--keys: wanted multiples of {hosts * devices} devices, got {args.keys}")
+    axes = {"node": hosts} | ({"device": devices} if devices > 1 else {})
+    mesh = make_mesh(tuple(axes.values()), tuple(axes))
+    network: dict[str, Any] = {"kind": "loopback"}
+    if args.mbit:
+        network = {"kind": "network", "mbit": args.mbit, "latency_ms": args.latency_ms}
+    with jax.set_mesh(mesh):
+        runs = [{"network": network, **measure(keys, mesh, args.turns)} for keys in args.keys]
+    if jax.process_index() == 0:
+        about = {"heads": HEADS, "width": WIDTH, "dtype": "float32", "steps_per_turn": STEPS}
+        add(args.out, "runs", runs, ("network", "hosts", "devices", "keys"), **about)
+        for run in runs:
+            medians = {row["method"]: row["median_ms"] for row in run["rows"]}
+            print(f"{hosts} hosts × {devices}, S = {run['keys']}, ms: {medians}")
+    worst = max(row["error"] for run in runs for row in run["rows"])
+    if worst > TOLERANCE:
+        print(f"latency: an answer differs from float64 by {worst}", file=sys.stderr)
+    return int(worst > TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""The convergence of the solvers of the Bayesian reading: python papers/tree_attention/map.py [--json FILE].
+"""The convergence of the solvers of the Bayesian reading: python papers/tree_attention/map.py writes map.json.
 
 For each of 50 seeds: 64 keys of width 8 with values of width 8 and one query, all standard normal, at inverse
 temperatures β (the scale of the scores is β/√8). The point whose conjugate is asked for is a mean of the values with
 weights drawn evenly from all weights (Dirichlet). All seeds are solved in one call, as rows of a batch.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import numpy as np
 import optax
 
 import energy_attn as ea
-from energy_attn import bayes, solvers
+from energy_attn.bayes import saddle_attention as saddle
+from energy_attn.solvers import Extragradient, Mirror, Newton, Optax, Optimistic
 
 SEEDS, KEYS, WIDTH = 50, 64, 8
 BETAS = (0.25, 1.0, 4.0, 16.0, 64.0)
@@ -41,45 +41,25 @@ def problem(dtype: str) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     return {name: jnp.asarray(np.stack(x), dtype) for name, x in arrays.items()}, *points
 
 
-def summary(solution: ea.Solution) -> dict[str, Any]:
-    """How many rows converged, and their steps."""
-    steps = np.asarray(solution.stats["steps"])
-    return {
-        "converged": int(np.asarray(solution.converged).sum()),
-        "median": float(np.median(steps)),
-        "most": int(steps.max()),
-    }
-
-
 def measure(dtype: str) -> list[dict[str, Any]]:
     """The figures of one dtype, a dictionary for each inverse temperature."""
     arrays, inside, outside = problem(dtype)
-
-    def gibbs(scale: jax.Array) -> ea.Gibbs:
-        return ea.FreeEnergy(scale=scale).at(**arrays)
-
-    def conjugate(solver: Any, point: jax.Array) -> Any:
-        return lambda scale: gibbs(scale).conjugate(point, solver=solver, throw=False)
-
-    def mode(solver: Any, regulariser: float | None) -> Any:
-        return lambda scale: gibbs(scale).map(regulariser=regulariser, solver=solver, throw=False)
-
-    def saddle(solver: Any) -> Any:
-        return lambda scale: bayes.saddle_attention(gibbs(scale), solver=solver, throw=False)
-
     most = {"max_steps": 10000, "tolerance": 1e-8 if dtype == "float64" else 1e-5}
-    newton, lbfgs = solvers.Newton(max_steps=200), solvers.Optax(optax.lbfgs(), max_steps=200)
+    newton, lbfgs = Newton(max_steps=200), Optax(optax.lbfgs(), max_steps=200)
     programs = {
-        "conjugate, Newton": conjugate(newton, inside),
-        "conjugate, L-BFGS": conjugate(lbfgs, inside),
-        "outside": conjugate(newton, outside),
-        "MAP, Newton": mode(solvers.Newton(), None),
-        "MAP, Newton, λ = 1": mode(solvers.Newton(), 1.0),
-        "MAP, mirror descent": mode(solvers.Mirror(), 1.0),
-        "saddle, extragradient": saddle(solvers.Extragradient(**most)),
-        "saddle, optimistic": saddle(solvers.Optimistic(**most)),
+        "conjugate, Newton": lambda P: P.conjugate(inside, solver=newton, throw=False),
+        "conjugate, L-BFGS": lambda P: P.conjugate(inside, solver=lbfgs, throw=False),
+        "outside": lambda P: P.conjugate(outside, solver=newton, throw=False),
+        "MAP, Newton": lambda P: P.map(solver=Newton(), throw=False),
+        "MAP, Newton, λ = 1": lambda P: P.map(regulariser=1.0, solver=Newton(), throw=False),
+        "MAP, mirror descent": lambda P: P.map(regulariser=1.0, solver=Mirror(), throw=False),
+        "saddle, extragradient": lambda P: saddle(P, solver=Extragradient(**most), throw=False),
+        "saddle, optimistic": lambda P: saddle(P, solver=Optimistic(**most), throw=False),
     }
-    compiled = {name: jax.jit(f) for name, f in programs.items()}
+    compiled = {
+        name: jax.jit(lambda scale, f=f: f(ea.FreeEnergy(scale=scale).at(**arrays)))
+        for name, f in programs.items()
+    }
     figures = []
     for beta in BETAS:
         scale = jnp.asarray(beta / np.sqrt(WIDTH), dtype)
@@ -87,36 +67,21 @@ def measure(dtype: str) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"dtype": dtype, "beta": beta}
         for name, program in compiled.items():
             solution = program(scale)
-            row[name] = summary(solution)
-            if solution.point is not None:
-                row[name]["error"] = float(abs(np.asarray(solution.point) - exact).max())
             if name == "outside":
                 row[name] = int((np.asarray(solution.result) == ea.Result.outside_hull).sum())
+                continue
+            steps = np.asarray(solution.stats["steps"])
+            converged = int(np.asarray(solution.converged).sum())
+            row[name] = {"converged": converged, "median": float(np.median(steps))}
+            row[name]["most"] = int(steps.max())
+            if solution.point is not None:
+                row[name]["error"] = float(abs(np.asarray(solution.point) - exact).max())
         figures.append(row)
     return figures
 
 
-def joint_descent(steps: int = 200, size: float = 0.1) -> dict[str, Any]:
-    """The error of the point when Γ is descended in both arguments, at β = 1."""
-    arrays, *_ = problem("float64")
-    F = ea.FreeEnergy().at(**arrays)
-    slopes = jax.grad(lambda *pair: bayes.gamma(F, *pair).sum(), (0, 1))
-
-    @jax.jit
-    def descend(source: jax.Array, point: jax.Array) -> jax.Array:
-        def body(_: Any, pair: Any) -> Any:
-            return tuple(x - size * slope for x, slope in zip(pair, slopes(*pair), strict=True))
-
-        return jax.lax.fori_loop(0, steps, body, (source, point))[1]
-
-    start = jnp.broadcast_to(arrays["value"].mean(1, keepdims=True), arrays["query"].shape)
-    error = descend(jnp.zeros_like(start), start) - ea.attention(**arrays)
-    median = float(np.median(np.linalg.norm(np.asarray(error), axis=-1)))
-    return {"steps": steps, "step size": size, "median error": median}
-
-
 def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown: a row for each method, median (largest) steps in float64 | float32."""
+    """The figures as Markdown: a row for each method, median (largest) steps in float64 / float32."""
     rows = figures["rows"]
     names = [name for name, x in rows[0].items() if isinstance(x, dict)]
     lines = ["| | " + " | ".join(f"β = {beta:g}" for beta in BETAS) + " |", "|---" * 6 + "|"]
@@ -126,34 +91,21 @@ def table(figures: dict[str, Any]) -> str:
             pair = []
             for dtype in DTYPES:
                 (x,) = (r[name] for r in rows if (r["dtype"], r["beta"]) == (dtype, beta))
-                cell = f"{x['median']:g} ({x['most']})"
-                pair.append(
-                    cell if x["converged"] == SEEDS else f"{cell}, {x['converged']}/{SEEDS}"
-                )
+                some = "" if x["converged"] == SEEDS else f", {x['converged']}/{SEEDS}"
+                pair.append(f"{x['median']:g} ({x['most']}){some}")
             cells.append(" / ".join(pair))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Measures, prints, and writes the figures if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    arguments = parser.parse_args()
+    """Measures, prints, and writes the figures."""
     jax.config.update("jax_enable_x64", True)
-    figures = {
-        "seeds": SEEDS,
-        "keys": KEYS,
-        "width": WIDTH,
-        "rows": [row for dtype in DTYPES for row in measure(dtype)],
-        "joint descent": joint_descent(),
-    }
+    rows = [row for dtype in DTYPES for row in measure(dtype)]
+    figures = {"seeds": SEEDS, "keys": KEYS, "width": WIDTH, "rows": rows}
     print(table(figures))
-    outside = [row["outside"] for row in figures["rows"]]
-    print(f"points beyond an extreme value that were flagged: {outside} of {SEEDS} each")
-    print(f"joint descent: {figures['joint descent']}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    path = Path(__file__).with_suffix(".json")
+    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

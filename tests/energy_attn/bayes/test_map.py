@@ -3,6 +3,7 @@
 import functools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 import energy_attn as ea
 from energy_attn.bayes import gamma, saddle_attention
 from energy_attn.solvers import Extragradient, Mirror, Newton, Optax, Optimistic
+from papers.tree_attention.map import table
 from tests.energy_attn.bayes.problem import (
     CONVERGED,
     INVERSE_TEMPERATURES,
@@ -25,10 +27,10 @@ from tests.energy_attn.bayes.problem import (
 from tests.support.arrays import array
 from tests.support.complaints import complains
 from tests.support.observables import measure
-from tests.support.papers import TREE_ATTENTION, module
 from tests.support.reference import dense, dense_vjp, rows, visible
 from tests.support.selection import few
 
+ROOT = Path(__file__).resolve().parents[3]
 OUT, LSE = dense(PROBLEM)
 RESULT = np.where(SEEN, CONVERGED, NO_KEYS)
 ARRAYS = {name: array(x) for name, x in PROBLEM.arrays.items()}
@@ -203,16 +205,15 @@ def test_statistics_have_no_derivative(f, name):
 
 def test_figures_are_those_in_the_page():
     """The table in docs/bayes.md shows the measured figures, and the page's statements about them hold."""
-    figures = json.loads((TREE_ATTENTION / "map.json").read_text(encoding="utf-8"))
-    page = (TREE_ATTENTION.parents[1] / "docs" / "bayes.md").read_text(encoding="utf-8")
-    assert module("map").table(figures) in page
+    figures = json.loads((ROOT / "papers/tree_attention/map.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "bayes.md").read_text(encoding="utf-8")
+    assert table(figures) in page
     most = {"float64": 1e-9, "float32": 1e-5}
     for row in figures["rows"]:
         assert row["conjugate, Newton"]["converged"] == row["outside"] == figures["seeds"] == 50
         for name in ("MAP, Newton", "MAP, Newton, λ = 1", "MAP, mirror descent"):
             assert row[name]["converged"] == 50 and row[name]["error"] <= most[row["dtype"]]
         assert row["MAP, Newton"]["most"] <= 4
-    assert figures["joint descent"]["median error"] > 1e7
 
 
 @pytest.mark.parametrize(

@@ -11,39 +11,16 @@ from energy_attn.distributed.internal import STRATEGIES, network
 from energy_attn.models import Llama, LlamaConfig, Rope
 
 TOKENS = 10
-# The assumptions of the predictions, printed with them.
-ASSUMPTIONS = (
-    "Lengths: k is 1024 in table 1; table 2 prints whole numbers.",
-    "Weights and cache are bfloat16, and weights are whole on every device: the paper does not say.",
-    "A step reads every weight once, but for an untied embedding, and keys and values, at the full "
-    "bandwidth of memory. No kernel takes time to start, and no arithmetic takes any.",
-    "Tree: a device reads its own keys and values; each layer folds by the cost model's best merge.",
-    "Ring, as the paper's: keys and values travel, so that every device reads those of all; nothing overlaps with "
-    "that (section 6.3 of the paper: not feasible in decoding).",
-    "Repeated: the same ring where each key is repeated for the query heads that share it, as the "
-    "paper's equations count keys. Whether its program did so the paper does not say.",
-    "Ring of queries: the query and its state travel. Scatter: one exchange of states leaves each device "
-    "its part of the heads. Of keys and values a device reads its own, as with the tree.",
-    "Links, memory and arithmetic are the makers' figures; latencies are those that NCCL and RCCL "
-    "reckon with. One hop between two of four MI300X has one link, 64 GB/s.",
-    "Prompt: the products of all weights but embedding and output, and causal attention, shared "
-    "evenly by the devices at the peak of dense bfloat16 products: a lower bound.",
-)
-
-
-class Time(NamedTuple):
-    """Seconds: a mean, and its standard error."""
-
-    mean: float
-    error: float
 
 
 class Measured(NamedTuple):
-    """A row of the paper's tables: seconds for a prompt and ten tokens."""
+    """A row of the paper's tables: seconds for a prompt and ten tokens, and their standard errors."""
 
     prompt: int
-    tree: Time
-    ring: Time
+    tree: float
+    tree_error: float
+    ring: float
+    ring_error: float
 
 
 class System(NamedTuple):
@@ -53,7 +30,6 @@ class System(NamedTuple):
     products, per second.
     """
 
-    table: int
     model: str
     topology: cost.Topology
     bandwidth: float
@@ -91,30 +67,30 @@ LLAMAS = {
 _FABRIC = cost.topology("mi300x", (4,), bandwidth=64e9)
 SYSTEMS = {
     "8x H100": System(
-        *(1, "Llama 3.1 8B", cost.topology("dgx_h100", (8,)), 3.35e12, 989.4e12),
+        *("Llama 3.1 8B", cost.topology("dgx_h100", (8,)), 3.35e12, 989.4e12),
         (
-            Measured(32 * 1024, Time(0.60, 0.15), Time(2.57, 0.35)),
-            Measured(64 * 1024, Time(1.08, 0.10), Time(4.42, 0.38)),
-            Measured(128 * 1024, Time(2.68, 0.28), Time(6.38, 0.58)),
-            Measured(256 * 1024, Time(2.89, 0.62), Time(8.19, 1.07)),
+            Measured(32 * 1024, 0.60, 0.15, 2.57, 0.35),
+            Measured(64 * 1024, 1.08, 0.10, 4.42, 0.38),
+            Measured(128 * 1024, 2.68, 0.28, 6.38, 0.58),
+            Measured(256 * 1024, 2.89, 0.62, 8.19, 1.07),
         ),
     ),
     "4x MI300X": System(
-        *(1, "Llama 3.1 8B", _FABRIC, 5.3e12, 1307.4e12),
+        *("Llama 3.1 8B", _FABRIC, 5.3e12, 1307.4e12),
         (
-            Measured(32 * 1024, Time(1.05, 0.01), Time(3.57, 0.25)),
-            Measured(64 * 1024, Time(2.36, 0.01), Time(7.33, 0.25)),
-            Measured(128 * 1024, Time(6.43, 0.25), Time(16.40, 0.40)),
-            Measured(256 * 1024, Time(15.30, 4.93), Time(35.12, 5.02)),
+            Measured(32 * 1024, 1.05, 0.01, 3.57, 0.25),
+            Measured(64 * 1024, 2.36, 0.01, 7.33, 0.25),
+            Measured(128 * 1024, 6.43, 0.25, 16.40, 0.40),
+            Measured(256 * 1024, 15.30, 4.93, 35.12, 5.02),
         ),
     ),
     "2x RTX 4090": System(
-        *(2, "Llama 3.2 1B", cost.topology("rtx_4090", (2,)), 1.008e12, 165.2e12),
+        *("Llama 3.2 1B", cost.topology("rtx_4090", (2,)), 1.008e12, 165.2e12),
         (
-            Measured(8000, Time(0.34, 0.05), Time(1.38, 0.07)),
-            Measured(16000, Time(0.58, 0.07), Time(2.77, 0.04)),
-            Measured(20000, Time(0.74, 0.01), Time(3.47, 0.04)),
-            Measured(32000, Time(1.01, 0.02), Time(5.45, 0.03)),
+            Measured(8000, 0.34, 0.05, 1.38, 0.07),
+            Measured(16000, 0.58, 0.07, 2.77, 0.04),
+            Measured(20000, 0.74, 0.01, 3.47, 0.04),
+            Measured(32000, 1.01, 0.02, 5.45, 0.03),
         ),
     ),
 }
@@ -137,7 +113,7 @@ def bytes_of(tree: Any) -> int:
 
 
 def predict(system: System, prompt: int) -> dict[str, float]:
-    """Seconds by the cost model, under `ASSUMPTIONS`: of reading the prompt, and of a decode step by each method."""
+    """Seconds of reading the prompt and of a step by each method, by the model that `docs/benchmarks.md` describes."""
     config, topology = LLAMAS[system.model], system.topology
     model, layers = abstract(config), config.num_hidden_layers
     embedding = 0 if config.tie_word_embeddings else bytes_of(model.embed_tokens)
@@ -173,9 +149,12 @@ def paper_rows() -> list[dict[str, Any]]:
             "system": name,
             "model": system.model,
             "prompt": row.prompt,
-            "paper": {"tree": row.tree._asdict(), "ring": row.ring._asdict()},
+            "paper": {
+                "tree": {"mean": row.tree, "error": row.tree_error},
+                "ring": {"mean": row.ring, "error": row.ring_error},
+            },
             # the prompt is read alike, so that the difference is the steps'
-            "step_difference_s": (row.ring.mean - row.tree.mean) / TOKENS,
+            "step_difference_s": (row.ring - row.tree) / TOKENS,
             "predicted": predict(system, row.prompt),
         }
         for name, system in SYSTEMS.items()
