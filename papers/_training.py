@@ -104,9 +104,8 @@ def step_memory(experiment: Experiment, name: str, points: int) -> float:
     return round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 2)
 
 
-def draw(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
+def draw(experiment: Experiment, result: dict[str, Any]) -> Any:
     """Draws errors and memory above the experiment's own panel. Raises `ImportError` without matplotlib."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5.6), layout="constrained")
@@ -127,23 +126,31 @@ def draw(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
     experiment.draw(result, below)
+    return figure
+
+
+def write(result: dict[str, Any], path: Path, draw: Callable[[dict[str, Any]], Any]) -> None:
+    """Writes results as JSON, a line for each, and their figure beside it if matplotlib is there. Raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f" {json.dumps(name)}: {json.dumps(x)}" for name, x in result.items()]
+    path.with_suffix(".json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    try:
+        import matplotlib
+    except ImportError:
+        print("no figure: matplotlib is not installed", file=sys.stderr)
+        return
     with matplotlib.rc_context({"svg.hashsalt": "energy_attn"}):
-        figure.savefig(path, metadata={"Date": None})
+        draw(result).savefig(path.with_suffix(".svg"), metadata={"Date": None})
 
 
 def run(experiment: Experiment, arguments: list[str] | None = None) -> int:
     """Trains, measures, prints and writes; returns 0. Raises `OSError`."""
     parser = argparse.ArgumentParser(description=experiment.about.split("\n\n")[0])
-    parser.add_argument(
-        "--out", type=Path, default=experiment.path.parent, help="folder for the files"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=experiment.steps, help="of training (%(default)s)"
-    )
-    parser.add_argument("--compared", type=int, default=300, help="of these with jax.nn's, too")
-    parser.add_argument(
-        "--points", type=int, nargs="+", default=LENGTHS, help="whose memory is compared"
-    )
+    option = parser.add_argument
+    option("--out", type=Path, default=experiment.path.parent, help="folder for the files")
+    option("--steps", type=int, default=experiment.steps, help="of training (%(default)s)")
+    option("--compared", type=int, default=300, help="of these with jax.nn's, too")
+    option("--points", type=int, nargs="+", default=LENGTHS, help="whose memory is compared")
     args = parser.parse_args(arguments)
     began = time.perf_counter()
     model, errors = train(experiment, "energy_attn", args.steps, args.steps)
@@ -174,13 +181,6 @@ def run(experiment: Experiment, arguments: list[str] | None = None) -> int:
     print(*experiment.describe(result), sep="\n")
     for points, *sizes in zip(args.points, *result["memory"].values(), strict=True):
         print(f"{points:>5} points: {sizes[0]:8.1f} MiB, jax.nn {sizes[1]:8.1f} MiB")
-    args.out.mkdir(parents=True, exist_ok=True)
-    lines = [f" {json.dumps(name)}: {json.dumps(x)}" for name, x in result.items()]
-    text = "{\n" + ",\n".join(lines) + "\n}\n"
-    (args.out / f"{experiment.path.stem}.json").write_text(text, encoding="utf-8")
-    try:
-        draw(experiment, result, args.out / f"{experiment.path.stem}.svg")
-    except ImportError:
-        print("no figure: matplotlib is not installed", file=sys.stderr)
+    write(result, args.out / experiment.path.stem, functools.partial(draw, experiment))
     print(f"{time.perf_counter() - began:.0f} s; written to {args.out}")
     return 0

@@ -9,7 +9,6 @@ the figure.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import energy_attn as ea
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from _training import write
 
 WIDTH, PROBES, NOISE, SEED, STEPS = 16, 128, 0.5, 0, 300
 MEMORIES = tuple(2**i for i in range(2, 15))
@@ -217,26 +219,15 @@ def draw(result: dict[str, Any]) -> Any:
     return figure
 
 
-def save(figure: Any, path: Path) -> None:
-    """Writes a figure as a reproducible SVG. Raises `OSError`."""
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.hashsalt": "energy_attn"}):
-        figure.savefig(path, metadata={"Date": None})
-
-
 def run(arguments: list[str] | None = None) -> int:
     """Measures, prints and writes; returns 0. Raises `OSError`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent, help="folder for the files"
-    )
-    parser.add_argument("--memories", type=int, nargs="+", default=MEMORIES, help="their numbers")
-    parser.add_argument(
-        "--betas", type=float, nargs="+", default=BETAS, help="inverse temperatures"
-    )
-    parser.add_argument("--width", type=int, default=WIDTH, help="of a memory (%(default)s)")
-    parser.add_argument("--probes", type=int, default=PROBES, help="for each number (%(default)s)")
+    option = parser.add_argument
+    option("--out", type=Path, default=Path(__file__).parent, help="folder for the files")
+    option("--memories", type=int, nargs="+", default=MEMORIES, help="their numbers")
+    option("--betas", type=float, nargs="+", default=BETAS, help="inverse temperatures")
+    option("--width", type=int, default=WIDTH, help="of a memory (%(default)s)")
+    option("--probes", type=int, default=PROBES, help="for each number (%(default)s)")
     args = parser.parse_args(arguments)
     began = time.perf_counter()
     result = {
@@ -252,13 +243,7 @@ def run(arguments: list[str] | None = None) -> int:
         **measure(tuple(args.memories), tuple(args.betas), args.width, args.probes),
     }
     print(table(result))
-    args.out.mkdir(parents=True, exist_ok=True)
-    lines = [f" {json.dumps(name)}: {json.dumps(x)}" for name, x in result.items()]
-    (args.out / "capacity.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    try:
-        save(draw(result), args.out / "capacity.svg")
-    except ImportError:
-        print("no figure: matplotlib is not installed", file=sys.stderr)
+    write(result, args.out / "capacity", draw)
     print(f"\n{time.perf_counter() - began:.0f} s; written to {args.out}")
     return 0
 
