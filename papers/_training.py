@@ -130,7 +130,7 @@ def draw(experiment: Experiment, result: dict[str, Any]) -> Any:
 
 
 def write(result: dict[str, Any], path: Path, draw: Callable[[dict[str, Any]], Any]) -> None:
-    """Writes results as JSON, a line for each, and their figure beside it if matplotlib is there. Raises `OSError`."""
+    """Writes results as JSON, a line for each, and with matplotlib their figure as SVG. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f" {json.dumps(name)}: {json.dumps(x)}" for name, x in result.items()]
     path.with_suffix(".json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
