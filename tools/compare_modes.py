@@ -98,7 +98,7 @@ def of_jax(out: Function, lse: Function) -> list[str]:
 
 
 def of_torch(attend: Function, lse: str) -> list[str]:
-    """The cells of a function of PyTorch, with what is said of its energies."""
+    """The cells of a function of PyTorch, with a note on its energies."""
     import torch
 
     x, d = (tuple(torch.from_numpy(z).transpose(1, 2) for z in y) for y in (X, D))

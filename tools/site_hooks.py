@@ -92,7 +92,7 @@ def characters() -> frozenset[str]:
 
 
 def add_to_font(source: Path, new: str) -> None:
-    """Writes the part of a font that draws today's characters and new ones, sizes of operators and brackets included.
+    """Writes the part of a font that draws its characters of today and new ones, in all sizes.
 
     Letters alone are drawn in italics: U+1D434 and U+1D6E2 on.
     """
