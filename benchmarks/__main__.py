@@ -1,4 +1,4 @@
-"""`python -m benchmarks [SUITE ...]`: compares with `jax.nn`, cuDNN, flash-attn-jax, PyTorch and transformers.
+"""`python -m benchmarks [SUITE ...]`: compares with `jax.nn`, PyTorch and transformers.
 
 Each suite prints a table, and writes `SUITE.json` and, where matplotlib is installed, `SUITE.svg`. Peers that are
 not installed are left out, and named.
@@ -30,7 +30,6 @@ from .runner import Case, run, title
 
 SUITES: dict[str, tuple[Case, ...]] = {
     "cpu": attention.CPU,
-    "gpu": attention.GPU,
     "observables": observables.CASES,
     "derivatives": derivatives.CASES,
     "energies": energies.CASES,
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # these shard caches; the user's own number comes later and counts
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {flags}"
-    names = args.suites or ["gpu" if platform_here() == "cuda" else "cpu"]
+    names = args.suites or ["loops" if platform_here() == "cuda" else "cpu"]
     chosen = {name: [x for x in SUITES[name] if args.only in title(vars(x))] for name in names}
     for name, cases in chosen.items():
         if not cases:

@@ -1,7 +1,6 @@
 """Benchmarks of attention, its gradients, `jax.grad` of F and compilation, compared with other implementations."""
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from energy_attn.kernels.internal import platform_here
 
 from .runner import JAX_NN, OURS, PYTORCH, Case, Output, Run, Sides, torch
 
-CUDNN, FLASH, BARE = "jax.nn, cuDNN", "flash-attn-jax", "the bare kernel"
+BARE = "the bare kernel"
 
 Job = Callable[..., Any]  # of query, key and value
 Torch = Callable[..., Run]  # from PyTorch and its query, key and value `[B, N, T, H]`
@@ -64,20 +63,9 @@ def gradient(attend: Job) -> Job:
     return jax.grad(loss, argnums=(0, 1, 2))
 
 
-def _flash(q: Array, k: Array, v: Array, is_causal: bool) -> Array:
-    return importlib.import_module("flash_attn_jax").flash_mha(q, k, v, is_causal=is_causal)
+def torch_attention(causal: bool, backward: bool) -> Torch:
+    """PyTorch's attention, or its gradients of the output's sum of squares."""
 
-
-_dense = jax.nn.dot_product_attention
-_ATTENTIONS: dict[str, Job] = {
-    OURS: energy_attn.attention,
-    JAX_NN: _dense,
-    CUDNN: functools.partial(_dense, implementation="cudnn"),
-    FLASH: _flash,
-}
-
-
-def _torch_attention(causal: bool, backward: bool) -> Torch:
     def peer(torch_: Any, *tensors: Any) -> Run:
         attend = functools.partial(
             torch_.nn.functional.scaled_dot_product_attention,
@@ -91,37 +79,23 @@ def _torch_attention(causal: bool, backward: bool) -> Torch:
 
         def forward_backward() -> Any:
             leaves = [x.detach().requires_grad_() for x in tensors]
-            (attend(*leaves).float() ** 2).sum().backward()
-            return [x.grad for x in leaves]
+            out = attend(*leaves)
+            return torch_.autograd.grad(out, leaves, 2 * out.detach())
 
         return forward_backward if backward else forward
 
     return peer
 
 
-def _attention(peers: tuple[str, ...], backward: bool = False) -> Callable[..., Sides]:
-    def sides(causal: bool = False, **sizes: Any) -> Sides:
-        jobs = {x: functools.partial(_ATTENTIONS[x], is_causal=causal) for x in (OURS, *peers)}
-        if backward:
-            jobs = {name: gradient(attend) for name, attend in jobs.items()}
-        return on_arrays(jobs, _torch_attention(causal, backward))(**sizes)
-
-    return sides
+_ATTENTIONS: dict[str, Job] = {OURS: energy_attn.attention, JAX_NN: jax.nn.dot_product_attention}
+_GRADIENTS = {name: gradient(attend) for name, attend in _ATTENTIONS.items()}
 
 
-def _gradient_of_energy(causal: bool = False, **sizes: Any) -> Sides:
-    """Ours is `jax.grad` of F; the peer is our own kernel called by hand."""
+def _gradient_of_energy(q: Array, k: Array, v: Array) -> Array:
+    def total(source: Array) -> Array:
+        return energy_attn.free_energy(q, k, v, source=source).sum()
 
-    def ours(q: Array, k: Array, v: Array) -> Array:
-        def total(source: Array) -> Array:
-            return energy_attn.free_energy(q, k, v, source=source, is_causal=causal).sum()
-
-        return jax.grad(total)(np.zeros(q.shape, q.dtype))
-
-    def bare(q: Array, k: Array, v: Array) -> Array:
-        return local_attention(q, k, v, is_causal=causal).out
-
-    return on_arrays({OURS: ours, BARE: bare})(**sizes)
+    return jax.grad(total)(np.zeros(q.shape, q.dtype))
 
 
 def _compilation(causal: bool, layers: int, dtype: str, **shape: int) -> Sides:
@@ -141,7 +115,7 @@ def _compilation(causal: bool, layers: int, dtype: str, **shape: int) -> Sides:
 
     return {
         name: lambda attend=_ATTENTIONS[name]: functools.partial(compiled, attend)
-        for name in (OURS, JAX_NN)
+        for name in _ATTENTIONS
     }
 
 
@@ -154,7 +128,7 @@ def _sizes(T: int, S: int, N: int = 16, K: int = 16, H: int = 64) -> dict[str, i
     return {"B": 1, "T": T, "S": S, "N": N, "K": K, "H": H}
 
 
-_HERE = _attention((JAX_NN,))
+_HERE = on_arrays(_ATTENTIONS, torch_attention(causal=False, backward=False))
 SQUARE = _sizes(2048, 2048)
 CPU = (
     *(Case("prefill", dtype, SQUARE, _HERE) for dtype in ("float32", "bfloat16")),
@@ -163,8 +137,19 @@ CPU = (
         for keys in (65536, 262144)
         for dtype in ("float32", "bfloat16")
     ),
-    Case("forward + backward", "float32", SQUARE, _attention((JAX_NN,), backward=True)),
-    Case("jax.grad of F", "float32", SQUARE, _gradient_of_energy),
+    Case(
+        "forward + backward",
+        "float32",
+        SQUARE,
+        on_arrays(_GRADIENTS, torch_attention(causal=False, backward=True)),
+    ),
+    # compared with our own kernel, called by hand
+    Case(
+        "jax.grad of F",
+        "float32",
+        SQUARE,
+        on_arrays({OURS: _gradient_of_energy, BARE: lambda *x: local_attention(*x).out}),
+    ),
     *(
         Case(
             "compilation, forward + backward",
@@ -179,35 +164,4 @@ CPU = (
             (16384, 1, False),
         )
     ),
-)
-
-_PEERS = CUDNN, FLASH
-_CAUSAL = {"causal": True}
-
-
-def _paper(length: int) -> dict[str, int]:
-    return _sizes(length, length, H=128)
-
-
-GPU = (
-    *(
-        Case("prefill", "bfloat16", _paper(1024 * k), _attention(_PEERS), _CAUSAL)
-        for k in (4, 8, 16, 32)
-    ),
-    *(
-        Case(
-            "decode",
-            "bfloat16",
-            _sizes(1, 1024 * k, 32, 8, 128),
-            _attention(_PEERS),
-            reads=key_bytes,
-        )
-        for k in (64, 256, 1024, 4096)
-    ),
-    *(
-        Case("forward + backward", "bfloat16", _paper(1024 * k), _attention(_PEERS, True), _CAUSAL)
-        for k in (4, 8, 16)
-    ),
-    Case("jax.grad of F", "bfloat16", _paper(8192), _gradient_of_energy, _CAUSAL),
-    Case("jax.grad of F", "bfloat16", _sizes(1, 262144, 32, 8, 128), _gradient_of_energy),
 )

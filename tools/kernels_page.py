@@ -4,8 +4,7 @@
     python tools/kernels_page.py
 
 Which kernel a call runs on each machine and what kernels take is asked of the library: no machine of these is needed.
-What first light measured is read from docs/benchmarks/first_light.json; without that file the page says that nothing
-has been measured.
+What first light measured is read from docs/benchmarks/first_light.json.
 """
 
 import json
@@ -31,13 +30,6 @@ from energy_attn.kernels.internal import (
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 FILE, PICTURE = "benchmarks/first_light.json", "benchmarks/first_light.svg"
-ABSENT = """\
-!!! warning "Not measured yet"
-
-    Our kernels for GPUs and TPUs pass the tests of all implementations in Pallas' interpreter, and splash some of its
-    own. The adapters of cuDNN, flash-attn-jax and fa4-jax are tested with emulations of these. All but flash-attn-jax,
-    which is only lowered, are compiled for H200 (CUDA 12 and 13; fa4-jax's kernels by CuTe for H100) or for TPU v4,
-    v5e, v5p, v6e and 7x, ours with assertions on their scratch memory. None has run on the hardware."""
 
 Steps = dict[str, dict[str, dict[str, Any]]]
 Row = tuple[str, ...]
@@ -116,7 +108,7 @@ CALLS = {
 }
 
 
-def runs(steps: Steps | None) -> str:
+def runs(steps: Steps) -> str:
     """Kernels by call and machine, and a row of the kernels that were right on hardware."""
     rows = []
     for name, call in CALLS.items():
@@ -127,12 +119,10 @@ def runs(steps: Steps | None) -> str:
                 raise ValueError(f"{name}: not one column for {machine}: {sorted(kernels)}")
             cells.append(f"`{kernels.pop()}`")
         rows.append((name, *cells))
-    measured, correct = "", set[str]()
-    if steps:
-        checked = steps.get("check", {}).values()
-        wrong = {x["kernel"] for x in checked if x.get("good") is False or "error" in x}
-        correct = {x["kernel"] for x in checked if x.get("good")} - wrong
-        measured = steps["about"]["versions"]["capability"]
+    checked = [x for x in _checks(steps) if x["kernel"] in implementations()]
+    wrong = {x["kernel"] for x in checked if x.get("good") is False or "error" in x}
+    correct = {x["kernel"] for x in checked if x.get("good")} - wrong
+    measured = steps["about"]["versions"]["capability"]
     names = ", ".join(f"`{x}`" for x in sorted(correct))
     last = [
         "those" if platform == "cpu" else names if measured in capabilities else "none"
@@ -157,7 +147,7 @@ def reason(name: str, options: dict[str, Any]) -> str | None:
     return reasons[0]
 
 
-def takes(_: Steps | None = None) -> str:
+def takes(_: Steps) -> str:
     """The table of options, in Markdown; an option is taken if it does not change the reason of a kernel."""
     rows = []
     for name in implementations():
@@ -167,9 +157,9 @@ def takes(_: Steps | None = None) -> str:
     return table(("", *OPTIONS), rows)
 
 
-def first_light(steps: Steps | None) -> str:
+def first_light(steps: Steps) -> str:
     """The results of first light, in Markdown."""
-    return "\n\n".join(_parts(steps)) if steps else ABSENT
+    return "\n\n".join(_parts(steps))
 
 
 def _parts(steps: Steps) -> Iterator[str]:
@@ -187,8 +177,7 @@ def _parts(steps: Steps) -> Iterator[str]:
         if key in roof.get(label, {})
     ]
     yield f"Measured on {about['device']}, {about['date']}: {', '.join([*versions, *ceilings])}."
-    checked = [*steps.get("check", {}).values(), *steps.get("check_large", {}).values()]
-    if checked:
+    if checked := _checks(steps):
         yield "Each kernel compared with dense attention in float64; errors relative to their tolerance, the largest:"
         yield table(
             ("kernel", "right", "wrong", "declined", "did not run", "error"), _checked(checked)
@@ -208,10 +197,17 @@ def _parts(steps: Steps) -> Iterator[str]:
         yield _pivot(rules, _rule, lambda x: f"{x['seconds'] * 1e6:.0f}", "seconds")
 
 
+def _checks(steps: Steps) -> list[dict[str, Any]]:
+    """The results of checks, and of programs that were checked when they were timed."""
+    names = "check", "check_large", "decode", "prefill", "rules"
+    results = [(name, x) for name in names for x in steps.get(name, {}).values() if "kernel" in x]
+    return [x for name, x in results if name.startswith("check") or "good" in x]
+
+
 def _checked(results: Iterable[dict[str, Any]]) -> Iterator[Row]:
     kernels: dict[str, list[dict[str, Any]]] = {}
     for x in results:
-        kernels.setdefault(x["kernel"] if "kernel" in x else "?", []).append(x)
+        kernels.setdefault(x["kernel"], []).append(x)
     for kernel, results_of_kernel in kernels.items():
         counts = [
             sum(x.get("good") is True for x in results_of_kernel),
@@ -267,14 +263,14 @@ def table(heads: Row, rows: Iterable[Row]) -> str:
 
 
 # Where each part begins and ends on the page, and what makes it.
-PARTS: dict[tuple[str, str], Callable[[Steps | None], str]] = {
+PARTS: dict[tuple[str, str], Callable[[Steps], str]] = {
     ("<!-- tools/kernels_page.py: what runs -->\n", "<!-- end of what runs -->"): runs,
     ("<!-- tools/kernels_page.py: what each takes -->\n", "<!-- end of takes -->"): takes,
     ("<!-- tools/kernels_page.py: first light -->\n", "<!-- end of first light -->"): first_light,
 }
 
 
-def page(text: str, steps: Steps | None) -> str:
+def page(text: str, steps: Steps) -> str:
     """The page with its parts replaced. Raises `ValueError` if it lacks the comments around one."""
     for (begin, end), part in PARTS.items():
         before, has_begin, remainder = text.partition(begin)
@@ -285,10 +281,9 @@ def page(text: str, steps: Steps | None) -> str:
     return text
 
 
-def kept(docs: Path = DOCS) -> Steps | None:
-    """The measured steps; None if there are none."""
-    path = docs / FILE
-    return json.loads(path.read_text(encoding="utf-8"))["steps"] if path.exists() else None
+def kept(docs: Path = DOCS) -> Steps:
+    """The measured steps."""
+    return json.loads((docs / FILE).read_text(encoding="utf-8"))["steps"]
 
 
 def draw(steps: Steps, path: Path) -> None:
@@ -333,10 +328,9 @@ def draw(steps: Steps, path: Path) -> None:
 
 
 def main(docs: Path = DOCS) -> int:
-    """Writes the page, and the picture if there is something to draw; returns 0."""
+    """Writes the page and the picture; returns 0."""
     steps = kept(docs)
-    if steps is not None:
-        draw(steps, docs / PICTURE)
+    draw(steps, docs / PICTURE)
     kernels = docs / "kernels.md"
     kernels.write_text(page(kernels.read_text(encoding="utf-8"), steps), encoding="utf-8")
     return 0

@@ -1,4 +1,4 @@
-"""The bench: compiles, guards and times programs, and keeps every result on disk."""
+"""The bench: compiles, times and checks programs, each guarded, and keeps every result on disk."""
 
 import concurrent.futures
 import contextlib
@@ -12,249 +12,182 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from energy_attn.kernels import implementations
-from tests.support.arrays import array
+from ..runner import Run, measure
 
-from ..runner import measure
-
-# The kernels for GPUs, in the order of the tables. Those that this version does not have are left out.
-GPU_KERNELS = ("cudnn", "fa4", "mosaic_gpu", "pallas_gpu", "flash")
-# Time limits in seconds of a measurement, and of the compilation of several; then the process is killed.
-MEASURING, COMPILING = 90.0, 240.0
-TRIAL = 128  # the divisor of lengths in a dry run
+TOLERANCE = 0.02  # of the largest entry of a result in bfloat16
+COMPILING = "several programs"  # the label of a compilation that is begun
 _SHORT = 512  # lengths up to this are the same in a trial
-_SLOW = 20  # how many times longer than a GPU a CPU may take
 
 Result = dict[str, Any]  # of one measurement, as stored in JSON
-T = TypeVar("T")
+Program = Callable[..., PyTree]
 
 
-class Late(Exception):
-    """The time is spent."""
-
-
-class Lost(Exception):
-    """The device takes no further work from this process."""
-
-
-class Job(NamedTuple):
-    """A measurement.
-
-    Attributes:
-        label: its name in its step.
-        function, arrays: the function to compile, and its arguments, which may be shapes.
-        find: from the compiled function to its results.
-        about: other fields of the results: the kernel and the sizes.
-    """
-
-    label: str
-    function: Callable[..., PyTree]
-    arrays: tuple[Any, ...]
-    find: Callable[[Callable[..., Any]], Result]
-    about: Result
+def label_of(fields: Result) -> str:
+    """The name of a result in its step: the kernel and the sizes."""
+    return " ".join(map(str, fields.values()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """The options of a run and its results, one JSON file that is complete after every measurement.
+    """The options of a run and its results, one JSON file that is complete after every measurement."""
 
-    Attributes:
-        out, copy: folders of the results.
-        steps: those to take.
-        deadline: the time after which nothing is begun.
-        repeats: timings of each program.
-        shrink: divisor of long sequences.
-        trial: whether only the first of several shapes is taken.
-        alone: whether programs are compiled one by one, to find the one that ends the process.
-    """
-
-    out: str
-    copy: str | None
-    steps: tuple[str, ...]
+    out: str  # folder of the results
     deadline: float
-    repeats: int = 5
-    shrink: int = 1
-    trial: bool = False
-    alone: bool = False
+    repeats: int = 5  # timings of each program
+    shrink: int = 1  # divisor of long sequences; above 1, only the first of several shapes is taken
 
     @property
     def path(self) -> Path:
         """The file of the results."""
         return Path(self.out, "first_light.json")
 
+    @property
+    def trial(self) -> bool:
+        """Whether sequences are shortened."""
+        return self.shrink > 1
+
     @functools.cached_property
     def results(self) -> dict[str, dict[str, Result]]:
         """Results by step and label, read from disk once.
 
-        A result has figures, or the reason why there are none: `declined` by the kernel, or an `error`. An error is
-        `final` if the process ended with it.
+        A result has figures, or the reason for their absence: `declined` by the kernel, or an `error`. A measurement
+        that runs has `begun`.
         """
         return json.loads(self.path.read_text())["steps"] if self.path.exists() else {}
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        """The kernels for GPUs that this version has."""
-        return tuple(name for name in GPU_KERNELS if name in implementations())
 
     def length(self, size: int) -> int:
         """A length of a sequence, divided in a trial."""
         return size if size <= _SHORT else max(size // self.shrink, 64)
 
-    def selected(self, values: Sequence[T]) -> Sequence[T]:
-        """Returns all values, or the first in a trial run."""
-        return values[:1] if self.trial else values
-
-    def share(self, rate: float, label: str, key: str) -> float | None:
-        """A rate as a share of a figure of the step `roof`, if that has been measured."""
-        top = self.results.get("roof", {}).get(label, {}).get(key)
-        return rate / top if top else None
-
     def known(self, step: str, label: str) -> bool:
-        """Whether a measurement need not be made: a later call repeats errors, but no final ones."""
-        result = self.results.get(step, {}).get(label, {"error": "not begun"})
-        return "error" not in result or result.get("final", False)
+        """Whether a measurement has been made, or has failed."""
+        return label in self.results.get(step, {})
+
+    def begin(self, step: str, label: str) -> None:
+        """Records that a measurement begins, in case the process ends or hangs."""
+        self.results.setdefault(step, {})[label] = {"begun": True}
+        self._write()
 
     def put(self, step: str, label: str, result: Result) -> None:
-        """Writes a result to disk, and prints it."""
-        plain = {k: str(x) if _is_not_finite(x) else x for k, x in result.items()}
-        self.results.setdefault(step, {})[label] = plain
-        text = json.dumps({"steps": self.results}, indent=1, default=str) + "\n"
-        for folder in filter(None, (self.out, self.copy)):
-            _replace(Path(folder, self.path.name), text)
-        shown = (
-            f"{k}={x:.4g}" if isinstance(x, float) else f"{k}={x}"
-            for k, x in plain.items()
-            if k != "where"
+        """Writes a result to disk, with texts for numbers that JSON does not have, and prints it."""
+        numbers = {k: x for k, x in result.items() if isinstance(x, float)}
+        result = result | {k: str(x) for k, x in numbers.items() if not math.isfinite(x)}
+        self.results.setdefault(step, {})[label] = result
+        self._write()
+        figures = (
+            f"{k}={x:.4g}" if isinstance(x, float) else f"{k}={x}" for k, x in result.items()
         )
-        line = " ".join(f"{step}: {label}: {' '.join(shown)}".split())
+        line = " ".join(f"{step}: {label}: {' '.join(figures)}".split())
         print(f"[{self.deadline - time.time():6.0f} s left] {line[:300]}", flush=True)
 
-    @property
-    def _now(self) -> Path:
-        return self.path.with_suffix(".now")
+    def settle(self, error: str | None) -> bool:
+        """Replaces begun measurements by an error, or removes them; returns whether there were any."""
+        begun = [
+            (x, y) for x, of_step in self.results.items() for y in of_step if "begun" in of_step[y]
+        ]
+        for step, label in begun:
+            del self.results[step][label]
+            if error is not None:
+                self.put(step, label, {"error": error})
+        self._write()
+        return bool(begun)
 
-    def begin(self, step: str, labels: Sequence[str], seconds: float) -> None:
-        """Records the labels that begin, and their time limit, in case the process ends or hangs.
-
-        Raises `Late` if the time is spent.
-        """
-        now, patience = time.time(), _SLOW if self.trial else 1
-        if now > self.deadline:
-            raise Late
-        until = min(now + patience * seconds, self.deadline + 20 * patience)
-        _replace(self._now, json.dumps([step, list(labels), until]))
-
-    def end(self) -> None:
-        """Records that nothing is under way."""
-        self._now.unlink(missing_ok=True)
-
-    def under_way(self) -> tuple[str, list[str], float] | None:
-        """The running step, its labels and its time limit; None if nothing runs."""
-        try:
-            return tuple(json.loads(self._now.read_text()))
-        except FileNotFoundError:
-            return None
+    def _write(self) -> None:
+        """Replaces the file at once, so that no reader finds half of it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps({"steps": self.results}, indent=1) + "\n")
+        new.replace(self.path)
 
     @contextlib.contextmanager
     def guarded(self, step: str, label: str) -> Iterator[None]:
-        """Records an exception that is raised within as a result.
-
-        Raises `Late` if the time is spent, and `Lost` if the device does not work any more.
-        """
-        self.begin(step, [label], MEASURING)
+        """Records an exception that is raised within as a result."""
+        self.begin(step, label)
         try:
             yield
         except Exception as reason:
-            lost = not _alive()
-            self.put(step, label, failure(reason) | ({"final": True} if lost else {}))
-            if lost:
-                raise Lost from reason
-        self.end()
+            self.failed(step, label, failure(reason))
 
-    def measure(self, step: str, jobs: Sequence[Job]) -> None:
-        """Compiles all jobs that have no result yet, then makes their measurements, each guarded."""
-        missing = [job for job in jobs if not self.known(step, job.label)]
-        for group in [[job] for job in missing] if self.alone else filter(None, [missing]):
-            self.begin(step, [job.label for job in group], COMPILING)
-            # one at a time on CPUs, where XLA may deadlock with two
-            programs = _compiled(group, 1 if self.trial else os.cpu_count() or 1)
-            for job, program in zip(group, programs, strict=True):
-                with self.guarded(step, job.label):
-                    figures = program if isinstance(program, dict) else job.find(program)
-                    self.put(step, job.label, {**job.about, **figures})
-
-    def seconds(self, run: Callable[[], Any]) -> Result:
-        """The median seconds of a run, and the spread of its timings."""
-        (times,) = measure({"run": run}, 1 if self.trial else self.repeats).values()
-        return {"seconds": statistics.median(times), "spread": max(times) / min(times) - 1}
-
-    def timed(
-        self,
-        label: str,
-        function: Callable[..., PyTree],
-        arrays: Sequence[Any],
-        figures: Callable[[float], Result] = lambda _: {},
-        **about: object,
-    ) -> Job:
-        """A job that measures the seconds of a call, and `figures` of them."""
-
-        def find(run: Callable[..., Any]) -> Result:
-            timing = self.seconds(functools.partial(run, *arrays))
-            return {**timing, **figures(timing["seconds"])}
-
-        return Job(label, function, tuple(arrays), find, about)
-
-
-def _compiled(jobs: Sequence[Job], workers: int) -> list[Callable[..., Any] | Result]:
-    """The executable of each job, or a result if the kernel declines or raises; `workers` threads compile."""
-
-    def lowered(job: Job) -> Any:
+    def failed(self, step: str, label: str, result: Result) -> None:
+        """Writes the result of an exception, and ends the process if the device takes no further work."""
+        self.put(step, label, result)
         try:
-            traced = jax.jit(job.function).trace(*job.arrays)
+            jax.block_until_ready(jnp.zeros(8) + 1)
+        except Exception:  # whatever a broken context raises; it may not come to an end, either
+            os._exit(1)
+
+    def measure(
+        self,
+        step: str,
+        programs: Sequence[tuple[Result, Program]],
+        inputs: Sequence[Array],
+        figures: Callable[[float], Result],
+        exact: Callable[[], PyTree] | None = None,
+    ) -> None:
+        """Compiles programs of the same inputs, if they have no result yet, then times and checks each.
+
+        A program has the fields of its result, of which its label is made. The figures are of its seconds.
+        """
+        missing = [x for x in programs if not self.known(step, label_of(x[0]))]
+        # one at a time where a process has ended while it compiled, and on CPUs, where XLA may deadlock with two
+        alone = self.known(step, COMPILING) or self.trial or len(missing) == 1
+        for group in [[x] for x in missing] if alone else filter(None, [missing]):
+            self.begin(step, label_of(group[0][0]) if alone else COMPILING)
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                lowered = (_lowered(function, inputs) for _, function in group)
+                compiled = list(pool.map(_compiled, lowered))
+            if not alone:
+                del self.results[step][COMPILING]
+            for (fields, _), program in zip(group, compiled, strict=True):
+                with self.guarded(step, label_of(fields)):
+                    result = program
+                    if not isinstance(program, dict):
+                        run = functools.partial(program, *inputs)
+                        result = self.timed(run, figures) | (_checked(run, exact) if exact else {})
+                    self.put(step, label_of(fields), fields | result)
+
+    def timed(self, run: Run, figures: Callable[[float], Result]) -> Result:
+        """The median seconds of a run, the spread of its timings, and the figures of these seconds."""
+        (times,) = measure({"run": run}, 1 if self.trial else self.repeats).values()
+        seconds = statistics.median(times)
+        return {"seconds": seconds, "spread": max(times) / min(times) - 1, **figures(seconds)}
+
+
+def _lowered(function: Program, inputs: Sequence[Array]) -> Any:
+    """The program before its compilation, or a result if the kernel declines or raises."""
+    try:
+        try:
+            traced = jax.jit(function).trace(*inputs)
         except NotImplementedError as reason:
             return {"declined": str(reason)[:300]}
         return traced.lower()
-
-    def compiled(program: Any) -> Any:
-        return program if isinstance(program, dict) else program.compile()
-
-    programs = [_result_of(lowered, job) for job in jobs]
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(functools.partial(_result_of, compiled), programs))
-
-
-def _result_of(function: Callable[[Any], Any], x: Any) -> Any:
-    try:
-        return function(x)
     except Exception as reason:
         return failure(reason)
 
 
-def normal(seed: int, shape: tuple[int, ...], dtype: str = "bfloat16") -> Array:
-    """Random numbers: zeros are faster to compute with than data."""
-    if math.prod(shape) <= 2**22:  # on the host, without a program for each shape
-        return array(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
-    return _drawn(seed, shape, dtype)
+def _compiled(program: Any) -> Any:
+    try:
+        return program if isinstance(program, dict) else program.compile()
+    except Exception as reason:
+        return failure(reason)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _drawn(seed: int, shape: tuple[int, ...], dtype: str) -> Array:
-    # in pieces along the second axis: all numbers in float32 would not fit together with the rest
-    pieces = math.gcd(shape[1], math.ceil(math.prod(shape) / 2**29))
-    part = shape[0], shape[1] // pieces, *shape[2:]
-
-    def piece(i: Array) -> Array:
-        key = jax.random.fold_in(jax.random.key(seed), i)
-        return jax.random.normal(key, part, jnp.float32).astype(dtype)
-
-    return jnp.moveaxis(jax.lax.map(piece, jnp.arange(pieces)), 0, 1).reshape(shape)
+def _checked(run: Run, exact: Callable[[], PyTree]) -> Result:
+    """Whether results are exact but for rounding, and the largest error over its tolerance."""
+    try:
+        pairs = zip(jax.tree.leaves(exact()), jax.tree.leaves(run()), strict=True)
+        errors = [float(jnp.abs(x - y).max() / jnp.abs(x).max()) for x, y in pairs]
+    except Exception as reason:  # the times are kept
+        return {"unchecked": failure(reason)["error"]}
+    error = float(np.max(errors)) / TOLERANCE
+    return {"good": error <= 1, "of_tolerance": error}
 
 
 def failure(reason: BaseException) -> Result:
@@ -262,23 +195,3 @@ def failure(reason: BaseException) -> Result:
     message = "".join(traceback.format_exception_only(reason)).strip()
     trace = "".join(traceback.format_exception(reason))
     return {"error": message[:1500], "where": trace[-700:].replace(os.getcwd(), ".")}
-
-
-def _alive() -> bool:
-    try:
-        jax.block_until_ready(jnp.zeros(8) + 1)
-    except Exception:  # whatever a broken context raises
-        return False
-    return True
-
-
-def _is_not_finite(x: object) -> bool:
-    return isinstance(x, float) and not math.isfinite(x)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file at once, so that no reader finds half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(f"{path.suffix}.new")
-    new.write_text(text)
-    new.replace(path)

@@ -92,7 +92,7 @@ def test_sides_take_turns(monkeypatch):
     ("arguments", "message"),
     [
         (["--repeats", "0"], "argument --repeats: wanted a number of at least 1, got '0'"),
-        (["masks", "musk"], "SUITE: wanted some of cpu, gpu, .*, got 'musk'"),
+        (["masks", "musk"], "SUITE: wanted some of cpu, observables, .*, got 'musk'"),
         (["masks", "--only", "musk"], "--only: wanted a part of a case of masks, got 'musk'"),
     ],
 )

@@ -1,7 +1,7 @@
 """The adapters of vendors' kernels, on a CPU: cuDNN and FlashAttention emulated with their quirks, splash interpreted.
 
-What an adapter does (layouts, options, the cotangent of lse, what it declines) is ours and tested here; what the
-vendors' kernels do on a chip is not.
+What an adapter does (layouts, options, the cotangent of lse, what it declines) is ours and tested here. What the
+vendors' kernels do is tested on a GPU alone.
 """
 
 import functools
@@ -269,6 +269,18 @@ CASES.sort(key=lambda case: (case[0], case[1].name) not in JUDGED)
 def test_state_and_gradients(name, problem, vendor):
     """Layouts, heads' groups, a window off by one, the cotangent of lse dropped or doubled."""
     check(vendor(name)[0], problem)
+
+
+@pytest.mark.skipif(platform_here() != "cuda", reason="wanted a GPU")
+@pytest.mark.parametrize(
+    ("implementation", "problem"), CASES + [("cudnn", x) for x in RAGGED.values()], ids=str
+)
+def test_on_a_gpu(implementation, problem):
+    """A vendor's kernel that computes something else than its emulation."""
+    kernel = KERNELS[implementation]()
+    if reason := _probe.obstacle(kernel, "cuda"):
+        pytest.skip(reason)
+    check(kernel, problem)
 
 
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=str)
