@@ -6,11 +6,11 @@ It prints by which factor each time is off the fit, and the fitted `cost.Topolog
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from energy_attn.distributed import cost, initialize, make_mesh
 from energy_attn.distributed.internal import network as modelled
 
 from .command import parser_of, write
-from .runner import machine
+from .runner import machine, seconds_of
 
 # Payloads of a device, in bytes, and how many collectives one program has, each waiting for the last.
 SIZES = {4096: 8, 1 << 18: 2, 1 << 22: 2}
@@ -84,29 +84,20 @@ def _seconds(
     def repeated(x: Array) -> Array:
         return lax.fori_loop(0, times, collective, x)
 
-    run = jax.jit(
-        jax.shard_map(
-            repeated, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
-        )
-    )
+    specs: Any = {"mesh": mesh, "in_specs": everywhere, "out_specs": everywhere}
     x = jax.make_array_from_callback(
         (mesh.size * shape[0], shape[1]),
         NamedSharding(mesh, everywhere),
         lambda _: np.ones(shape, jnp.float32),
     )
-    jax.block_until_ready(run(x))  # compiles, and opens connections
-    first = _timed(run, x)
+    run = functools.partial(jax.jit(jax.shard_map(repeated, **specs, check_vma=False)), x)
+    jax.block_until_ready(run())  # compiles, and opens connections
+    first = seconds_of(run)
     # all processes have to run it equally often
     first = float(multihost_utils.broadcast_one_to_all(np.float32(first)))
     number = int(np.clip(SECONDS / first, min(LEAST, repeats), repeats))
-    median = statistics.median(_timed(run, x) for _ in range(number)) / times
+    median = statistics.median(seconds_of(run) for _ in range(number)) / times
     return float(np.max(multihost_utils.process_allgather(np.float32(median))))
-
-
-def _timed(run: Callable[[Array], Array], x: Array) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run(x))
-    return time.perf_counter() - start
 
 
 def fit(timings: Sequence[Timing], axes: Sequence[str], usual: cost.Topology) -> cost.Topology:
@@ -115,12 +106,9 @@ def fit(timings: Sequence[Timing], axes: Sequence[str], usual: cost.Topology) ->
     The model's seconds are linear in them. The fit minimises a robust sum of squared logarithms of measured
     over predicted, as other programs may disturb some timings.
     """
-    unknowns = [_unit(usual, launch=1.0), _unit(usual, overhead=1.0)]
-    for i, link in enumerate(usual.links):
-        if link.devices > 1:
-            unknowns += [_unit(usual, i, latency=1.0), _unit(usual, i, bandwidth=1.0)]
-
-    matrix = np.array([[_modelled(timing, axes, by) for by in unknowns] for timing in timings])
+    count = 2 + 2 * sum(link.devices > 1 for link in usual.links)
+    units = [_network(usual, row) for row in np.eye(count)]
+    matrix = np.array([[_modelled(timing, axes, unit) for unit in units] for timing in timings])
     taken = np.array([timing.seconds for timing in timings])
     begin, _ = scipy.optimize.nnls(matrix / taken[:, None], np.ones_like(taken))
     fitted = scipy.optimize.least_squares(
@@ -128,17 +116,7 @@ def fit(timings: Sequence[Timing], axes: Sequence[str], usual: cost.Topology) ->
         np.log(np.maximum(begin, 1e-12)),
         loss="soft_l1",
     )
-    launch, overhead, *pairs = (float(f"{x:.4g}") for x in np.exp(fitted.x))
-    numbers = iter(pairs)
-    links = [
-        dataclasses.replace(
-            link, latency=next(numbers), bandwidth=float(f"{1 / max(next(numbers), 1e-15):.4g}")
-        )
-        if link.devices > 1
-        else link
-        for link in usual.links
-    ]
-    return dataclasses.replace(usual, links=tuple(links), launch=launch, overhead=overhead)
+    return _network(usual, np.exp(fitted.x))
 
 
 def _modelled(timing: Timing, axes: Sequence[str], network: cost.Topology) -> float:
@@ -147,19 +125,23 @@ def _modelled(timing: Timing, axes: Sequence[str], network: cost.Topology) -> fl
     return modelled.seconds(transfer, network)
 
 
-def _unit(
-    usual: cost.Topology,
-    place: int | None = None,
-    launch: float = 0.0,
-    overhead: float = 0.0,
-    latency: float = 0.0,
-    bandwidth: float = 1e300,
-) -> cost.Topology:
-    """A network in which only one term takes time: launches, overheads, or the latency or bytes of a link."""
-    links = [dataclasses.replace(x, latency=0.0, bandwidth=1e300) for x in usual.links]
-    if place is not None:
-        links[place] = dataclasses.replace(links[place], latency=latency, bandwidth=bandwidth)
-    return dataclasses.replace(usual, links=tuple(links), launch=launch, overhead=overhead)
+def _network(usual: cost.Topology, seconds: np.ndarray) -> cost.Topology:
+    """The network with a launch, an overhead, and for each link of several devices a latency and a byte's seconds."""
+    launch, overhead, *pairs = (_rounded(x) for x in seconds)
+    rest = iter(pairs)
+    links = tuple(
+        dataclasses.replace(
+            link, latency=next(rest), bandwidth=_rounded(1 / max(next(rest), 1e-15))
+        )
+        if link.devices > 1
+        else link
+        for link in usual.links
+    )
+    return dataclasses.replace(usual, links=links, launch=launch, overhead=overhead)
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.4g}")
 
 
 def named_sizes(text: str) -> dict[str, int]:
@@ -192,8 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [
         timing._asdict()
         | {
-            "fitted": float(f"{_modelled(timing, mesh.axis_names, fitted):.4g}"),
-            "seconds": float(f"{timing.seconds:.4g}"),
+            "fitted": _rounded(_modelled(timing, mesh.axis_names, fitted)),
+            "seconds": _rounded(timing.seconds),
         }
         for timing in timings
     ]

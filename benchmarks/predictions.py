@@ -20,18 +20,11 @@ RESULT = Path(__file__).parents[1] / "docs" / "benchmarks" / "predictions.json"
 # A prediction that is further off than this factor is a miss.
 MISS = 1.25
 
-
-def _llama(
-    vocabulary: int, width: int, inside: int, layers: int, heads: int, kv_heads: int
-) -> LlamaConfig:
-    return LlamaConfig(vocabulary, width, inside, layers, heads, kv_heads)
-
-
 MODELS = {
-    "llama2-7b": _llama(32000, 4096, 11008, 32, 32, 32),
-    "llama2-70b": _llama(32000, 8192, 28672, 80, 64, 8),
-    "llama3-8b": _llama(128256, 4096, 14336, 32, 32, 8),
-    "llama3-70b": _llama(128256, 8192, 28672, 80, 64, 8),
+    "llama2-7b": LlamaConfig(32000, 4096, 11008, 32, 32, 32),
+    "llama2-70b": LlamaConfig(32000, 8192, 28672, 80, 64, 8),
+    "llama3-8b": LlamaConfig(128256, 4096, 14336, 32, 32, 8),
+    "llama3-70b": LlamaConfig(128256, 8192, 28672, 80, 64, 8),
 }
 
 
@@ -67,31 +60,18 @@ SOURCES = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A published step: of a model on a mesh of chips that share a context, by a method.
-
-    Attributes:
-        source: a key of `SOURCES`.
-        model: a key of `MODELS`.
-        chip: as `plan.chip` takes it.
-        sizes: of the axes that share the context.
-        tokens: of a sequence.
-        batch: sequences that those chips have.
-        method: of the attention.
-        layout: of the tokens.
-        published: seconds of a step.
-        tile: queries and keys of a block.
-    """
+    """A published step: of a model on a mesh of chips that share a context, by a method."""
 
     source: str
     model: str
     chip: str
-    sizes: tuple[int, ...]
-    tokens: int
-    batch: int
+    sizes: tuple[int, ...]  # of the axes that share the context
+    tokens: int  # of a sequence
+    batch: int  # sequences that those chips have
     method: str
     layout: str
-    published: float
-    tile: int = 1024
+    published: float  # seconds of a step
+    tile: int = 1024  # queries and keys of a block
 
 
 _USP = {  # seconds of 64K, 128K and 256K tokens

@@ -52,14 +52,11 @@ def _both(program: Callable[..., Any], *arrays: Any) -> Sides:
     return {name: functools.partial(side, flag) for name, flag in sides.items()}
 
 
-def of_prompt(dtype: str, B: int, T: int, N: int, K: int, H: int) -> Sides:
-    """A causal prompt."""
-    return _both(_prompt, *_draw(dtype, (B, T, N, H), (B, T, K, H), (B, T, K, H)))
-
-
-def of_gradients(dtype: str, B: int, T: int, N: int, K: int, H: int) -> Sides:
-    """The gradients of a causal prompt."""
-    return _both(_gradients, *_draw(dtype, (B, T, N, H), (B, T, K, H), (B, T, K, H)))
+def of_attention(
+    program: Callable[..., Any], dtype: str, B: int, T: int, N: int, K: int, H: int
+) -> Sides:
+    """A causal prompt, or its gradients."""
+    return _both(program, *_draw(dtype, (B, T, N, H), (B, T, K, H), (B, T, K, H)))
 
 
 def of_steps(dtype: str, B: int, S: int, N: int, K: int, H: int) -> Sides:
@@ -107,8 +104,8 @@ def of_decoder(program: Callable[..., Any], dtype: str, **sizes: int) -> Sides:
 
 
 SIDES = {
-    "prompt": of_prompt,
-    "gradients": of_gradients,
+    "prompt": functools.partial(of_attention, _prompt),
+    "gradients": functools.partial(of_attention, _gradients),
     "steps": of_steps,
     "decoder's prompt": functools.partial(of_decoder, _read),
     "decoder's steps": functools.partial(of_decoder, _decode),

@@ -42,24 +42,18 @@ class Output(NamedTuple):
 class Case:
     """One comparison.
 
-    Attributes:
-        name: the job.
-        dtype: of its arrays.
-        shape: its sizes, by the library's letters: B, T, S, N, K, H.
-        sides: from dtype, sizes and options to our side and those of the peers. Sides whose names begin
-            with "our" are there for their cost, and their results are not compared.
-        options: other arguments of `sides`.
-        long: the sizes that a trial divides.
-        reads: returns the bytes that must be read, for the share of the memory's bandwidth.
+    Sides whose names begin with "our" are there for their cost, and their results are not compared.
     """
 
     name: str
     dtype: str
-    shape: dict[str, int]
-    sides: Callable[..., Sides]
+    shape: dict[str, int]  # by the library's letters: B, T, S, N, K, H
+    sides: Callable[..., Sides]  # from dtype, sizes and options to our side and those of the peers
     options: dict[str, Any] = field(default_factory=dict)
-    long: str = "TS"
-    reads: Callable[..., int] | None = None
+    long: str = "TS"  # the sizes that a trial divides
+    reads: Callable[..., int] | None = (
+        None  # the bytes that must be read, for the bandwidth's share
+    )
 
     def shrunk(self, by: int) -> "Case":
         """The case with sequences `by` times shorter."""
@@ -128,17 +122,18 @@ def measure(sides: dict[str, Run], repeats: int) -> dict[str, list[float]]:
     numbers: dict[str, int] = {}
     for name, side in sides.items():
         wait(side())
-        numbers[name] = max(1, round(SHORT / max(_seconds(side, 1), 1e-6)))
+        numbers[name] = max(1, round(SHORT / max(seconds_of(side), 1e-6)))
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, side in sides.items():
             time.sleep(PAUSE)
             wait(side())
-            seconds[name].append(_seconds(side, numbers[name]) / numbers[name])
+            seconds[name].append(seconds_of(side, numbers[name]) / numbers[name])
     return seconds
 
 
-def _seconds(side: Run, number: int) -> float:
+def seconds_of(side: Run, number: int = 1) -> float:
+    """Seconds of so many runs of a side, one after the other."""
     start = time.perf_counter()
     for _ in range(number):
         result = side()

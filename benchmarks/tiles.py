@@ -17,19 +17,13 @@ TOLERANCE = 0.05  # of the largest entry, between results of other tiles
 
 
 class Sizes(NamedTuple):
-    """Tiles to try.
-
-    Attributes:
-        rows, keys, warps, stages: as in `GPUTiles`.
-        each: the programs of each multiprocessor among which few tiles are divided.
-        least_steps: as in `GPUTiles`.
-    """
+    """Tiles to try, as in `GPUTiles`."""
 
     rows: int
     keys: int
     warps: int
     stages: int
-    each: int = 1
+    each: int = 1  # the programs of each multiprocessor among which few tiles are divided
     least_steps: int = 4
 
     @property
@@ -45,16 +39,7 @@ class Sizes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Attention call whose tiles are tuned; calls with equal dtype, widths and row count use them.
-
-    Attributes:
-        kind: which kernel.
-        queries, keys: the lengths.
-        heads, kv_heads, width: as everywhere.
-        dtype: of query, key and value.
-        candidates: the tiles to try.
-        few_keys: whether there are few keys, in a call of few rows; else None.
-    """
+    """Attention call whose tiles are tuned; calls with equal dtype, widths and row count use them."""
 
     kind: KernelKind
     queries: int
@@ -64,7 +49,7 @@ class Call(NamedTuple):
     width: int
     dtype: str
     candidates: tuple[Sizes, ...]
-    few_keys: bool | None = None
+    few_keys: bool | None = None  # of few rows: whether there are few keys
 
     @property
     def call_rows(self) -> int:

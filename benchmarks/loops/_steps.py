@@ -29,21 +29,15 @@ KERNELS = {
 
 
 class Inputs(NamedTuple):
-    """Inputs of every implementation.
+    """Inputs of every implementation."""
 
-    Attributes:
-        tokens: `[steps, B, T, N, H]`; their first `K` heads are keys and values, too.
-        key: `[B, S, K, H]`, in each layer's cache before the first step.
-        value: `[B, S, K, H]`.
-        lengths: `[B]` int32, how many of them there are in each row; what follows is overwritten, or not read.
-        layers: the number of caches.
-    """
-
-    tokens: Array
-    key: Array
-    value: Array
-    lengths: np.ndarray
-    layers: int
+    tokens: Array  # [steps, B, T, N, H]; their first K heads are keys and values, too
+    key: Array  # [B, S, K, H], in each layer's cache before the first step
+    value: Array  # [B, S, K, H]
+    lengths: (
+        np.ndarray
+    )  # [B] int32, how many of them there are in each row; what follows is not read
+    layers: int  # the number of caches
 
 
 def _draw(
