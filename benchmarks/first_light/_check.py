@@ -29,7 +29,7 @@ def run_tests(bench: Bench, files: tuple[str, ...] = FILES) -> None:
     # without the suite's options: its check of annotations wants that the library is not imported yet
     options = ["-q", "--tb=no", "-o", "addopts=", "-W", "ignore:Module already imported"]
     if bench.trial:
-        options += ["-m", "not full"]
+        files, options = TRIAL, [*options, "-m", "not full"]
     else:  # the suite compiles cheaply unless it is told otherwise
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {LEVEL}=3"
     status = pytest.main([*options, *files], plugins=[Recorder(bench)])
