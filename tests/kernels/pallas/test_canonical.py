@@ -32,6 +32,8 @@ from tests.support.selection import few, few_rows
 
 TPU, GPU, CPU = candidates(None, reproducible=True)
 KERNELS = {"tpu": TPU, "gpu": GPU}
+# XLA:CPU compiles a program of an interpreted kernel in parts, whose number and bits follow its length.
+UNDIVIDED = {"xla_cpu_parallel_codegen_split_count": 1}
 
 
 def array_tokens(rng, length, first):
@@ -175,7 +177,7 @@ def test_scores_and_sinks(name, score, of_entries):
     moves = [jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in arrays]
     slopes = jnp.asarray(rng.uniform(0.01, 0.1, HEADS), jnp.float32)
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=UNDIVIDED)
     def derivatives(implementation, slopes, moves, arrays, cotangent, options):
         of_heads = scores.Compose(SCORES[score], scores.ALiBi(slopes))
         given = {"score": of_heads, "is_causal": True, "return_energy": True, **options}
