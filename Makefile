@@ -102,7 +102,7 @@ test-emulated: $(VENV)/.installed-test
 
 # Compilers take most of the time, so the files go to several processes, of which libtpu is told.
 test-tpu: environment-tpu
-	@ALLOW_MULTIPLE_LIBTPU_LOAD=1 $(IN) $(ON_TPU) OPTIMISE=3 PYTEST_ARGS='$(PYTEST_ARGS) -m tpu $(ROTATION)' PART='$(or $(PART),tests/tpu)' test
+	@ALLOW_MULTIPLE_LIBTPU_LOAD=1 JAX_ENABLE_COMPILATION_CACHE=false $(IN) $(ON_TPU) OPTIMISE=3 PYTEST_ARGS='$(PYTEST_ARGS) -m tpu $(ROTATION)' PART='$(or $(PART),tests/tpu)' test
 
 test-cuda: test-cuda$(CUDA)
 
