@@ -100,17 +100,18 @@ test-emulated: $(VENV)/.installed-test
 	@command -v qemu-x86_64 >/dev/null || { apt-get update -q && apt-get install -y -q qemu-user; }
 	@$(IN) UNDER='qemu-x86_64 -cpu $(EMULATED)' PYTEST_ARGS='-n 0 -m emulated' PART='$(or $(PART),tests/energy_attn/models)' test
 
-# Compilers take most of the time, so the files go to several processes, of which libtpu is told.
+# Compilers take most of the time, so the files go to several processes, of which libtpu is told. Without the hardware
+# JAX cannot read the programs that it stores, so that it stores none.
 test-tpu: environment-tpu
 	@ALLOW_MULTIPLE_LIBTPU_LOAD=1 JAX_ENABLE_COMPILATION_CACHE=false $(IN) $(ON_TPU) OPTIMISE=3 PYTEST_ARGS='$(PYTEST_ARGS) -m tpu $(ROTATION)' PART='$(or $(PART),tests/tpu)' test
 
 test-cuda: test-cuda$(CUDA)
 
 test-cuda12: environment-cuda12
-	@$(IN) $(ON_CUDA12) OPTIMISE=3 PYTEST_ARGS='$(PYTEST_ARGS) -m $(CUDA_TESTS) $(ROTATION)' PART='$(or $(PART),tests/cuda)' test
+	@JAX_ENABLE_COMPILATION_CACHE=false $(IN) $(ON_CUDA12) OPTIMISE=3 PYTEST_ARGS='$(PYTEST_ARGS) -m $(CUDA_TESTS) $(ROTATION)' PART='$(or $(PART),tests/cuda)' test
 
 test-cuda13: environment-cuda13
-	@$(IN) $(ON_CUDA13) OPTIMISE=3 PYTEST_ARGS='$(PYTEST_ARGS) -m $(CUDA_TESTS) $(ROTATION)' PART='$(or $(PART),tests/cuda)' test
+	@JAX_ENABLE_COMPILATION_CACHE=false $(IN) $(ON_CUDA13) OPTIMISE=3 PYTEST_ARGS='$(PYTEST_ARGS) -m $(CUDA_TESTS) $(ROTATION)' PART='$(or $(PART),tests/cuda)' test
 
 # The plugin looks for libraries that only programs which run need.
 test-flash:
