@@ -12,6 +12,8 @@ from .methods._layout import place_by as place_by
 from .methods._parallel import ShardingPlan as ShardingPlan
 from .methods._parallel import check_mesh as check_mesh
 from .methods._parallel import is_explicit as is_explicit
+from .methods._parallel import mesh_axes_of as mesh_axes_of
+from .methods._parallel import other_explicit_axes as other_explicit_axes
 from .methods._parallel import reshard_explicit as reshard_explicit
 from .methods._parallel import sequence_order as sequence_order
 from .methods._parallel import sharding_plan as sharding_plan

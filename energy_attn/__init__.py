@@ -40,6 +40,9 @@ from .record._record import record as record
 from .record._weigh import attribute as attribute
 from .record._weigh import weigh as weigh
 from .sparse._tsallis import Tsallis as Tsallis
+from .vocabulary._categorical import Categorical as Categorical
+from .vocabulary._loss import softmax_cross_entropy as softmax_cross_entropy
+from .vocabulary._parallel import VocabularyParallel as VocabularyParallel
 
 try:
     __version__ = _version("energy_attn")

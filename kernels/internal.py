@@ -7,6 +7,7 @@ from . import _checks as checks
 from . import _varying as mesh_axes
 from ._imports import lazy as lazy
 from ._imports import private_names as private_names
+from ._slice import slice_at as slice_at
 from .autodiff import _function as autodiff
 from .call import _arguments as arguments
 from .call import _source as additions

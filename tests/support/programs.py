@@ -16,6 +16,7 @@ from energy_attn import attention, masks
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, cost
 from energy_attn.distributed.internal import waits as waits
 from energy_attn.models import Llama, LlamaConfig
+from energy_attn.vocabulary import _blocks as _word_blocks
 from tests.support.llama import GPT_OSS
 
 
@@ -269,3 +270,10 @@ def of_xla(program: jax.stages.Compiled) -> Counter[str]:
 
 def _size(shape: str) -> int:
     return math.prod(int(x) for x in shape.split(",") if x)
+
+
+def word_blocks(monkeypatch, numbers: int | None = None, words: int = 128) -> None:
+    """Sets the numbers in a block of logits, or as on accelerators, and the fewest words in a block."""
+    numbers = _word_blocks._MOST["other"] if numbers is None else numbers
+    monkeypatch.setattr(_word_blocks, "_MOST", {"cpu": numbers, "other": numbers})
+    monkeypatch.setattr(_word_blocks, "_LEAST", words)

@@ -111,6 +111,27 @@ def measure(
     return ea.FreeEnergy(scale=scale, sink=sink).at(query, key, value, bias=bias)
 
 
+LAYER = drawn(30, hidden=(3, 2), weight=(5, 2), bias=(5,), scale=()) | {
+    "temperature": np.asarray([0.5, 1.0, 2.0])
+}
+
+
+def distributions(
+    hidden: Any, weight: Any, bias: Any, scale: Any, temperature: Any, other: Any, matrix: Any
+) -> Any:
+    p = ea.Categorical(hidden, weight, bias, scale=scale, temperature=temperature)
+    q, labels = ea.Categorical(other, matrix), jnp.asarray([1, 0, 4])
+    divergences = p.cross_entropy(q), p.kl_divergence(q), p.js_divergence(q)
+    return (
+        divergences,
+        p.log_partition(),
+        p.logits_of(labels),
+        p.log_prob(labels),
+        p.entropy(),
+        p.top_k(2)[0],
+    )
+
+
 def sparse(query: Any, key: Any, value: Any, scale: Any, source: Any, bias: Any) -> Any:
     energy = ea.FreeEnergy(scale=scale, regulariser=ea.Tsallis(1.5))
     out, at_zero = energy.attention(query, key, value, bias=bias, return_energy=True)
@@ -285,7 +306,7 @@ def encoder() -> Encoder:
 
 
 def logits(model: Llama, tokens: Any, x: Any) -> Any:
-    return model(tokens).logits, model.logits(x)
+    return model(tokens).logits, model.logits(x), model.output(x).log_partition()
 
 
 def scores(model: Llama, tokens: Any, continuations: Any) -> Any:
@@ -501,6 +522,24 @@ CASES = {
         lambda x, y: ea.reproducible(lambda x, y: x * y + jnp.exp(x) / (1 + y * y))(x, y),
         lambda: drawn(27, x=(3, 5), y=(3, 5)),
     ),
+    "softmax_cross_entropy": Case(
+        "softmax_cross_entropy",
+        lambda labels, **x: ea.softmax_cross_entropy(
+            **x,
+            labels=labels,
+            label_smoothing=0.1,
+            z_loss=0.1,
+            soft_cap=3.0,
+            return_statistics=True,
+        ),
+        lambda: LAYER | drawn(31, weights=(3,)) | {"labels": np.asarray([4, 0, 2], np.int32)},
+    ),
+    "Categorical": Case(
+        """Categorical Categorical.log_partition Categorical.log_prob Categorical.logits_of Categorical.entropy
+        Categorical.cross_entropy Categorical.kl_divergence Categorical.js_divergence Categorical.top_k""",
+        distributions,
+        lambda: LAYER | drawn(32, other=(3, 2), matrix=(5, 2)),
+    ),
     "safe_softmax": Case(
         "safe_softmax",
         lambda scores, where: ea.safe_softmax(scores, where=where),
@@ -576,14 +615,17 @@ CASES = {
         lambda: {"block": make_block()} | drawn(20, x=(4, 3)),
     ),
     "Llama": Case(
-        "models.Llama models.Llama.__call__ models.Llama.logits",
+        "models.Llama models.Llama.__call__ models.Llama.logits models.Llama.output",
         logits,
         lambda: {"model": build(SMALL), "tokens": TOKENS} | drawn(21, x=(1, 2, 6)),
     ),
     "log_probs": Case(
-        "models.Llama.log_probs",
-        lambda model, tokens: model.log_probs(tokens),
-        lambda: {"model": build(SMALL), "tokens": TOKENS},
+        "models.Llama.log_probs models.Llama.loss",
+        lambda model, tokens, weights: (
+            model.log_probs(tokens),
+            model.loss(tokens, weights=weights, z_loss=0.1),
+        ),
+        lambda: {"model": build(SMALL), "tokens": TOKENS} | drawn(33, weights=(1, 4)),
     ),
     "Llama of experts": Case(
         "models.Llama.__call__",
@@ -675,15 +717,15 @@ CASES = {
 # Public names without a derivative, or modules of them; all that has none is here, with the reason.
 WITHOUT = {
     "of types, which differentiate nothing": """kernels.Operands kernels.Settings kernels.KernelCall
-    Result prefix_tree.PrefixTree prefix_tree.Accepted models.LlamaConfig
+    Result VocabularyParallel prefix_tree.PrefixTree prefix_tree.Accepted models.LlamaConfig
     models.ModelDrafter models.PromptLookup""",
     "of solvers, masks and costs, which have no floating arrays": """solvers. kernels.masks.
     distributed.cost. distributed.plan. distributed.methods.""",
     "of text, pictures, files, processes and programs": """citation plot. kernels.implementations
     distributed.collectives distributed.initialize distributed.make_mesh distributed.fetch distributed.place
     models.shard models.load models.Tokenizer""",
-    "of integers: draws, tokens, trees, places and buckets": """Gibbs.sample models.generate
-    kernels.scores.ScoreIndices kernels.scores.RelativeBias.t5_buckets prefix_tree.accept_greedy
+    "of integers: draws, tokens, trees, places and buckets": """Gibbs.sample Categorical.sample Categorical.mode
+    models.generate     kernels.scores.ScoreIndices kernels.scores.RelativeBias.t5_buckets prefix_tree.accept_greedy
     prefix_tree.accept_sampling prefix_tree.verify prefix_tree.grow""",
     "of constants": """CHECKPOINT_NAMES kernels.empty_state models.Rope
     models.Rope.scaled models.Rope.linear models.Rope.llama3 models.Rope.yarn models.Rope.dynamic models.Rope.longrope

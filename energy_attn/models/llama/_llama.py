@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from energy_attn import Categorical, VocabularyParallel
 from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import checks, lse_dtype
 from energy_attn.kernels.scores import SoftCap
@@ -237,6 +238,14 @@ class Llama(AbstractDecoder):
         logits = dot(x, (self.lm_head or self.embed_tokens).weight)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def output(
+        self, x: Float[Array, "batch time width"], parallel: VocabularyParallel | None = None
+    ) -> Categorical:
+        """The distribution of the next token, without its logits."""
+        weight = (self.lm_head or self.embed_tokens).weight
+        cap = self.config.final_logit_softcapping
+        return Categorical(x, weight, soft_cap=cap, parallel=parallel)
 
 
 LLAMA = Family(lambda entries: LlamaConfig(**read_fields(entries)), Llama)

@@ -1,0 +1,1 @@
+"""Losses over a vocabulary, whose memory is linear in the tokens and in the words."""
