@@ -188,7 +188,7 @@ class Categorical(OutputLayer):
 
         Raises:
             TypeError: `k` is no integer.
-            ValueError: `k` is below 1 or above the number of words.
+            ValueError: `k` is below 1 or above the number of words, or an axis of the mesh splits words and tokens.
 
         Examples:
             >>> import jax.numpy as jnp
@@ -200,6 +200,11 @@ class Categorical(OutputLayer):
         size = self.vocab_size
         if checks.check_integer("k", k, 1) > size:
             raise ValueError(f"k: wanted at most the {size} words, got {k}")
+        plan = plan_of(self.parallel, self.hidden, self.weight)
+        if plan and plan.gathered:
+            raise ValueError(
+                f"parallel: wanted words and tokens over different axes for top_k, got both over {plan.gathered}"
+            )
 
         return evaluate((self,), lambda local: local.top_k(k))
 

@@ -105,6 +105,11 @@ def test_bad_meshes(words, tokens, error):
     """Another message than one that names the argument."""
     with jax.set_mesh(mesh_of("2x4")), pytest.raises(ValueError, match=error):
         ea.Categorical(jnp.ones((2, 3, 6)), jnp.ones((300, 6)), parallel=V(words, tokens))
+    both = ea.VocabularyParallel("node", "node")
+    with jax.set_mesh(mesh_of("2x4")):
+        p = ea.Categorical(jnp.ones((2, 3, 6)), jnp.ones((300, 6)), parallel=both)
+        with pytest.raises(ValueError, match="parallel: wanted words and tokens over different"):
+            p.top_k(2)
     with pytest.raises(ValueError, match="tokens: wanted each mesh axis once"):
         V("device", P("node", "node"))
 
