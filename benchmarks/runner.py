@@ -133,7 +133,7 @@ def measure(sides: dict[str, Run], repeats: int) -> dict[str, list[float]]:
 
 
 def seconds_of(side: Run, number: int = 1) -> float:
-    """Seconds of so many runs of a side, one after the other."""
+    """Seconds of `number` successive runs of a side."""
     start = time.perf_counter()
     for _ in range(number):
         result = side()

@@ -34,7 +34,8 @@ class Categorical(OutputLayer):
         weight: the output matrix, `[V, D]`, of any of these dtypes; of a model with tied embeddings, their matrix. The
             products have the wider dtype of both, and all sums and results are float32, or float64.
         bias: `[V]`, or None.
-        mask: `[V]` booleans, whether a word is allowed: False for padding of the vocabulary, too. None: all are.
+        mask: `[V]` booleans, whether a word is allowed: False for padding of the vocabulary, too. None: all are. If no
+            word is allowed, $F = -\infty$ and the entropy is 0.
         scale: $\alpha$, a number or an array that broadcasts to `[*batch]`.
         temperature: $\tau$, above 0, a number or an array that broadcasts to `[*batch]`. It applies last.
         soft_cap: $c$, above 0, as in Gemma 2; None: no cap.
@@ -89,7 +90,9 @@ class Categorical(OutputLayer):
         self.hidden, self.weight, self.bias, self.mask = hidden, weight, bias, mask
         self.scale = _factor("scale", scale, hidden.shape[:-1])
         self.temperature = _factor("temperature", temperature, hidden.shape[:-1], least=0)
-        self.soft_cap = None if soft_cap is None else checks.check_positive("soft_cap", soft_cap)
+        if soft_cap is not None and checks.check_finite_number("soft_cap", soft_cap) <= 0:
+            raise ValueError(f"soft_cap: wanted a number above 0, got {soft_cap}")
+        self.soft_cap = soft_cap
         self.parallel = parallel
         plan_of(parallel, hidden, weight)
 

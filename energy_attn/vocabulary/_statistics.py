@@ -161,7 +161,9 @@ class _StatisticsFunction(autodiff.AbstractFunction):
         logs = [jnp.log(z) for z in found.weight]
         lse = tuple(m + log for m, log in zip(found.largest, logs, strict=True))
         mean = tuple(
-            jnp.where(misses, -jnp.inf, x / found.weight[i] - logs[j])
+            jnp.where(
+                misses, -jnp.inf, jnp.where(found.weight[i] > 0, x / found.weight[i] - logs[j], 0.0)
+            )
             for (i, j), x, misses in zip(pairs, found.weighted, found.misses, strict=True)
         )
         asked = self.asked

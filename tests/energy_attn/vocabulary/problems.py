@@ -39,7 +39,9 @@ def static(kind: str) -> tuple[dict, np.ndarray, np.ndarray, np.ndarray]:
     """Options that are no arrays, the mask, labels that it allows, and labels of which one is ignored."""
     rng = np.random.default_rng(1)
     options = {x: y for x, y in OPTIONS[kind].items() if x not in ("bias", "mask")}
-    mask = rng.uniform(size=WORDS) > (0.3 if OPTIONS[kind].get("mask") else -1)
+    mask = np.ones(WORDS, bool)
+    if OPTIONS[kind].get("mask"):  # no word of the last of four devices is allowed
+        mask = (rng.uniform(size=WORDS) > 0.3) & (np.arange(WORDS) < 220)
     labels = rng.choice(np.flatnonzero(mask), SHAPE)
     labels[0, 0] = np.flatnonzero(mask)[-1]  # in the last block
     ignoring = labels.copy()

@@ -150,6 +150,23 @@ def test_hidden_words():
         assert np.isfinite(jax.grad(f)(x["hidden"] * 1.1)).all()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_nothing(dtype):
+    """NaN, or an error, of no token, or where no word is allowed."""
+    weight, labels = jnp.ones((WORDS, 6), dtype), jnp.zeros((2, 0), jnp.int32)
+    step = jax.value_and_grad(ea.softmax_cross_entropy, (0, 1))
+    value, slope = step(jnp.ones((2, 0, 6), dtype), weight, labels)
+    assert value == 0 and not any(x.any() for x in slope)
+    assert [x.shape for x in slope] == [(2, 0, 6), (WORDS, 6)]
+
+    def entropy(hidden):
+        return ea.Categorical(hidden, weight, mask=jnp.zeros(WORDS, bool)).entropy().sum()
+
+    for x in jax.jvp(entropy, (jnp.ones((3, 6), dtype),), (jnp.ones((3, 6), dtype),)):
+        assert x == 0
+    assert not jax.grad(entropy)(jnp.ones((3, 6), dtype)).any()
+
+
 def test_reductions_and_weights():
     """Weights that do not divide the mean; a mean of no tokens; a NaN of an ignored token."""
     x, (_, _, labels, ignoring) = given("plain"), static("plain")
@@ -191,7 +208,8 @@ def test_labels_of_no_word():
         ({"mask": np.ones(9)}, TypeError, "mask: wanted a boolean"),
         ({"temperature": 0.0}, ValueError, "temperature: wanted a number above 0"),
         ({"temperature": np.ones(3)}, ValueError, "temperature: wanted a shape broadcastable"),
-        ({"soft_cap": -1.0}, ValueError, "soft_cap"),
+        ({"soft_cap": -1.0}, ValueError, "soft_cap: wanted a number above 0"),
+        ({"soft_cap": np.ones(())}, TypeError, "soft_cap: wanted"),
         ({"parallel": "model"}, TypeError, "parallel: wanted a VocabularyParallel"),
         ({"parallel": ea.VocabularyParallel("model")}, ValueError, "use jax.set_mesh"),
     ],

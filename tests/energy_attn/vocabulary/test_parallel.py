@@ -58,11 +58,15 @@ def test_on_a_mesh(kind, explicit, monkeypatch):
         made = put(mesh, given(), tokens, words)
         options = {"parallel": None if explicit else parallel, "top": top}
         found = jax.device_get(jax.jit(functools.partial(answers, "everything", **options))(made))
-        slope = jax.jit(jax.grad(loss_of(answers, "everything", **options)))(made)
+        loss = loss_of(answers, "everything", **options)
+        slope = jax.jit(jax.grad(loss))(made)
+        rate = jax.jit(lambda x: jax.jvp(loss, (x,), (x,))[1])(made)
     close(found[0], alone[0])
     for x, y in zip(found[1], alone[1], strict=True):
         np.testing.assert_array_equal(x, y)
     close(jax.device_get(slope), exact, tolerance=1e-10)
+    along = sum(np.vdot(exact[name], x) for name, x in given().items())
+    close(jax.device_get(rate), along, tolerance=1e-10)
 
 
 def test_inside_shard_map(monkeypatch):
