@@ -32,6 +32,17 @@ def test_products(loss, models):
         assert text.count("stablehlo.dot_general") == products * models
 
 
+def test_products_of_16_bits():
+    """Cotangents that are multiplied in float32, or sums that are rounded to 16 bits before they are added up."""
+    step = jax.value_and_grad(ea.softmax_cross_entropy, (0, 1))
+    text = jax.jit(step).lower(*shapes(jnp.bfloat16)).as_text()
+    lines = [x for x in text.splitlines() if "stablehlo.dot_general" in x]
+    assert len(lines) == 4
+    for line in lines:
+        factors, result = line.rpartition(" : ")[2].split(" -> ")
+        assert factors.count("xbf16>") == 2 and result.endswith("xf32>"), line
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory(dtype, monkeypatch):
     """An array of logits, or a copy of the output matrix: a cast of all of it, or one for each block."""
@@ -39,6 +50,8 @@ def test_memory(dtype, monkeypatch):
     step = jax.value_and_grad(ea.softmax_cross_entropy, (0, 1))
     program = jax.jit(step).lower(*shapes(dtype)).compile()
     assert not re.search(rf"\[{TOKENS},{WORDS}\]|\[{WORDS},{TOKENS}\]", program.as_text())
+    if dtype == "bfloat16":
+        assert f"f32[{WORDS},{WIDTH}]" not in program.as_text()
     size = np.dtype(jnp.dtype(dtype)).itemsize
     matrix, states, block = size * WORDS * WIDTH, 4 * TOKENS * WIDTH, 4 * TOKENS * 128
     # 16-bit gradients are written as integers, in a buffer of their own
