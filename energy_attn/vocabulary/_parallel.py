@@ -50,7 +50,8 @@ class VocabularyParallel:
         >>> hidden, weight, labels = jnp.ones((4, 8)), jnp.ones((16, 8)), jnp.arange(4)
         >>> with jax.set_mesh(ea.distributed.make_mesh((jax.device_count(),), ("model",))):
         ...     parallel = ea.VocabularyParallel("model")
-        ...     float(ea.softmax_cross_entropy(hidden, weight, labels, parallel=parallel)) == 2.772588722
+        ...     loss = ea.softmax_cross_entropy(hidden, weight, labels, parallel=parallel)
+        >>> bool(jnp.allclose(loss, jnp.log(16.0)))
         True
     """
 
