@@ -22,6 +22,7 @@ from . import (
     queue,
     reproducible,
     speculative,
+    vocabulary,
     windows,
 )
 from .command import parser_of, write
@@ -37,6 +38,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "loops": loops.CASES,
     "sharded": loops.SHARDED,
     "llama": llama.CASES,
+    "vocabulary": vocabulary.CASES,
     "speculative": speculative.CASES,
     "queue": queue.CASES,
     "windows": windows.CASES,

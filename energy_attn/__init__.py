@@ -43,6 +43,7 @@ from .sparse._tsallis import Tsallis as Tsallis
 from .vocabulary._categorical import Categorical as Categorical
 from .vocabulary._loss import softmax_cross_entropy as softmax_cross_entropy
 from .vocabulary._parallel import VocabularyParallel as VocabularyParallel
+from .vocabulary._summed import sum_over_tokens as sum_over_tokens
 
 try:
     __version__ = _version("energy_attn")

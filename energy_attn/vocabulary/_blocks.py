@@ -31,10 +31,17 @@ class Block(NamedTuple):
     first: int | Int[Array, ""] = 0  # the place of the first word in the arrays of this device
 
 
+class BlockSize(NamedTuple):
+    """The number of words in a block, in programs for CPUs and for other platforms."""
+
+    cpu: int
+    other: int
+
+
 class WordBlocks(NamedTuple):
     """How words are split: in blocks, and inside a `jax.shard_map` over the devices of mesh axes; static."""
 
-    size: int
+    size: BlockSize
     split: tuple[str, ...] = ()  # the axes that words are sharded over
     gathered: tuple[str, ...] = ()  # those of them over which each block is gathered
 
@@ -55,20 +62,39 @@ class WordBlocks(NamedTuple):
 Term = Callable[[Any, Block], tuple[Any, Any]]
 
 
-def block_size(rows: int, words: int) -> int:
-    """The number of words in a block."""
-    most = _MOST["cpu" if jax.default_backend() == "cpu" else "other"]
-    return min(max(most // max(rows, 1) // _LEAST, 1) * _LEAST, words)
+def block_size(rows: int, words: int) -> BlockSize:
+    """The number of words in a block, so that an array of a block has few numbers."""
+    sizes = (
+        max(most // max(rows, 1) // _LEAST, 1) * _LEAST for most in (_MOST["cpu"], _MOST["other"])
+    )
+    return BlockSize(*(min(x, words) for x in sizes))
 
 
 def over_blocks(
     step: Callable[[Any, Block], Any], carry: PyTree, words: PyTree[Array], blocks: WordBlocks
 ) -> Any:
     """The last carry of `step(carry, block)` over the blocks of all words."""
-    count, size = len(jax.tree.leaves(words)[0]), blocks.size
+
+    def of_size(size: int) -> Callable[..., Any]:
+        return lambda carry, words: _over_blocks(step, carry, words, size, blocks.split)
+
+    cpu, other = blocks.size
+    if cpu == other:
+        return of_size(cpu)(carry, words)
+    return lax.platform_dependent(carry, words, cpu=of_size(cpu), default=of_size(other))
+
+
+def _over_blocks(
+    step: Callable[[Any, Block], Any],
+    carry: PyTree,
+    words: PyTree[Array],
+    size: int,
+    split: tuple[str, ...],
+) -> Any:
+    count = len(jax.tree.leaves(words)[0])
     index = jnp.arange(size, dtype=jnp.int32)
-    if blocks.split:
-        index += lax.axis_index(blocks.split) * count
+    if split:
+        index += lax.axis_index(split) * count
     if count == size:
         return step(carry, Block(words, index, None))
 
@@ -88,20 +114,21 @@ def sums_over_words(
 ) -> Any:
     """The sums over all words of a static, hashable term, differentiable to any order in both modes."""
     args = mesh_axes.vary_together((rows, words))
-    return autodiff.function_call(_Sums(term, blocks), args)[0]
+    return autodiff.function_call(Sums(term, blocks), args)[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sums(autodiff.AbstractFunction):
+class Sums(autodiff.AbstractFunction):
+    """From arrays of rows and of words to the sums of a term, and to its arrays with an entry for each word."""
+
     term: Term
     blocks: WordBlocks
 
     def apply(self, args: PyTree) -> Any:
         rows, words = args
         like = jax.tree.leaves(args)[0]
-        size = self.blocks.size
-        first = jax.tree.map(lambda x: x[:size], words)
-        index = jnp.arange(size, dtype=jnp.int32)
+        first = jax.tree.map(lambda x: x[:1], words)
+        index = jnp.arange(1, dtype=jnp.int32)
         sums, columns = jax.eval_shape(lambda x: self.term(rows, Block(x, index, None)), first)
         count = len(jax.tree.leaves(words)[0])
         columns = jax.tree.map(
@@ -156,9 +183,9 @@ class TangentOfSums(autodiff.AbstractLinearMap):
     term: Term
     blocks: WordBlocks
 
-    def _of_pairs(self, fixed: PyTree, moving: PyTree) -> tuple[_Sums, Any]:
+    def _of_pairs(self, fixed: PyTree, moving: PyTree) -> tuple[Sums, Any]:
         pairs = tuple(zip(fixed, moving, strict=True))
-        return _Sums(_TangentTerm(self.term), self.blocks), pairs
+        return Sums(_TangentTerm(self.term), self.blocks), pairs
 
     def apply(self, fixed: PyTree, moving: PyTree) -> Any:
         function, args = self._of_pairs(fixed, moving)
@@ -169,7 +196,7 @@ class TangentOfSums(autodiff.AbstractLinearMap):
 
     def transpose(self, fixed: PyTree, moving: PyTree, cotangent: PyTree) -> Any:
         needed = jax.tree.structure(jax.tree.map(lambda x: 0, moving))
-        function = _Sums(_CotangentTerm(self.term, needed), self.blocks)
+        function = Sums(_CotangentTerm(self.term, needed), self.blocks)
         return autodiff.function_call(function, tuple(zip(fixed, cotangent, strict=True)))
 
 

@@ -11,9 +11,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from energy_attn.kernels.internal import checks
 
-from ._evaluate import Local, OutputLayer, evaluate, measure
+from ._evaluate import Local, OutputLayer, evaluate
 from ._parallel import VocabularyParallel, plan_of
 from ._statistics import Asked, LayerStatistics
+from ._tiles import measure, mixture_divergence, of_tiles, top_k
 
 _Number = float | Float[Array, "..."]
 
@@ -40,6 +41,9 @@ class Categorical(OutputLayer):
         temperature: $\tau$, above 0, a number or an array that broadcasts to `[*batch]`. It applies last.
         soft_cap: $c$, above 0, as in Gemma 2; None: no cap.
         parallel: a `VocabularyParallel`; None: on one device, or as the types on explicit mesh axes say.
+        reproducible: whether the bits of results and gradients depend only on the hidden states of a token and on the
+            output matrix, not on the batch, padding or the mesh. Logits are then computed in tiles of tokens with all
+            words, which gathers a sharded matrix. There is no derivative in forward mode, and none of second order.
 
     Raises:
         TypeError: an array that is not floating, a mask that is not boolean, or options of another type.
@@ -75,6 +79,7 @@ class Categorical(OutputLayer):
         temperature: _Number = 1.0,
         soft_cap: float | None = None,
         parallel: VocabularyParallel | None = None,
+        reproducible: bool = False,
     ) -> None:
         hidden = jnp.asarray(checks.check_floating("hidden", hidden))
         if hidden.ndim < 1:
@@ -94,6 +99,7 @@ class Categorical(OutputLayer):
             raise ValueError(f"soft_cap: wanted a number above 0, got {soft_cap}")
         self.soft_cap = soft_cap
         self.parallel = parallel
+        self.reproducible = checks.check_flag("reproducible", reproducible)
         plan_of(parallel, hidden, weight)
 
     def log_partition(self) -> Float[Array, "*batch"]:
@@ -178,7 +184,11 @@ class Categorical(OutputLayer):
         $m = (p + q) / 2$ is the mixture. Between 0 and $\log 2$, and finite where a mask hides words of one.
         Raises as `kl_divergence`.
         """
-        divergence = evaluate((self, self._fitting(other)), Local.mixture_divergence)
+        both = self, self._fitting(other)
+        if self.reproducible:
+            divergence = of_tiles(both, lambda scores, _: mixture_divergence(scores))
+        else:
+            divergence = evaluate(both, Local.mixture_divergence)
         return at_least_zero(divergence)
 
     def mode(self) -> Int[Array, "*batch"]:
@@ -209,7 +219,8 @@ class Categorical(OutputLayer):
             raise ValueError(
                 f"parallel: wanted words and tokens over different axes for top_k, got both over {plan.gathered}"
             )
-
+        if self.reproducible:
+            return of_tiles((self,), lambda scores, _: top_k(scores, k))
         return evaluate((self,), lambda local: local.top_k(k))
 
     def sample(self, *, key: PRNGKeyArray, shape: tuple[int, ...] = ()) -> Int[Array, "..."]:
@@ -225,6 +236,7 @@ class Categorical(OutputLayer):
             `[*shape, *batch]`, int32.
 
         Raises:
+            NotImplementedError: with `reproducible`; [`generate`][energy_attn.models.generate] draws reproducibly.
             TypeError: no key, or sizes that are no integers.
 
         Examples:
@@ -235,6 +247,10 @@ class Categorical(OutputLayer):
             [[5, 5], [5, 5], [5, 5]]
         """
         checks.check_key("key", key)
+        if self.reproducible:
+            raise NotImplementedError("sample: wanted reproducible=False, got True")
+        if self.scores is not None:
+            raise NotImplementedError("sample: wanted a call outside the loss of `sum_over_tokens`")
         sizes = tuple(checks.check_integer("shape", x, 0) for x in shape)
         rows = jnp.arange(math.prod(self.hidden.shape[:-1]), dtype=jnp.int32)
         rows = rows.reshape(self.hidden.shape[:-1])
@@ -262,8 +278,10 @@ class Categorical(OutputLayer):
             raise ValueError(
                 f"other: wanted hidden states of shape {self.hidden.shape[:-1]}, got {other.hidden.shape[:-1]}"
             )
-        if other.parallel != self.parallel:
-            raise ValueError(f"other: wanted parallel={self.parallel}, got {other.parallel}")
+        for name in "parallel", "reproducible":
+            wanted, given = getattr(self, name), getattr(other, name)
+            if given != wanted:
+                raise ValueError(f"other: wanted {name}={wanted}, got {given}")
         return other
 
 

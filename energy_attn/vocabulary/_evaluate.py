@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from energy_attn.kernels.internal import lse_dtype, mesh_axes
 
-from ._blocks import Block, WordBlocks, block_size, over_blocks
-from ._logits import Layer, Rows, Words, logits_at
+from ._blocks import Block, BlockSize, WordBlocks, block_size, over_blocks
+from ._logits import Layer, Rows, Scores, Words, logits, logits_at
 from ._parallel import VocabularyParallel, over_devices, plan_of
 from ._statistics import (
     Arguments,
@@ -37,6 +37,8 @@ class OutputLayer(eqx.Module):
     temperature: float | Float[Array, "..."]
     soft_cap: float | None = eqx.field(static=True)
     parallel: VocabularyParallel | None = eqx.field(static=True)
+    reproducible: bool = eqx.field(static=True)
+    scores: Float[Array, "V T"] | None = None  # the logits, where they are there already
 
     @property
     def vocab_size(self) -> int:
@@ -54,15 +56,12 @@ def allowed_count(layer: OutputLayer) -> Array:
     return lax.psum(count, plan.words) if plan and plan.local and plan.words else count
 
 
-def measure(
-    layers: tuple[OutputLayer, ...], asked: Asked, label: Array | None = None
-) -> LayerStatistics:
-    """Statistics of each token; NaN as the logit of a label that is no word."""
-    result = evaluate(layers, lambda local: local.statistics(asked), label)
+def with_nan(found: LayerStatistics, size: int, label: Array | None) -> LayerStatistics:
+    """Statistics with NaN as the logit of a label that is none of `size` words."""
     if label is None:
-        return result
-    is_word = (label >= 0) & (label < layers[0].vocab_size)
-    return result._replace(label=jnp.where(is_word, result.label, jnp.nan))
+        return found
+    is_word = (label >= 0) & (label < size)
+    return found._replace(label=jnp.where(is_word, found.label, jnp.nan))
 
 
 class Local(NamedTuple):
@@ -142,7 +141,7 @@ class Local(NamedTuple):
 
     @property
     def _word_count(self) -> int:
-        return len(self.args.words[0].weight)
+        return len(self.args.words[0][0])
 
 
 def _top(x: Array, x_index: Array, y: Array, y_index: Array, k: int) -> tuple[Array, Array]:
@@ -162,24 +161,23 @@ def evaluate(
     plan = plan_of(first.parallel, first.hidden, first.weight)
     shape = first.hidden.shape[:-1]
     tokens = tuple(
-        (x.hidden, *(_spread(y, shape) for y in (x.scale, x.temperature))) for x in layers
+        (x.hidden, *(spread(y, shape) for y in (x.scale, x.temperature))) for x in layers
     )
-    words = tuple(Words(x.weight, x.bias, x.mask) for x in layers)
-    static = tuple(Layer(x.soft_cap, _wider(x.hidden.dtype, x.weight.dtype)) for x in layers)
+    words = tuple(
+        Words(x.weight, x.bias, x.mask) if x.scores is None else Scores(x.scores) for x in layers
+    )
+    static = tuple(map(static_layer, layers))
     split, gathered, axes = (plan.words, plan.gathered, plan.merged) if plan else ((), (), ())
 
     def run(tokens: PyTree, words: tuple[Words, ...], key: PRNGKeyArray | None) -> Any:
         tokens, label = tokens
         shape = tokens[0][0].shape[:-1]
-        rows = []
-        for layer, (hidden, *factors) in zip(static, tokens, strict=True):
-            out = lse_dtype(layer.dtype)
-            hidden = hidden.reshape(-1, hidden.shape[-1]).astype(out)
-            rows.append(
-                Rows(hidden, *(None if x is None else x.reshape(-1).astype(out) for x in factors))
-            )
-        flat = Arguments(tuple(rows), words, None if label is None else label.reshape(-1))
-        blocks = WordBlocks(block_size(len(rows[0].hidden), len(words[0].weight)), split, gathered)
+        rows = tuple(_rows(*x) for x in zip(static, tokens, strict=True))
+        flat = Arguments(rows, words, None if label is None else label.reshape(-1))
+        count = len(words[0][0])
+        whole = BlockSize(count, count)
+        size = block_size(len(rows[0].hidden), count) if first.scores is None else whole
+        blocks = WordBlocks(size, split, gathered)
         of_rows = tuple(x for part in plan.tokens for x in part) if plan and plan.local else ()
         result = f(Local(static, flat, blocks, axes, of_rows, key))
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), result)
@@ -187,10 +185,32 @@ def evaluate(
     return over_devices(plan, run, (tokens, label), words, key)
 
 
+def dense_logits(layer: OutputLayer) -> Float[Array, "V T"]:
+    """The logits of tokens in one axis."""
+    scale, temperature = (
+        spread(x, layer.hidden.shape[:-1]) for x in (layer.scale, layer.temperature)
+    )
+    rows = _rows(static_layer(layer), (layer.hidden, scale, temperature))
+    words = Words(layer.weight, layer.bias, layer.mask)
+    index = jnp.arange(len(layer.weight), dtype=jnp.int32)
+    return logits(static_layer(layer), rows, words, Block(words, index, None))
+
+
+def _rows(layer: Layer, arrays: tuple[Array, Array | None, Array | None]) -> Rows:
+    hidden, *factors = arrays
+    out = lse_dtype(layer.dtype)
+    hidden = hidden.reshape(-1, hidden.shape[-1]).astype(out)
+    return Rows(hidden, *(None if x is None else x.reshape(-1).astype(out) for x in factors))
+
+
+def static_layer(layer: OutputLayer) -> Layer:
+    return Layer(layer.soft_cap, _wider(layer.hidden.dtype, layer.weight.dtype))
+
+
 def _wider(x: jnp.dtype, y: jnp.dtype) -> jnp.dtype:
     return x if x == y else lse_dtype(x, y)
 
 
-def _spread(x: Any, shape: tuple[int, ...]) -> Array | None:
+def spread(x: Any, shape: tuple[int, ...]) -> Array | None:
     """A factor of logits for each token; None for the number 1."""
     return None if isinstance(x, float) and x == 1.0 else jnp.broadcast_to(jnp.asarray(x), shape)

@@ -27,6 +27,12 @@ class Words(NamedTuple):
     mask: Bool[Array, " V"] | None
 
 
+class Scores(NamedTuple):
+    """Logits that are there already, in place of the arrays of words."""
+
+    values: Float[Array, "V T"]
+
+
 class Layer(NamedTuple):
     """The static options of an output layer: the soft cap, and the dtype of matrix products."""
 
@@ -34,24 +40,31 @@ class Layer(NamedTuple):
     dtype: jnp.dtype
 
 
-def logits(layer: Layer, rows: Rows, words: Words, block: Block) -> Float[Array, "words T"]:
+def logits(
+    layer: Layer, rows: Rows, words: Words | Scores, block: Block
+) -> Float[Array, "words T"]:
     r"""$s_{at} = c \tanh((\alpha_t\, w_a \cdot h_t + b_a) / c) / \tau_t$; minus infinity for a word that is hidden.
 
     Words that an earlier block has are hidden, too.
     """
-    # words come first: XLA:CPU computes sums over the first axis in vector instructions
-    result = _product("nd,td->nt", layer.dtype, words.weight, rows.hidden)
-    bias, mask = (None if x is None else x[:, None] for x in (words.bias, words.mask))
-    result = _capped(layer, rows, result, bias, mask)
+    if isinstance(words, Scores):
+        result = words.values
+    else:
+        # words come first: XLA:CPU computes sums over the first axis in vector instructions
+        result = _product("nd,td->nt", layer.dtype, words.weight, rows.hidden)
+        bias, mask = (None if x is None else x[:, None] for x in (words.bias, words.mask))
+        result = _capped(layer, rows, result, bias, mask)
     return result if block.is_new is None else jnp.where(block.is_new[:, None], result, -jnp.inf)
 
 
 def logits_at(
-    layer: Layer, rows: Rows, words: Words, index: Int[Array, "k T"]
+    layer: Layer, rows: Rows, words: Words | Scores, index: Int[Array, "k T"]
 ) -> Float[Array, "k T"]:
     """The logits of `k` words of each token, in the place of their rows of the output matrix; 0 where there is none."""
-    is_here = (index >= 0) & (index < len(words.weight))
+    is_here = (index >= 0) & (index < len(words[0]))
     at = jnp.where(is_here, index, 0)
+    if isinstance(words, Scores):
+        return jnp.where(is_here, jnp.take_along_axis(words.values, at, 0), 0.0)
     bias, mask = (None if x is None else x[at] for x in (words.bias, words.mask))
     result = _product("ktd,td->kt", layer.dtype, words.weight[at], rows.hidden)
     return jnp.where(is_here, _capped(layer, rows, result, bias, mask), 0.0)

@@ -6,12 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from energy_attn.kernels.internal import checks
+from energy_attn.kernels.internal import checks, lse_dtype
 
 from ._categorical import Categorical, at_least_zero, check_labels
-from ._evaluate import allowed_count, measure
+from ._evaluate import allowed_count, with_nan
 from ._parallel import VocabularyParallel
-from ._statistics import Asked
+from ._statistics import Asked, LayerStatistics
+from ._summed import sum_over_tokens
+from ._tiles import measure, of_tiles, ordered_sum, tile_statistics
 
 
 class TokenStatistics(NamedTuple):
@@ -47,14 +49,17 @@ def softmax_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     parallel: VocabularyParallel | None = None,
     return_statistics: bool = False,
+    reproducible: bool = False,
 ) -> Any:
     r"""The cross-entropy of labels with the softmax of `hidden @ weight.T`, without the logits.
 
     $$L_t = (1 - \varepsilon) (F_t - s_{t y_t}) + \varepsilon\, \Big(F_t - \frac{1}{V} \sum_a s_{ta}\Big) + z F_t^2,
       \qquad F_t = \log \sum_a e^{s_{ta}}$$
 
-    The fused linear cross-entropy: one matrix product forward and three backward, over blocks of words, and memory for
-    the gradients alone. `optax.softmax_cross_entropy_with_integer_labels(hidden @ weight.T, labels)` has the same
+    The fused linear cross-entropy, with memory for the gradients and blocks. The gradient of a sum or mean takes three
+    matrix products, as with an array of logits. It takes four in 16 bits, over a sharded vocabulary, and on several
+    devices unless `parallel` or an explicit mesh says how tokens are sharded.
+    `optax.softmax_cross_entropy_with_integer_labels(hidden @ weight.T, labels)` has the same
     values, and an array of tokens $\times$ words. Differentiable to any order, in both modes.
 
     Args:
@@ -71,6 +76,7 @@ def softmax_cross_entropy(
         reduction: `"mean"`, of all tokens by their weights, those that are ignored left out; `"sum"`; or `"none"`.
         parallel: as in [`Categorical`][energy_attn.Categorical].
         return_statistics: whether to return statistics of the tokens, too, from the same pass.
+        reproducible: as in [`Categorical`][energy_attn.Categorical]; a sum is added in pairs of tokens.
 
     Returns:
         A number, or `[*batch]` without a reduction; with `return_statistics` a pair with a named tuple of `log_prob`,
@@ -97,7 +103,8 @@ def softmax_cross_entropy(
         True
     """
     options: Any = {"mask": mask, "scale": scale, "temperature": temperature}
-    p = Categorical(hidden, weight, bias, soft_cap=soft_cap, parallel=parallel, **options)
+    options |= {"soft_cap": soft_cap, "parallel": parallel, "reproducible": reproducible}
+    p = Categorical(hidden, weight, bias, **options)
     shape = p.hidden.shape[:-1]
     smoothing = checks.check_finite_number("label_smoothing", label_smoothing)
     if not 0 <= smoothing <= 1:
@@ -107,25 +114,64 @@ def softmax_cross_entropy(
     checks.check_flag("return_statistics", return_statistics)
     labels, counts = _without_ignored(labels, ignore_index)
     labels = check_labels(labels, shape, p.vocab_size)
-    pairs = ((0, 0),) if return_statistics else ()
-    asked = Asked(pairs, label=True, total=smoothing > 0, mode=return_statistics)
-    found = measure((p,), asked, labels)
-    (lse,), label = found.lse, found.label
-    losses = lse - label
-    if smoothing:
-        mean = found.total / allowed_count(p).astype(lse.dtype)
-        losses = (1 - smoothing) * losses + smoothing * (lse - mean)
-    if z_factor:
-        losses = losses + z_factor * lse**2
-    loss = _reduced(losses, jnp.broadcast_to(counts, shape), weights, reduction)
+    token_loss = _TokenLoss(smoothing, z_factor)
+    counts = jnp.broadcast_to(counts, shape)
+    total = ordered_sum if reproducible else jnp.sum
+    factor = _factors(counts, weights, lse_dtype(p.hidden.dtype, p.weight.dtype))
+    if reduction == "mean":
+        number = total(factor)
+        factor = factor / jnp.where(number == 0, 1.0, number)
+    if reduction != "none" and not return_statistics and not reproducible:
+        return sum_over_tokens(token_loss, p, labels, factor)
+    losses, found = token_loss.with_statistics(p, labels, factor, return_statistics)
+    loss = losses if reduction == "none" else total(losses)
     if not return_statistics:
         return loss
+    (lse,), label = found.lse, found.label
     return loss, TokenStatistics(
         log_prob=jnp.where(counts, label - lse, jnp.nan),
         log_partition=lse,
         entropy=at_least_zero(-found.mean[0]),
         is_correct=counts & (found.mode == labels),
     )
+
+
+class _TokenLoss(NamedTuple):
+    r"""The loss of a token, $(1 - \varepsilon) (F - s_y) + \varepsilon (F - \bar s) + z F^2$; static."""
+
+    smoothing: float
+    z_loss: float
+
+    def __call__(self, p: Categorical, labels: Array, factor: Array) -> Array:
+        return self.with_statistics(p, labels, factor, False)[0]
+
+    def with_statistics(
+        self, p: Categorical, labels: Array, factor: Array, more: bool
+    ) -> tuple[Array, LayerStatistics]:
+        """The losses times their factors, and the statistics that they need, or more of them."""
+        asked = Asked(((0, 0),) * more, label=True, total=self.smoothing > 0, mode=more)
+        allowed, size = allowed_count(p), p.vocab_size
+
+        def of_tile(scores: list[Array], arrays: tuple[Array, Array]) -> Any:
+            label, factor = arrays
+            found = with_nan(tile_statistics(scores, asked, label), size, label)
+            return self._losses(found, allowed, factor), found
+
+        if p.reproducible:
+            return of_tiles((p,), of_tile, labels, factor)
+        found = measure((p,), asked, labels)
+        return self._losses(found, allowed, factor), found
+
+    def _losses(self, found: LayerStatistics, allowed: Array, factor: Array) -> Array:
+        (lse,), label = found.lse, found.label
+        losses = lse - label
+        if self.smoothing:
+            mean = found.total / allowed.astype(lse.dtype)
+            losses = (1 - self.smoothing) * losses + self.smoothing * (lse - mean)
+        if self.z_loss:
+            losses = losses + self.z_loss * lse**2
+        # a token without weight may have the loss NaN
+        return factor * jnp.where(factor == 0, 0.0, losses)
 
 
 def _without_ignored(labels: Any, ignored: int | None) -> tuple[Any, Any]:
@@ -138,17 +184,11 @@ def _without_ignored(labels: Any, ignored: int | None) -> tuple[Any, Any]:
     return library.where(counts, labels, 0), counts
 
 
-def _reduced(losses: Array, counts: Array, weights: Any, reduction: str) -> Array:
-    total = counts.astype(losses.dtype)
-    if weights is not None:
-        checks.check_floating("weights", weights)
-        checks.check_broadcastable("weights", weights, losses.shape, leading=False)
-        total = total * jnp.broadcast_to(weights, losses.shape).astype(losses.dtype)
-    # a token without weight may have the loss NaN
-    losses = total * jnp.where(total == 0, 0.0, losses)
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    total = total.sum()
-    return losses.sum() / jnp.where(total == 0, 1.0, total)
+def _factors(counts: Array, weights: Any, dtype: jnp.dtype) -> Array:
+    """The weight of each token, 0 for those that are ignored."""
+    result = counts.astype(dtype)
+    if weights is None:
+        return result
+    checks.check_floating("weights", weights)
+    checks.check_broadcastable("weights", weights, counts.shape, leading=False)
+    return result * jnp.broadcast_to(weights, counts.shape).astype(dtype)

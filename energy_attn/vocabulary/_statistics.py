@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from energy_attn.kernels.internal import autodiff, mesh_axes, safe_shift
 
 from ._blocks import Block, TangentOfSums, WordBlocks, over_blocks, sums_over_words
-from ._logits import Layer, Rows, Words, logits
+from ._logits import Layer, Rows, Scores, Words, logits
 
 
 class Asked(NamedTuple):
@@ -26,7 +26,7 @@ class Arguments(NamedTuple):
     """The arrays of one output layer, or of several with one vocabulary."""
 
     rows: tuple[Rows, ...]
-    words: tuple[Words, ...]
+    words: tuple[Words | Scores, ...]
     label: Int[Array, " T"] | None
 
 
@@ -199,12 +199,23 @@ class _StatisticsFunction(autodiff.AbstractFunction):
             [z * d + w.sum(0) for z, d, w in zip(carry.weight, decay, weights, strict=True)],
             weighted,
             misses,
-            carry.label + _of_label(scores[0], label, block) if self.asked.label else carry.label,
+            carry.label + self._label(scores[0], label, block) if self.asked.label else carry.label,
             carry.total + _total(scores[0]) if self.asked.total else carry.total,
             jnp.where(tops[0] > carry.largest[0], block.number[scores[0].argmax(0)], carry.mode)
             if self.asked.mode
             else carry.mode,
         )
+
+    def _label(self, scores: Array, label: Any, block: Block) -> Array:
+        """The logits of labels that are words of the block, 0 for others, without another array of its size."""
+        if self.blocks.gathered:  # numbers of words do not follow each other
+            return _of_label(scores, label, block)
+        at = label - block.number[0]
+        is_here = (at >= 0) & (at < len(scores))
+        at = jnp.where(is_here, at, 0)
+        if block.is_new is not None:
+            is_here &= block.is_new[at]
+        return jnp.where(is_here, jnp.take_along_axis(scores, at[None], 0)[0], 0.0)
 
     def jvp(self, primals: PyTree, tangents: PyTree) -> tuple[Any, Any]:
         result = autodiff.function_call(self, primals)

@@ -124,6 +124,10 @@ class TreeCall:
 
 def _call(primitive: Primitive, owner: Any, *args: PyTree) -> Any:
     program, types = jax.make_jaxpr(owner.apply, return_shape=True)(*args)
+    if any(isinstance(x, jax.core.Tracer) for x in program.consts):
+        raise ValueError(
+            "f: wanted a function that takes traced arrays as arguments, got one that takes some from elsewhere"
+        )
     call = TreeCall(owner, tuple(map(jax.tree.structure, args)), jax.tree.structure(types))
     return call.result.unflatten(primitive.bind(*jax.tree.leaves(args), program=program, call=call))
 

@@ -6,14 +6,12 @@ from jax.sharding import SingleDeviceSharding
 
 import energy_attn as ea
 from tests.support.cuda import nodes
-from tests.support.programs import word_blocks
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
 
 
-def test_memory(monkeypatch):
+def test_memory():
     """More than a gigabyte besides the gradients, where an array of logits in float32 has eight."""
-    word_blocks(monkeypatch)
     place = SingleDeviceSharding(nodes(1, 1).devices.item())
     arrays = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=place)

@@ -17,6 +17,7 @@ from energy_attn.distributed import KVCache, SequenceParallel, collectives, cost
 from energy_attn.distributed.internal import waits as waits
 from energy_attn.models import Llama, LlamaConfig
 from energy_attn.vocabulary import _blocks as _word_blocks
+from energy_attn.vocabulary import _summed as _token_chunks
 from tests.support.llama import GPT_OSS
 
 
@@ -272,8 +273,14 @@ def _size(shape: str) -> int:
     return math.prod(int(x) for x in shape.split(",") if x)
 
 
-def word_blocks(monkeypatch, numbers: int | None = None, words: int = 128) -> None:
-    """Sets the numbers in a block of logits, or as on accelerators, and the fewest words in a block."""
-    numbers = _word_blocks._MOST["other"] if numbers is None else numbers
+def word_blocks(monkeypatch, numbers: int, words: int = 128) -> None:
+    """Sets the numbers in a block of logits, on all platforms, and the fewest words in a block."""
     monkeypatch.setattr(_word_blocks, "_MOST", {"cpu": numbers, "other": numbers})
     monkeypatch.setattr(_word_blocks, "_LEAST", words)
+
+
+def token_chunks(monkeypatch, tokens: int) -> None:
+    """Sets the tokens in a chunk of a loss, as in a process with one device."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(_token_chunks, "_MOST", 1)
+    monkeypatch.setattr(_token_chunks, "_LEAST", tokens)

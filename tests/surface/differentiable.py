@@ -540,6 +540,13 @@ CASES = {
         distributions,
         lambda: LAYER | drawn(32, other=(3, 2), matrix=(5, 2)),
     ),
+    "sum_over_tokens": Case(
+        "sum_over_tokens",
+        lambda factor, **x: ea.sum_over_tokens(
+            lambda p, factor: factor * p.entropy(), ea.Categorical(**x), factor
+        ),
+        lambda: LAYER | drawn(33, factor=(3,)),
+    ),
     "safe_softmax": Case(
         "safe_softmax",
         lambda scores, where: ea.safe_softmax(scores, where=where),
@@ -620,10 +627,11 @@ CASES = {
         lambda: {"model": build(SMALL), "tokens": TOKENS} | drawn(21, x=(1, 2, 6)),
     ),
     "log_probs": Case(
-        "models.Llama.log_probs models.Llama.loss",
+        "models.Llama.log_probs models.Llama.loss models.Llama.distribution",
         lambda model, tokens, weights: (
             model.log_probs(tokens),
             model.loss(tokens, weights=weights, z_loss=0.1),
+            model.distribution(tokens).entropy(),
         ),
         lambda: {"model": build(SMALL), "tokens": TOKENS} | drawn(33, weights=(1, 4)),
     ),

@@ -11,17 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
 from energy_attn.distributed import collectives
-from tests.support.programs import word_blocks
 from tests.support.tpu import compiled, devices, temporary
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
 TOKENS, WORDS, WIDTH = 16_384, 131_072, 2048
 step = jax.value_and_grad(ea.softmax_cross_entropy, (0, 1))
-
-
-@pytest.fixture(autouse=True)
-def _blocks_of_accelerators(monkeypatch):
-    word_blocks(monkeypatch)
 
 
 def test_memory():

@@ -1,25 +1,24 @@
 """The abstract decoder: logits of tokens, without a cache, with one, or of a tree."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from energy_attn import Categorical, VocabularyParallel, attention, softmax_cross_entropy
+from energy_attn import attention
 from energy_attn.distributed import KVCache, SequenceParallel
 from energy_attn.distributed.internal import check_mesh
 from energy_attn.kernels.internal import call_policy, checks
 
+from ...functional._by_rows import rows_of
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
-from ._by_rows import rows_of
-from ._cache import DecoderCache, DecoderOutput, TreeOutput, check_cache, log_probabilities
+from ._cache import DecoderCache, DecoderOutput, TreeOutput, check_cache
 from ._config import AbstractModel, AbstractModelConfig
-from ._loss import LossOptions, vocabulary_parallel
+from ._loss import AbstractLanguageModel
 from ._read import (
-    AbstractLayers,
     check_tokens,
     fitting,
     read_alone,
@@ -32,7 +31,7 @@ from ._read import (
 _MOST_BLOCKS = 8
 
 
-class AbstractDecoder(AbstractLayers):
+class AbstractDecoder(AbstractLanguageModel):
     """A decoder of any family whose attention is this library's.
 
     [`generate`][energy_attn.models.generate], the drafters, checkpoints and
@@ -49,7 +48,7 @@ class AbstractDecoder(AbstractLayers):
     - `norm`: of the final hidden states;
     - `rope(positions, length)`: the rotary embedding that layers apply to queries and keys;
     - `logits(x)`: the output projection of normed hidden states;
-    - `output(x, parallel)`, if its losses shall make no array of logits: the same as a `Categorical`.
+    - `output(x, parallel, reproducible)`, if its losses shall make no array of logits: the same as a `Categorical`.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -137,113 +136,6 @@ class AbstractDecoder(AbstractLayers):
             x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
         logits = rows_of(policy)(self.logits, x)
         return DecoderOutput(logits, cache, trace.energy if return_energies else None)
-
-    def output(
-        self, x: Float[Array, "batch time width"], parallel: VocabularyParallel | None = None
-    ) -> Categorical | None:
-        """The distribution of the next token that normed hidden states give, without logits; None if there is none."""
-        del x, parallel
-        return None
-
-    def log_probs(
-        self,
-        tokens: Int[Array, "batch time"],
-        positions: Int[Array, "#batch time"] | None = None,
-        *,
-        parallel: SequenceParallel | None = None,
-        reproducible: bool = False,
-        attend: Callable[..., Any] = attention,
-    ) -> Float[Array, "batch time-1"]:
-        r"""$\log P(x_{t+1} \mid x_0 \dots x_t)$ of each token but the first, in nats.
-
-        With `reproducible` they equal, bit for bit, the log-probabilities that
-        [`generate`][energy_attn.models.generate] returns for the same text, on any mesh: in on-policy training, the
-        ratio of the policy to the one that was sampled from is exactly 1 before the first update. Their gradients
-        are bitwise reproducible on any mesh, too.
-
-        Arguments and errors are those of a call.
-
-        Returns:
-            `[batch, time - 1]`, in float32, or float64 where the weights are.
-
-        Examples:
-            >>> import jax, jax.numpy as jnp
-            >>> from energy_attn.models import Llama, LlamaConfig, generate
-            >>> config = LlamaConfig(16, 32, 64, num_hidden_layers=1, num_attention_heads=4)
-            >>> model = Llama(config, key=jax.random.key(0))
-            >>> prompt, exact = jnp.array([[3, 1, 4]]), {"reproducible": True}
-            >>> said = generate(model, prompt, 5, return_logprobs=True, **exact)
-            >>> text = jnp.concatenate([prompt, said.tokens], 1)
-            >>> bool((model.log_probs(text, **exact)[:, 2:] == said.logprobs).all())
-            True
-        """
-        policy = call_policy(None, reproducible)
-        x, _ = read_alone(self, tokens, positions, parallel, policy, attend)
-        layer = (
-            None
-            if reproducible
-            else self.output(x, vocabulary_parallel(self.config.vocab_size, x, parallel))
-        )
-        if layer is None:
-            rows = rows_of(policy)
-            logits = rows(self.logits, x)
-            return rows(log_probabilities, logits[:, :-1], tokens[:, 1:])
-        # the labels of all hidden states, whose number devices divide; the last has none
-        return layer.log_prob(jnp.roll(checks.as_int32(tokens), -1, 1))[:, :-1]
-
-    def loss(
-        self,
-        tokens: Int[Array, "batch time"],
-        positions: Int[Array, "#batch time"] | None = None,
-        *,
-        weights: Float[Array, "#batch time-1"] | None = None,
-        parallel: SequenceParallel | None = None,
-        attend: Callable[..., Any] = attention,
-        **options: Unpack[LossOptions],
-    ) -> Float[Array, ""]:
-        r"""The mean cross-entropy of each token but the first with its predecessors, in nats.
-
-        Without an array of logits, in the value and in its gradient: see
-        [`softmax_cross_entropy`][energy_attn.softmax_cross_entropy]. Over a mesh tokens are sharded as in a call, and
-        the vocabulary over the axes `heads` of `parallel`, as [`shard`][energy_attn.models.shard] places it.
-
-        Args:
-            tokens, positions, parallel, attend: as in a call.
-            weights: of the tokens but the first, broadcastable to `[batch, time - 1]`; None: all are 1.
-            **options: `label_smoothing` and `z_loss`, as in `softmax_cross_entropy`.
-
-        Returns:
-            A number, in float32, or float64 where the weights are.
-
-        Raises:
-            NotImplementedError: the decoder has no [`output`][energy_attn.models.AbstractDecoder.output].
-            TypeError: as a call does.
-            ValueError: as a call does, or a token that is known to be outside the vocabulary.
-
-        Examples:
-            >>> import equinox as eqx, jax, jax.numpy as jnp
-            >>> from energy_attn.models import Llama, LlamaConfig
-            >>> config = LlamaConfig(16, 32, 64, num_hidden_layers=1, num_attention_heads=4)
-            >>> model = Llama(config, key=jax.random.key(0))
-            >>> text = jnp.array([[3, 1, 4, 1, 5, 9]])
-            >>> value, slope = eqx.filter_value_and_grad(lambda model: model.loss(text))(model)
-            >>> bool(jnp.allclose(value, -model.log_probs(text).mean()))
-            True
-        """
-        x, _ = read_alone(self, tokens, positions, parallel, call_policy(None, False), attend)
-        layer = self.output(x, vocabulary_parallel(self.config.vocab_size, x, parallel))
-        if layer is None:
-            raise NotImplementedError(
-                f"loss: wanted a decoder with a method output(x, parallel), got {type(self).__name__}"
-            )
-        labels = jnp.roll(checks.as_int32(tokens), -1, 1)
-        counts = jnp.ones((1, labels.shape[1] - 1)) if weights is None else weights
-        counts = jnp.pad(counts, ((0, 0), (0, 1)))  # the last token has no label
-        return softmax_cross_entropy(
-            *(layer.hidden, layer.weight, labels),
-            **{"weights": counts, "soft_cap": layer.soft_cap, "parallel": layer.parallel},
-            **options,
-        )
 
     def prefill(
         self,

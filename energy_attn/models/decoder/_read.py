@@ -22,10 +22,10 @@ from energy_attn.distributed.internal import (
 )
 from energy_attn.kernels.internal import CallPolicy, call_policy, checks
 
+from ...functional._by_rows import rows_of
 from ...functional._tag import placed, recorders
 from ...prefix_tree import PrefixTree, tree_decode
 from ...prefix_tree._tree import gather_slots
-from ._by_rows import rows_of
 from ._cache import DecoderCache, Trace, TreeOutput, check_cache, growing, stacked
 from ._config import AbstractModel
 

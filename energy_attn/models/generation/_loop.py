@@ -17,9 +17,9 @@ from energy_attn.distributed import SequenceParallel, fetch
 from energy_attn.distributed.internal import positions_from
 from energy_attn.kernels.internal import CallPolicy, call_policy, checks
 
+from ...functional._by_rows import rows_of
 from ...prefix_tree._accept import longest_chosen_path
 from ...prefix_tree._tree import check_tree, gather_slots
-from ..decoder._by_rows import rows_of
 from ..decoder._cache import DecoderCache, log_probabilities
 from ..decoder._decoder import AbstractDecoder
 from ..decoder._read import read_chunks, read_on

@@ -14,10 +14,10 @@ from energy_attn.distributed import SequenceParallel
 from energy_attn.distributed.internal import check_counts
 from energy_attn.kernels.internal import call_policy, checks
 
+from ...functional._by_rows import rows_of
 from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_beam, gather_slots
 from .._tokenizer import Tokenizer
-from ..decoder._by_rows import rows_of
 from ..decoder._cache import DecoderCache
 from ..decoder._config import check_type
 from ..decoder._decoder import AbstractDecoder

@@ -240,12 +240,16 @@ class Llama(AbstractDecoder):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def output(
-        self, x: Float[Array, "batch time width"], parallel: VocabularyParallel | None = None
+        self,
+        x: Float[Array, "batch time width"],
+        parallel: VocabularyParallel | None = None,
+        reproducible: bool = False,
     ) -> Categorical:
         """The distribution of the next token, without its logits."""
         weight = (self.lm_head or self.embed_tokens).weight
         cap = self.config.final_logit_softcapping
-        return Categorical(x, weight, soft_cap=cap, parallel=parallel)
+        options: Any = {"parallel": parallel, "reproducible": reproducible}
+        return Categorical(x, weight, soft_cap=cap, **options)
 
 
 LLAMA = Family(lambda entries: LlamaConfig(**read_fields(entries)), Llama)

@@ -9,7 +9,7 @@ import pytest
 
 from energy_attn.distributed import SequenceParallel, make_mesh
 from energy_attn.models import shard
-from tests.support.compare import close
+from tests.support.compare import close, same
 from tests.support.llama import CONFIG, build
 
 CONFIGS = {
@@ -64,3 +64,21 @@ def test_on_a_mesh(name):
 
             found = jax.jit(jax.value_and_grad(loss))(shard(model, mesh), tokens)
         close(jax.device_get(found), jax.device_get(wanted), tolerance=1e-10)
+
+
+def test_reproducible_loss():
+    """A loss that is not the mean of reproducible log-probabilities, or a gradient that depends on the mesh."""
+    model, tokens = build(CONFIGS["capped"]), text(CONFIGS["capped"], 12)
+
+    def loss(model, tokens, parallel=None):
+        return model.loss(tokens, reproducible=True, parallel=parallel)
+
+    run = jax.jit(jax.value_and_grad(loss), static_argnums=2)
+    alone = jax.device_get(run(model, tokens, None))
+    close(alone[0], -np.asarray(model.log_probs(tokens, reproducible=True)).mean())
+    close(
+        alone[1], jax.device_get(jax.grad(lambda model: model.loss(tokens))(model)), tolerance=1e-9
+    )
+    with jax.set_mesh(make_mesh((2, 2, 2), ("data", "sequence", "tensor"))):
+        parallel = SequenceParallel("sequence", heads="tensor", batch="data")
+        same(jax.device_get(run(model, tokens, parallel)), alone)

@@ -20,7 +20,7 @@ from tests.energy_attn.vocabulary.problems import (
     static,
 )
 from tests.support.compare import close
-from tests.support.programs import word_blocks
+from tests.support.programs import token_chunks, word_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +87,11 @@ def test_narrow_dtypes(dtypes):
         close(np.float64(x) / scale, np.float64(y) / scale, tolerance=2e-2)
 
 
-def test_vmap_scan_and_checkpoint():
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_vmap_scan_and_checkpoint(chunk, monkeypatch):
     """A loop or a map over hidden states, or over output matrices too, whose gradients differ from those without."""
+    if chunk:
+        token_chunks(monkeypatch, chunk)
     x, labels = given("plain"), jnp.asarray(static("plain")[2])
 
     def whole(hidden, weight):
@@ -151,9 +154,12 @@ def test_hidden_words():
         assert np.isfinite(jax.grad(f)(x["hidden"] * 1.1)).all()
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_nothing(dtype):
+def test_nothing(dtype, chunk, monkeypatch):
     """NaN, or an error, of no token, or where no word is allowed."""
+    if chunk:
+        token_chunks(monkeypatch, chunk)
     weight, labels = jnp.ones((WORDS, 6), dtype), jnp.zeros((2, 0), jnp.int32)
     step = jax.value_and_grad(ea.softmax_cross_entropy, (0, 1))
     value, slope = step(jnp.ones((2, 0, 6), dtype), weight, labels)
@@ -168,8 +174,11 @@ def test_nothing(dtype):
     assert not jax.grad(entropy)(jnp.ones((3, 6), dtype)).any()
 
 
-def test_reductions_and_weights():
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_reductions_and_weights(chunk, monkeypatch):
     """Weights that do not divide the mean; a mean of no tokens; a NaN of an ignored token."""
+    if chunk:
+        token_chunks(monkeypatch, chunk)
     x, (_, _, labels, ignoring) = given("plain"), static("plain")
     run = functools.partial(ea.softmax_cross_entropy, x["hidden"], x["weight"])
     each = np.asarray(run(jnp.asarray(labels), reduction="none"))

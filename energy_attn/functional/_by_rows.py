@@ -87,7 +87,7 @@ def by_rows(f: Callable[..., Any], *rows: PyTree) -> Any:
         @run.def_vmap
         def _(*_: object) -> Any:
             raise NotImplementedError(
-                "reproducible: wanted False for gradients of a decoder under jax.vmap, got True; use the batch axis "
+                "reproducible: wanted False for gradients under jax.vmap, got True; use the batch axis "
                 "instead of vmap"
             )
 
@@ -147,9 +147,7 @@ def _mesh_axes() -> Axes:
     """The axes of the current mesh, or none inside `jax.shard_map`; raises `NotImplementedError` for explicit axes."""
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
-        raise NotImplementedError(
-            f"reproducible: wanted a mesh of automatic axes for a decoder, got {mesh}"
-        )
+        raise NotImplementedError(f"reproducible: wanted a mesh of automatic axes, got {mesh}")
     return () if AxisType.Manual in mesh.axis_types else mesh.axis_names
 
 
