@@ -65,30 +65,29 @@ def layout(model, mesh):
 
 
 # --8<-- [start:step]
-def step(model, state, tokens, targets, *, read, whole, parts):
+def mean_loss(model, tokens, parallel=PARALLEL):
+    """The mean loss of all tokens but the first of each row."""
+    return model.loss(tokens, parallel=parallel)
+
+
+def step(model, state, tokens, *, loss, whole, parts):
     """One step of training: the new model and state, and the loss."""
 
-    def loss(model):
+    def of_weights(model):
         model = jax.lax.with_sharding_constraint(model, whole)
-        losses = optax.softmax_cross_entropy_with_integer_labels
-        return losses(read(model, tokens), targets).mean()
+        return loss(model, tokens)
 
-    value, slope = jax.value_and_grad(loss)(model)
+    value, slope = jax.value_and_grad(of_weights)(model)
     slope = jax.lax.with_sharding_constraint(slope, parts)
     updates, state = OPTIMISER.update(slope, state, model)
     return optax.apply_updates(model, updates), state, value
     # --8<-- [end:step]
 
 
-def read(model: Llama, tokens: jax.Array, parallel: SequenceParallel | None = PARALLEL) -> Any:
-    """The logits of rows of tokens."""
-    return model(tokens, parallel=parallel).logits
-
-
-def read_mapped(model: Llama, tokens: jax.Array) -> Any:
-    """Reads tokens by `jax.vmap` over rows; the model sees one row."""
+def mapped_loss(model: Llama, tokens: jax.Array) -> Any:
+    """The mean loss by `jax.vmap` over rows; the model sees one row."""
     parallel = SequenceParallel("sequence", "ring", heads="tensor")
-    return jax.vmap(lambda row: read(model, row[None], parallel)[0])(tokens)
+    return jax.vmap(lambda row: mean_loss(model, row[None], parallel))(tokens).mean()
 
 
 # --8<-- [start:checkpoint]
@@ -105,12 +104,11 @@ def load(path, like):
     # --8<-- [end:checkpoint]
 
 
-def batch(text: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and targets of a step, by its number alone, so that a resumed training reads on."""
+def batch(text: np.ndarray, number: int) -> np.ndarray:
+    """Tokens of a step, by its number alone, so that a resumed training reads on."""
     random = np.random.default_rng(number)
-    starts = random.integers(0, len(text) - LENGTH - 1, ROWS)
-    pieces = text[starts[:, None] + np.arange(LENGTH + 1)].astype(np.int32)
-    return pieces[:, :-1], pieces[:, 1:]
+    starts = random.integers(0, len(text) - LENGTH, ROWS)
+    return text[starts[:, None] + np.arange(LENGTH)].astype(np.int32)
 
 
 class Trainer:
@@ -122,12 +120,12 @@ class Trainer:
         if mesh is None:
             one = jax.tree.map(lambda x: x.sharding, self.model)
             self.whole = self.parts = one
-            self.rows, self.read = jax.devices()[0], partial(read, parallel=None)
+            self.rows, self.loss = jax.devices()[0], partial(mean_loss, parallel=None)
         else:
             self.whole, self.parts = layout(self.model, mesh)
             self.rows = jax.NamedSharding(mesh, jax.P("data", "sequence"))
-            self.read = read
-        self.step = self.compiled(self.read)
+            self.loss = mean_loss
+        self.step = self.compiled(self.loss)
 
     def start(self) -> tuple[Any, Any]:
         """The model and the optimiser's state, laid out."""
@@ -142,16 +140,16 @@ class Trainer:
         alone = jax.NamedSharding(self.mesh, jax.P())
         return jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, alone), state)
 
-    def batch(self, number: int) -> tuple[jax.Array, jax.Array]:
-        """Tokens and targets of a step, on the devices that read them."""
+    def batch(self, number: int) -> jax.Array:
+        """Tokens of a step, on the devices that read them."""
         return jax.device_put(batch(self.text, number), self.rows)
 
-    def compiled(self, read: Callable[..., Any], gathered: bool = True) -> jax.stages.Compiled:
-        """The program of a step with these logits; `gathered=False`: where weights lie is left to XLA."""
+    def compiled(self, loss: Callable[..., Any], gathered: bool = True) -> jax.stages.Compiled:
+        """The program of a step with this loss; `gathered=False`: where weights lie is left to XLA."""
         whole = self.whole if gathered else self.parts
-        function = partial(step, read=read, whole=whole, parts=self.parts)
+        function = partial(step, loss=loss, whole=whole, parts=self.parts)
         jitted = jax.jit(function, donate_argnums=(0, 1))
-        arguments = *self.start(), *self.batch(0)
+        arguments = *self.start(), self.batch(0)
         if self.mesh is None:
             return jitted.lower(*arguments).compile()
         with jax.set_mesh(self.mesh):
@@ -161,7 +159,7 @@ class Trainer:
         """The training after these steps, and their losses."""
         losses, (model, state) = [], training
         for number in numbers:
-            model, state, loss = self.step(model, state, *self.batch(number))
+            model, state, loss = self.step(model, state, self.batch(number))
             losses.append(float(loss))
         return (model, state), losses
 
@@ -225,12 +223,12 @@ def measure(text: np.ndarray, steps: int, config: LlamaConfig = CONFIG) -> dict[
     same = map(np.array_equal, jax.tree.leaves(done), jax.tree.leaves(model))
     _, wanted = alone.train(alone.start(), range(steps))
     losses += rest
-    unnamed = partial(read, parallel=SequenceParallel("sequence", "ring"))
+    unnamed = partial(mean_loss, parallel=SequenceParallel("sequence", "ring"))
     programs = {
         "as above": ours.step,
-        "rows mapped by `jax.vmap`": ours.compiled(read_mapped),
+        "rows mapped by `jax.vmap`": ours.compiled(mapped_loss),
         "without `heads=` and `batch=`": ours.compiled(unnamed),
-        "weights not gathered first": ours.compiled(read, gathered=False),
+        "weights not gathered first": ours.compiled(mean_loss, gathered=False),
     }
     ours, alone = ours.start(), alone.start()
     return {

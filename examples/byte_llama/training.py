@@ -59,8 +59,7 @@ class Training(NamedTuple):
 
 def surprise(model: Llama, tokens: Int[Array, "batch read"]) -> Float[Array, "batch time"]:
     r"""$-\log P$ of each byte after those before it, in nats."""
-    logits = model(tokens[:, :-1]).logits
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return -model.log_probs(tokens)
 
 
 def _observed(
@@ -72,23 +71,29 @@ def _observed(
     return out, (energy, F.entropy())
 
 
+def _of_logits(logits: Array, tokens: Array) -> Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
 def _z_loss(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:
-    out: Any = model(tokens, positions, return_energies=True)
-    return out.logits, ea.lse_penalty(out.energies)
+    out: Any = model(tokens[:, :-1], positions, return_energies=True)
+    return _of_logits(out.logits, tokens), ea.lse_penalty(out.energies)
 
 
 def _entropy(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:
-    out: Any = model(tokens, positions, return_energies=True, attend=_observed)
-    row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, None, :, None]
-    return out.logits, ea.entropy_penalty(out.energies[1], where=row >= _SEEN, low=_LOW)
+    out: Any = model(tokens[:, :-1], positions, return_energies=True, attend=_observed)
+    row = jnp.arange(out.logits.shape[1], dtype=jnp.int32)[None, None, :, None]
+    added = ea.entropy_penalty(out.energies[1], where=row >= _SEEN, low=_LOW)
+    return _of_logits(out.logits, tokens), added
 
 
 def _none(model: Llama, tokens: Array, positions: Array) -> tuple[Array, Array]:
-    return model(tokens, positions).logits, jnp.float32(0)
+    p = model.distribution(tokens[:, :-1], positions)
+    return ea.softmax_cross_entropy(p.hidden, p.weight, tokens[:, 1:]), jnp.float32(0)
 
 
 class Penalty(NamedTuple):
-    """An addition to the loss: its strength, and the function that returns logits and penalty."""
+    """An addition to the loss: its strength, and the function that returns mean loss and penalty."""
 
     strength: float
     read: Callable[[Llama, Array, Array], tuple[Array, Array]]
@@ -121,10 +126,10 @@ class Observed(NamedTuple):
 def observe(model: Llama, tokens: Int[Array, "batch read"]) -> Observed:
     """Loss and attention of a model on pieces of text."""
     out: Any = model(tokens[:, :-1], return_energies=True, attend=_observed)
-    loss = optax.softmax_cross_entropy_with_integer_labels(out.logits, tokens[:, 1:])
+    loss = _of_logits(out.logits, tokens)
     energies, entropies = out.energies
     sizes = jnp.abs(energies)
-    return Observed(loss.mean(), sizes.mean(), sizes.max(), entropies.mean())
+    return Observed(loss, sizes.mean(), sizes.max(), entropies.mean())
 
 
 def stored(model: Llama) -> Llama:
@@ -175,9 +180,8 @@ def train(
     strength, read = PENALTIES[penalty]
 
     def loss(model: Any, tokens: Array, positions: Array) -> tuple[Array, Array]:
-        logits, added = read(model, tokens[:, :-1], positions)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return losses.mean() + strength * added, losses.mean()
+        value, added = read(model, tokens, positions)
+        return value + strength * added, value
 
     def step(
         model: Any, state: Any, scale: Array, tokens: Array, positions: Array

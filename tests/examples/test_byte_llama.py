@@ -69,7 +69,7 @@ def test_training_in_stages(user_settings, monkeypatch):
     monkeypatch.setitem(training.PENALTIES, "spy", Penalty(0.0, spy))
     stages = Stage(0.7, 32, 8), Stage(1.0, 64, 2)
     assert len(training.train(FOX, 0, 4, TINY, "spy", stages).losses) == 4
-    assert sizes == {((8, 32), (8, 32)), ((2, 64), (2, 64))}
+    assert sizes == {((8, 33), (8, 32)), ((2, 65), (2, 64))}
 
 
 @pytest.mark.full

@@ -49,17 +49,17 @@ def plain():
         return out, jax.nn.logsumexp(scores, -1).swapaxes(1, 2)
 
     @jax.jit
-    def step(model, state, tokens, targets):
+    def step(model, state, tokens):
         def loss(model):
-            likely = jax.nn.log_softmax(model(tokens, attend=dense).logits)
-            return -jnp.take_along_axis(likely, targets[..., None], -1).mean()
+            likely = jax.nn.log_softmax(model(tokens, attend=dense).logits)[:, :-1]
+            return -jnp.take_along_axis(likely, tokens[:, 1:, None], -1).mean()
 
         value, slope = jax.value_and_grad(loss)(model)
         updates, state = script.OPTIMISER.update(slope, state, model)
         return optax.apply_updates(model, updates), state, value
 
     for number in range(STEPS):
-        model, state, loss = step(model, state, *script.batch(TEXT, number))
+        model, state, loss = step(model, state, script.batch(TEXT, number))
         losses.append(float(loss))
     return losses
 
@@ -90,7 +90,10 @@ def test_layout_and_what_is_sent(found):
     found_sends = [(x["axes"], x["count"], x["bytes"]) for x in gathered]
     assert found_sends == [("data", found["arrays"], parts)]
     assert {x["axes"] for x in as_above if x["kind"] == "collective-permute"} == {"sequence"}
-    assert mapped == as_above
+    for kind in "all-gather", "collective-permute":
+        assert [x for x in mapped if x["kind"] == kind] == [
+            x for x in as_above if x["kind"] == kind
+        ]
     assert "tensor" in {x["axes"] for x in unnamed if x["kind"] == "all-gather"}
 
 
@@ -102,11 +105,11 @@ def test_the_page_quotes_the_report():
     sent = report["sent"]
     gathers = [
         next(x["count"] for x in sent[name] if (x["axes"], x["kind"]) == (axes, "all-gather"))
-        for name, axes in (("as above", "data"), ("without `heads=` and `batch=`", "tensor"))
-    ]
-    over_data = [
-        sum(x["bytes"] for x in sent[name] if x["axes"] == "data")
-        for name in ("as above", "weights not gathered first")
+        for name, axes in (
+            ("as above", "data"),
+            ("without `heads=` and `batch=`", "tensor"),
+            ("weights not gathered first", "data"),
+        )
     ]
     held, ours = report["held"]["weights"], report["losses"]["mesh"]
     gap = report["difference"]
@@ -119,7 +122,7 @@ def test_the_page_quotes_the_report():
         f"read after {report['resumed']['after']} steps",
         f"gathered, {gathers[1]} times",
         f"are the {gathers[0]} weights over `data`",
+        f"over `data` {gathers[2]} times",
     ):
         assert quoted in page, quoted
-    assert round(over_data[1] / over_data[0]) == 6 and "six times as many bytes" in page
     assert report["resumed"]["equal"] and "in every bit" in page

@@ -212,6 +212,87 @@ def bits(parallel: SequenceParallel | None = None) -> dict[str, int]:
     return {name: zlib.crc32(x.tobytes()) for name, x in zip(names, found, strict=True)}
 
 
+def output_layer() -> tuple[np.ndarray, ...]:
+    """Hidden states, an output matrix, and labels."""
+    rng = np.random.default_rng(1)
+    sizes = (2, 8, 6), (64, 6)
+    hidden, weight = (rng.standard_normal(x) for x in sizes)
+    return hidden, weight, rng.integers(0, 64, (2, 8), np.int32)
+
+
+def vocabulary() -> dict:
+    """A loss whose words lie over all processes, and in parts with the tokens, and its gradients."""
+    hidden, weight, labels = output_layer()
+
+    def dense(hidden, weight):
+        log_p = jax.nn.log_softmax(hidden @ weight.T)
+        entropy = -(jax.numpy.exp(log_p) * log_p).sum(-1)
+        at = jax.numpy.take_along_axis(log_p, labels[..., None], -1)[..., 0]
+        return (at * entropy).mean()
+
+    exact = jax.device_get(jax.value_and_grad(dense, (0, 1))(hidden, weight))
+    kinds = {
+        "words": ea.VocabularyParallel(AXES),
+        "both": ea.VocabularyParallel("node", jax.P(None, "device")),
+        "parts": ea.VocabularyParallel(AXES, jax.P(None, AXES)),
+    }
+    errors = {}
+    for name, parallel in kinds.items():
+        rows = place(weight, jax.P())
+
+        @jax.jit
+        def step(hidden, weight, parallel=parallel):
+            weight = jax.lax.with_sharding_constraint(weight, jax.P(parallel.words))
+
+            def loss(hidden, weight):
+                p = ea.Categorical(hidden, weight, parallel=parallel)
+                return (p.log_prob(labels) * p.entropy()).mean()
+
+            return jax.value_and_grad(loss, (0, 1))(hidden, weight)
+
+        value, slopes = step(place(hidden, jax.P()), rows)
+        for part, x, y in zip(
+            ("loss", "d_hidden", "d_weight"), (value, *slopes), (exact[0], *exact[1]), strict=True
+        ):
+            errors[f"{part}, {name}"] = worst(x, y)
+    return {"errors": errors}
+
+
+def bits_of_a_loss(parallel: ea.VocabularyParallel | None) -> dict[str, int]:
+    """Checksums of a reproducible loss over a vocabulary and of its gradients; None: on one device."""
+    hidden, weight, labels = (
+        x.astype(np.float32) if x.dtype == float else x for x in output_layer()
+    )
+    if parallel is not None:
+        hidden, weight, labels = place((hidden, weight, labels), jax.P())
+
+    @jax.jit
+    def step(hidden, weight, labels):
+        def loss(hidden, weight):
+            options = {"parallel": parallel, "reproducible": True}
+            return ea.softmax_cross_entropy(hidden, weight, labels, **options)
+
+        return jax.value_and_grad(loss, (0, 1))(hidden, weight)
+
+    value, slopes = step(hidden, weight, labels)
+    found = (np.asarray(x) if parallel is None else fetch(x) for x in (value, *slopes))
+    names = "loss", "d_hidden", "d_weight"
+    return {name: zlib.crc32(x.tobytes()) for name, x in zip(names, found, strict=True)}
+
+
+def reproducible() -> dict:
+    """Checksums on one device and over all processes."""
+    words = ea.VocabularyParallel("device", jax.P(None, "node"))
+    mesh = jax.sharding.get_abstract_mesh()
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        alone = bits_of_a_loss(None)
+    assert not mesh.empty
+    return {
+        "one": bits() | alone,
+        "all": bits(SequenceParallel(method="ring")) | bits_of_a_loss(words),
+    }
+
+
 def lost() -> dict:
     """The second process is killed while the others wait for it: the last scenario of any run."""
     x = place(np.arange(4.0), jax.NamedSharding(make_mesh(), jax.P(AXES)))
@@ -244,10 +325,11 @@ SCENARIOS = {
     **{method: functools.partial(sequence, method) for method in ("hybrid", "gather")},
     "cache": cache,
     "checkpoint": checkpoint,
+    "vocabulary": vocabulary,
 }
 APART = {
     "lost": lost,
-    "reproducible": lambda: {"one": bits(), "all": bits(SequenceParallel(method="ring"))},
+    "reproducible": reproducible,
 }
 
 

@@ -85,9 +85,9 @@ def test_two_processes():
 
     And, at the end, a process that is killed, without whom the other would wait for minutes.
     """
-    ran = run_scenarios(2, 2, "decode gather", "cache", "lost")
+    ran = run_scenarios(2, 2, "decode gather", "cache", "vocabulary", "lost")
     check_mesh(ran, 2, 2)
-    for name in ("decode gather", "cache"):
+    for name in ("decode gather", "cache", "vocabulary"):
         check(ran, name)
     assert all(process["decode gather"]["largest group"] == 4 for process in ran[0])
     assert ran[1].startswith("status 137\nlaunch: process 1 of 2 was killed by SIGKILL"), ran[1]

@@ -69,6 +69,22 @@ def test_second_order(kind):
     close(found, jax.device_get(products(dense)), tolerance=1e-9)
 
 
+def test_fisher_products():
+    """The Fisher matrix of the output layer that is not the covariance of rows of its matrix, as attention has it."""
+    x, along = given("plain"), given("plain", 3)["hidden"]
+
+    def energy(hidden):
+        return ea.Categorical(hidden, x["weight"]).log_partition().sum()
+
+    product = jax.jvp(jax.grad(energy), (x["hidden"],), (along,))[1]
+    rows, query = x["weight"][None, :, None], x["hidden"][:, :, None]
+    measure = ea.FreeEnergy(scale=1.0).at(
+        query, jnp.tile(rows, (2, 1, 1, 1)), jnp.tile(rows, (2, 1, 1, 1))
+    )
+    covariance = measure.covariance()[:, :, 0]
+    close(product, np.asarray(jnp.einsum("btij,btj->bti", covariance, along)), tolerance=1e-10)
+
+
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float32", "bfloat16")])
 def test_narrow_dtypes(dtypes):
     """Sums in 16 bits, or gradients of another dtype than their arrays."""

@@ -60,12 +60,25 @@ def test_memory(dtype, monkeypatch):
     assert found < buffer + 2 * states + 4 * block + 4 * 4 * 128 * WIDTH + (1 << 16)
 
 
-@pytest.mark.parametrize("words", [32_001, 151_936])
-def test_memory_is_linear(words):
+@pytest.mark.parametrize(("words", "width"), [(32_001, 64), (151_936, 64), (32_000, 8192)])
+def test_memory_is_linear(words, width):
     """Memory of a value that grows with the vocabulary."""
-    arrays = [
-        jax.ShapeDtypeStruct(x, kind)
-        for x, kind in (((2048, 64), jnp.float32), ((words, 64), jnp.float32), ((2048,), jnp.int32))
-    ]
+    tokens = 2048 * 64 // width
+    shapes = ((tokens, width), jnp.float32), ((words, width), jnp.float32), ((tokens,), jnp.int32)
+    arrays = [jax.ShapeDtypeStruct(*x) for x in shapes]
     program = jax.jit(ea.softmax_cross_entropy).lower(*arrays).compile()
     assert program.memory_analysis().temp_size_in_bytes < 12 << 20
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_donated_arrays(dtype, monkeypatch):
+    """A step that holds the output matrix twice where its buffer is given to the new one."""
+    word_blocks(monkeypatch, 1 << 16)
+
+    def step(hidden, weight, labels):
+        slopes = jax.grad(ea.softmax_cross_entropy, (0, 1))(hidden, weight, labels)
+        return tuple(x - y for x, y in zip((hidden, weight), slopes, strict=True))
+
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(*shapes(dtype)).compile()
+    size = np.dtype(jnp.dtype(dtype)).itemsize * WIDTH * (WORDS + TOKENS)
+    assert program.memory_analysis().alias_size_in_bytes == size
