@@ -12,7 +12,7 @@ from ._categorical import Categorical, at_least_zero, check_labels
 from ._evaluate import allowed_count, with_nan
 from ._parallel import VocabularyParallel
 from ._statistics import Asked, LayerStatistics
-from ._summed import sum_over_tokens
+from ._summed import summed
 from ._tiles import measure, of_tiles, ordered_sum, tile_statistics
 
 
@@ -122,7 +122,7 @@ def softmax_cross_entropy(
         number = total(factor)
         factor = factor / jnp.where(number == 0, 1.0, number)
     if reduction != "none" and not return_statistics and not reproducible:
-        return sum_over_tokens(token_loss, p, labels, factor)
+        return summed(token_loss, p, labels, factor)
     losses, found = token_loss.with_statistics(p, labels, factor, return_statistics)
     loss = losses if reduction == "none" else total(losses)
     if not return_statistics:

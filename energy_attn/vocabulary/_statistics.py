@@ -207,15 +207,21 @@ class _StatisticsFunction(autodiff.AbstractFunction):
         )
 
     def _label(self, scores: Array, label: Any, block: Block) -> Array:
-        """The logits of labels that are words of the block, 0 for others, without another array of its size."""
-        if self.blocks.gathered:  # numbers of words do not follow each other
+        def summed(scores: Array, label: Array) -> Array:
             return _of_label(scores, label, block)
-        at = label - block.number[0]
-        is_here = (at >= 0) & (at < len(scores))
-        at = jnp.where(is_here, at, 0)
-        if block.is_new is not None:
-            is_here &= block.is_new[at]
-        return jnp.where(is_here, jnp.take_along_axis(scores, at[None], 0)[0], 0.0)
+
+        def gathered(scores: Array, label: Array) -> Array:
+            at = label - block.number[0]
+            is_here = (at >= 0) & (at < len(scores))
+            at = jnp.where(is_here, at, 0)
+            if block.is_new is not None:
+                is_here &= block.is_new[at]
+            return jnp.where(is_here, jnp.take_along_axis(scores, at[None], 0)[0], 0.0)
+
+        if self.blocks.gathered:  # numbers of words do not follow each other
+            return summed(scores, label)
+        # XLA:CPU makes an array of the block's size for the sum
+        return lax.platform_dependent(scores, label, cpu=gathered, default=summed)
 
     def jvp(self, primals: PyTree, tangents: PyTree) -> tuple[Any, Any]:
         result = autodiff.function_call(self, primals)

@@ -34,7 +34,7 @@ def sum_over_tokens(f: Callable[..., Array], *args: PyTree) -> Float[Array, ""]:
     Args:
         f: a loss of each token on its own, from `args` with any leading axes to an array with these axes.
         *args: trees of at least one [`Categorical`][energy_attn.Categorical] and of arrays, all with the same leading
-            axes of tokens. Arrays that `f` takes from elsewhere have no gradient.
+            axes of tokens.
 
     Returns:
         A number, differentiable to any order in both modes.
@@ -67,6 +67,14 @@ def sum_over_tokens(f: Callable[..., Array], *args: PyTree) -> Float[Array, ""]:
     shape = first.hidden.shape[:-1]
     for x in jax.tree.leaves(args, is_leaf=_is_layer):
         _check_argument(x, shape, first)
+    autodiff.check_closure(jax.make_jaxpr(f)(*args))
+    return summed(f, *args)
+
+
+def summed(f: Callable[..., Array], *args: PyTree) -> Float[Array, ""]:
+    """The sum over tokens of an `f` and arguments that are known to fit."""
+    layers = [x for x in jax.tree.leaves(args, is_leaf=_is_layer) if _is_layer(x)]
+    first, shape = layers[0], layers[0].hidden.shape[:-1]
     if not _is_in_chunks(layers):
         losses = _check_losses(f(*args), shape)
         return ordered_sum(losses) if first.reproducible else losses.sum()

@@ -71,6 +71,14 @@ def linear_call(linear_map: AbstractLinearMap, fixed: PyTree, moving: PyTree) ->
     return _call(linear_call_p, linear_map, fixed, moving)
 
 
+def check_closure(program: ClosedJaxpr) -> None:
+    """Raises `ValueError` for traced arrays that a function does not take as arguments: they would have no gradient."""
+    if any(isinstance(x, jax.core.Tracer) for x in program.consts):
+        raise ValueError(
+            "f: wanted a function that takes traced arrays as arguments, got one that takes some from elsewhere"
+        )
+
+
 def with_zeros(tangents: Any, primals: Any) -> Any:
     """Tangents with zeros where they are None."""
     tree = jax.tree.structure(primals)
@@ -124,10 +132,7 @@ class TreeCall:
 
 def _call(primitive: Primitive, owner: Any, *args: PyTree) -> Any:
     program, types = jax.make_jaxpr(owner.apply, return_shape=True)(*args)
-    if any(isinstance(x, jax.core.Tracer) for x in program.consts):
-        raise ValueError(
-            "f: wanted a function that takes traced arrays as arguments, got one that takes some from elsewhere"
-        )
+    check_closure(program)
     call = TreeCall(owner, tuple(map(jax.tree.structure, args)), jax.tree.structure(types))
     return call.result.unflatten(primitive.bind(*jax.tree.leaves(args), program=program, call=call))
 

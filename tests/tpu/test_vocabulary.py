@@ -44,3 +44,23 @@ def test_over_a_mesh():
     assert sum(x.bytes * (x.count or 1) for x in forward) <= 4 * 3 * share + 64
     gradients = 4 * WIDTH * (share + WORDS // mesh.shape["model"])
     assert sum(x.bytes * (x.count or 1) for x in both) <= gradients + 4 * 4 * share
+
+
+def test_chunks_of_tokens():
+    """A second product of the logits of a chunk, or an array of logits, where data is sharded and numbers are wide."""
+    mesh = Mesh(np.array(devices("v5p")), ("data",), (AxisType.Auto,))
+    places = ((TOKENS, 512), P("data")), ((WORDS, 512), P()), ((TOKENS,), P("data"))
+    kinds = jnp.float32, jnp.float32, jnp.int32
+    arrays = [
+        jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, spec))
+        for (shape, spec), kind in zip(places, kinds, strict=True)
+    ]
+    loss = functools.partial(
+        ea.softmax_cross_entropy, parallel=ea.VocabularyParallel(tokens="data")
+    )
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arrays).compile()
+    chunk = 4 * 512 * WORDS
+    assert program.memory_analysis().temp_size_in_bytes < 4 * WORDS * 512 + 3 * chunk
+    # the body of the loop counts once
+    assert program.cost_analysis()["flops"] < 1.2 * 3 * 2 * 512 * WORDS * 512

@@ -119,9 +119,11 @@ def test_losses_of_two_models(monkeypatch):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_bad_arguments(monkeypatch):
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_bad_arguments(chunk, monkeypatch):
     """A gradient that is zero without a word, or another message than one that names the argument."""
-    token_chunks(monkeypatch, 2)
+    if chunk:
+        token_chunks(monkeypatch, chunk)
     p, q = (ea.Categorical(jnp.ones((n, 4)), jnp.ones((9, 4))) for n in (4, 5))
     entropy = ea.Categorical.entropy
 
@@ -134,14 +136,17 @@ def test_bad_arguments(monkeypatch):
         (lambda: ea.sum_over_tokens(lambda p, x: p.entropy(), p, 2.0), TypeError, "args: wanted"),
         (lambda: ea.sum_over_tokens(lambda *x: x[0].entropy(), p, q), ValueError, r"axes \(4,\)"),
         (lambda: ea.sum_over_tokens(lambda p: p.hidden, p), ValueError, "f: wanted losses of"),
-        (
-            lambda: ea.sum_over_tokens(lambda p: p.sample(key=jax.random.key(0)), p),
-            NotImplementedError,
-            "sample: wanted a call outside",
-        ),
     ]:
         with pytest.raises(error, match=words):
             f()
+
+
+def test_draws_in_a_chunk(monkeypatch):
+    """The same noise in each chunk."""
+    token_chunks(monkeypatch, 2)
+    p = ea.Categorical(jnp.ones((4, 4)), jnp.ones((9, 4)))
+    with pytest.raises(NotImplementedError, match="sample: wanted a call outside"):
+        ea.sum_over_tokens(lambda p: p.sample(key=jax.random.key(0)), p)
 
 
 def test_products(monkeypatch):
