@@ -6,6 +6,7 @@ from jax.sharding import SingleDeviceSharding
 
 import energy_attn as ea
 from tests.support.cuda import nodes
+from tests.support.programs import check_vocabulary_traffic
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("user_settings")]
 
@@ -24,3 +25,8 @@ def test_memory():
     step = jax.jit(jax.value_and_grad(ea.softmax_cross_entropy, (0, 1)))
     program = step.lower(*arrays).compile()
     assert program.memory_analysis().temp_size_in_bytes < 1 << 30
+
+
+def test_over_a_mesh():
+    """Logits or hidden states that are sent forward; gradients that are summed in float32 or twice."""
+    check_vocabulary_traffic(nodes(2, 8), "node", "device", 16_384, 131_072, 2048)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from energy_attn import attention, masks
+from energy_attn import VocabularyParallel, attention, masks, softmax_cross_entropy
 from energy_attn.distributed import KVCache, SequenceParallel, collectives, cost
 from energy_attn.distributed.internal import waits as waits
 from energy_attn.models import Llama, LlamaConfig
@@ -271,6 +271,33 @@ def of_xla(program: jax.stages.Compiled) -> Counter[str]:
 
 def _size(shape: str) -> int:
     return math.prod(int(x) for x in shape.split(",") if x)
+
+
+def check_vocabulary_traffic(
+    mesh: Mesh, data: str, model: str, tokens: int, words: int, width: int
+) -> None:
+    """Asserts that a loss of sharded words sends three numbers a token, and its gradient the gradients."""
+    places = ((tokens, width), P(data)), ((words, width), P(model)), ((tokens,), P(data))
+    kinds = jnp.bfloat16, jnp.bfloat16, jnp.int32
+    arrays = [
+        jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, spec))
+        for (shape, spec), kind in zip(places, kinds, strict=True)
+    ]
+    parallel = VocabularyParallel(model, data)
+
+    def loss(hidden, weight, labels):
+        return softmax_cross_entropy(hidden, weight, labels, parallel=parallel)
+
+    with jax.set_mesh(mesh):
+        forward, both = (
+            collectives(jax.jit(f).lower(*arrays).compile())
+            for f in (loss, jax.value_and_grad(loss, (0, 1)))
+        )
+    share = tokens // mesh.shape[data]
+    assert {x.kind for x in forward} == {"all-reduce"}
+    assert sum(x.bytes * (x.count or 1) for x in forward) <= 4 * 3 * share + 64
+    gradients = 4 * width * (share + words // mesh.shape[model])
+    assert sum(x.bytes * (x.count or 1) for x in both) <= gradients + 4 * 4 * share
 
 
 def word_blocks(monkeypatch, numbers: int, words: int = 128) -> None:

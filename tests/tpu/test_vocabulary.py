@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import energy_attn as ea
-from energy_attn.distributed import collectives
+from tests.support.programs import check_vocabulary_traffic
 from tests.support.tpu import compiled, devices, temporary
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("user_settings")]
@@ -26,24 +26,9 @@ def test_memory():
 
 def test_over_a_mesh():
     """Logits or hidden states that are sent forward; gradients that are summed in float32 or twice."""
-    mesh = Mesh(np.array(devices("v5p")).reshape(2, -1), ("data", "model"), (AxisType.Auto,) * 2)
-    places = ((TOKENS, WIDTH), P("data")), ((WORDS, WIDTH), P("model")), ((TOKENS,), P("data"))
-    kinds = jnp.bfloat16, jnp.bfloat16, jnp.int32
-    arrays = [
-        jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, spec))
-        for (shape, spec), kind in zip(places, kinds, strict=True)
-    ]
-    parallel = ea.VocabularyParallel("model", "data")
-    with jax.set_mesh(mesh):
-        forward, both = (
-            collectives(jax.jit(functools.partial(f, parallel=parallel)).lower(*arrays).compile())
-            for f in (ea.softmax_cross_entropy, step)
-        )
-    share = TOKENS // mesh.shape["data"]
-    assert {x.kind for x in forward} == {"all-reduce"}
-    assert sum(x.bytes * (x.count or 1) for x in forward) <= 4 * 3 * share + 64
-    gradients = 4 * WIDTH * (share + WORDS // mesh.shape["model"])
-    assert sum(x.bytes * (x.count or 1) for x in both) <= gradients + 4 * 4 * share
+    names = "data", "model"
+    mesh = Mesh(np.array(devices("v5p")).reshape(2, -1), names, (AxisType.Auto,) * 2)
+    check_vocabulary_traffic(mesh, *names, TOKENS, WORDS, WIDTH)
 
 
 def test_chunks_of_tokens():
