@@ -128,7 +128,7 @@ class Sums(autodiff.AbstractFunction):
         rows, words = args
         like = jax.tree.leaves(args)[0]
         first = jax.tree.map(lambda x: x[:1], words)
-        index = jnp.arange(1, dtype=jnp.int32)
+        index = jnp.arange(len(jax.tree.leaves(first)[0]), dtype=jnp.int32)
         sums, columns = jax.eval_shape(lambda x: self.term(rows, Block(x, index, None)), first)
         count = len(jax.tree.leaves(words)[0])
         columns = jax.tree.map(

@@ -87,8 +87,10 @@ def test_in_any_batch(dtype):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_on_any_mesh(reduction):
     """A loss or a gradient whose sums have the order of a mesh."""
-    hidden, weight, _, _, bias = drawn()
-    args = hidden.reshape(4, 5, -1), weight, bias, jnp.asarray(LABELS.reshape(4, 5))
+    _, weight, _, _, bias = drawn()
+    rng = np.random.default_rng(2)
+    hidden = jnp.asarray(rng.standard_normal((4, 160, WIDTH)), jnp.float32)
+    args = hidden, weight, bias, jnp.asarray(rng.integers(0, WORDS, (4, 160), np.int32))
     run = functools.partial(step, reduction=reduction)
     alone = jax.device_get(jax.jit(run)(*args))
     for words, tokens in ("device", "node"), ((), "node"), (("node", "device"), ()):
@@ -98,6 +100,16 @@ def test_on_any_mesh(reduction):
             given = map(jax.device_put, args, specs)
             found = jax.jit(functools.partial(run, parallel=parallel))(*given)
             same(jax.device_get(found), alone)
+
+
+def test_hidden_words():
+    """A finite divergence, or NaN, where the other model hides a word."""
+    hidden, weight, *_ = drawn()
+    options = {"reproducible": True}
+    p = ea.Categorical(hidden, weight, **options)
+    q = ea.Categorical(hidden, weight, mask=jnp.arange(WORDS) < 900, **options)
+    assert np.isposinf(p.kl_divergence(q)).all() and np.isposinf(p.cross_entropy(q)).all()
+    close(q.kl_divergence(p), np.asarray(p.log_partition() - q.log_partition()), tolerance=1e-5)
 
 
 def test_not_supported():

@@ -62,7 +62,9 @@ def test_one_forward(method):
             )
         )
         assert forwards(kept, *args) == forwards(everything, *args) < forwards(none, *args)
-        close(jax.jit(kept)(*args), jax.jit(everything)(*args), tolerance=1e-6)
+        # one after the other: two programs that meet in collectives can wait for each other's threads
+        found = jax.device_get(jax.jit(kept)(*args))
+        close(found, jax.jit(everything)(*args), tolerance=1e-6)
 
 
 def test_no_second_merge():
