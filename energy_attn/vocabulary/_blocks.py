@@ -196,7 +196,7 @@ class TangentOfSums(autodiff.AbstractLinearMap):
 
     def transpose(self, fixed: PyTree, moving: PyTree, cotangent: PyTree) -> Any:
         needed = jax.tree.structure(jax.tree.map(lambda x: 0, moving))
-        function = Sums(_CotangentTerm(self.term, needed), self.blocks)
+        function = Sums(CotangentTerm(self.term, needed), self.blocks)
         return autodiff.function_call(function, tuple(zip(fixed, cotangent, strict=True)))
 
 
@@ -220,7 +220,7 @@ class _TangentTerm:
 
 
 @dataclasses.dataclass(frozen=True)
-class _CotangentTerm:
+class CotangentTerm:
     """The cotangents of arrays of rows and of words, from pairs of those arrays and of cotangents of the sums.
 
     Cotangents of the sums are None where they are zero.

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 
 from energy_attn.kernels.internal import autodiff, checks, lse_dtype, mesh_axes
 
-from ._blocks import Block, BlockSize, Sums, WordBlocks
+from ._blocks import Block, BlockSize, CotangentTerm, Sums, WordBlocks
 from ._evaluate import OutputLayer, dense_logits, static_layer
 from ._parallel import over_devices, plan_of
 from ._tiles import ordered_sum
@@ -204,17 +204,10 @@ class _ChunkWithGradient:
     needed: Any  # the structure of the arrays whose gradients are needed, in which others are None
 
     def __call__(self, words: PyTree, block: Block) -> tuple[Any, Any]:
-        arrays, form = jax.tree.flatten((words, block.words))
-        is_needed = form.flatten_up_to(self.needed.unflatten([True] * self.needed.num_leaves))
-        indices = [i for i, x in enumerate(is_needed) if x is not None]
-
-        def run(some: list[Array]) -> Array:
-            by_index = dict(zip(indices, some, strict=True))
-            words, tokens = form.unflatten(by_index.get(i, x) for i, x in enumerate(arrays))
-            return self.term(words, block._replace(words=tokens))[0]
-
-        value, slopes = jax.value_and_grad(run)([arrays[i] for i in indices])
-        of_words, of_tokens = self.needed.unflatten(slopes)
+        value = self.term(words, block)[0]  # XLA computes it once, here and for the gradient
+        rows = words, lax.full_like(value, 1)
+        pairs = block._replace(words=(block.words, ()))
+        of_words, of_tokens = CotangentTerm(self.term, self.needed)(rows, pairs)
         return (value, of_words), of_tokens
 
 
