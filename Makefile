@@ -164,7 +164,7 @@ environment-cuda13: environment-newest
 .installed: $(VENV)/.installed-$(TEST_EXTRAS)
 
 clean:
-	rm -rf $(VENV) $(addprefix $(VENV)-,python newest tpu cuda12 cuda13 flash fa4 device) .jax_cache build dist site energy_attn.egg-info demo.png
+	rm -rf $(VENV) $(addprefix $(VENV)-,python newest tpu cuda12 cuda13 flash fa4 device) build dist site energy_attn.egg-info demo.png
 
 PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"), end="")'
 

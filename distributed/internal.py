@@ -23,6 +23,7 @@ from .methods._prepare import fit_plan as fit_plan
 from .methods._prepare import plan_call as plan_call
 from .methods._sharded import Reduction as Reduction
 from .methods._sharded import attend_sharded as attend_sharded
+from .methods._sharded import warn_of_cache as warn_of_cache
 
 network = _network
 

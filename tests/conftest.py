@@ -32,7 +32,6 @@ os.environ["XLA_FLAGS"] = flags(given=os.environ.get("XLA_FLAGS", ""))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -56,11 +55,6 @@ jaxtyping.jaxtyped = _jaxtyped_outside
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-# What has been compiled once is read the next time. Not in CI, which is to compile.
-if not os.environ.get("CI"):
-    jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 # The lines of source that an operation comes from are a tenth of all time, and no test reads them.
 jax.config.update("jax_traceback_in_locations_limit", 0)

@@ -52,22 +52,20 @@ def mutants(root: Path = ROOT) -> list[Mutant]:
 
 
 def copy_of(root: Path, to: Path) -> None:
-    """Every file of a checkout that git does not ignore; programs compiled before serve the copy, too."""
+    """Copies every file of a checkout that git does not ignore."""
     listed = ["git", "-C", str(root), *"ls-files -z --cached --others --exclude-standard".split()]
     names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
         if (root / name).exists() or (root / name).is_symlink():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, to / name, follow_symlinks=False)
-    (root / ".jax_cache").mkdir(exist_ok=True)
-    (to / ".jax_cache").symlink_to(root / ".jax_cache")
 
 
 def red(copy: Path, tests: str, full: bool) -> str | None:
     """The first test that fails, None if none does."""
     command = [sys.executable, "-m", "pytest", "-qx", "-rfE", "-p", "no:cacheprovider", tests]
     command += ["-m", "full"] if full else []
-    # a fault of the last run is not read from bytecode; programs that were compiled before are
+    # a fault of the last run is not read from bytecode
     environment = {name: x for name, x in os.environ.items() if name != "CI"}
     environment |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     options: Any = {"capture_output": True, "text": True, "timeout": SECONDS}

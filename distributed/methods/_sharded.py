@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, auto_axes
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, auto_axes
 from jaxtyping import Array
 
 from energy_attn.kernels import AttentionState, Operands, Settings
@@ -99,6 +101,7 @@ def _run_sharded(
 
     `rows` and results, `[B, T, N, ...]`, are sharded as queries. `rows` may include operands of equally many keys.
     """
+    warn_of_cache(plan.mesh)
     rest = other_explicit_axes(plan.mesh, plan.axes)
     # JAX cannot compute on types with other explicit axes; inside `auto_axes` the types do not have them
     if rest:
@@ -135,6 +138,22 @@ def _run_sharded(
     # the caller's queries were not sharded, and may have been padded
     result = put(result, PartitionSpec(batch, None, heads))
     return jax.tree.map(lambda x: x[:, :number], result)
+
+
+def warn_of_cache(mesh: AbstractMesh) -> None:
+    """Warns where XLA would read a program back from JAX's cache without the order of its collectives."""
+    # Collectives in a loop then meet those outside of it. jaxlib 0.11.0 does so on CPUs, and 0.11.1 does not.
+    config: Any = jax.config
+    cached = config.jax_compilation_cache_dir and config.jax_enable_compilation_cache
+    if jaxlib.version.__version_info__ >= (0, 11, 1) or not cached:
+        return
+    if getattr(mesh.abstract_device, "device_kind", None) == "cpu" and mesh.size > 1:
+        warnings.warn(
+            "jax_compilation_cache_dir: this jaxlib reads programs for several CPU devices back with wrong values, "
+            "or waits for ever; wanted jax_enable_compilation_cache=False, or jaxlib 0.11.1",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _out_spec(plan: ShardingPlan, query: Array) -> PartitionSpec:

@@ -13,6 +13,7 @@ from energy_attn.distributed.internal import (
     mesh_axes_of,
     other_explicit_axes,
     reshard_explicit,
+    warn_of_cache,
 )
 from energy_attn.kernels.internal import checks
 
@@ -164,6 +165,7 @@ def over_devices(
     if plan is None or plan.local:
         return f(tokens, words, whole)
     token_spec = PartitionSpec(*(part or None for part in plan.tokens))
+    warn_of_cache(plan.mesh)
     rest = other_explicit_axes(plan.mesh, plan.axes)
     # JAX cannot compute on types with other explicit axes; inside `auto_axes` the types do not have them
     if rest:

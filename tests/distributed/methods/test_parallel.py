@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -437,3 +438,18 @@ def test_nothing_is_sent_without_a_mesh():
     assert collectives(jax.jit(ea.attention).lower(query, key, key).compile()) == ()
     with jax.set_mesh(make_mesh((8,), ("device",))):
         assert collectives(jax.jit(ea.attention).lower(query, key, key).compile()) == ()
+
+
+@pytest.mark.skipif(jaxlib.version.__version_info__ >= (0, 11, 1), reason="is right there")
+def test_cache_of_programs(tmp_path):
+    """Silence where XLA reads a program of a CPU mesh back from JAX's cache, with wrong values."""
+    x = jnp.ones((1, 16, 8, 4))
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        with (
+            jax.set_mesh(mesh_of("8")),
+            pytest.warns(RuntimeWarning, match="jax_enable_compilation_cache=False"),
+        ):
+            jax.eval_shape(lambda x: ea.attention(x, x, x, parallel=SequenceParallel("device")), x)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
