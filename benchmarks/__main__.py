@@ -37,6 +37,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "masks": masks.CASES,
     "loops": loops.CASES,
     "sharded": loops.SHARDED,
+    "second_order": loops.SECOND_ORDER,
     "llama": llama.CASES,
     "vocabulary": vocabulary.CASES,
     "speculative": speculative.CASES,

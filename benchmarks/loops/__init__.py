@@ -64,3 +64,14 @@ SHARDED = tuple(
     for L in (2048, 65536)
     for dtype in _DTYPES
 )
+SECOND_ORDER = tuple(
+    Case(
+        name,
+        "float32",
+        {"layers": 1, "B": max(1, 512 // T), "T": T, "N": 4, "width": 256},
+        _training.second_order_sides,
+        {"forward": forward},
+    )
+    for name, forward in (("forward over reverse", True), ("reverse over reverse", False))
+    for T in (128, 512, 2048)
+)

@@ -1,4 +1,4 @@
-"""The gradient of a small GPT: a `lax.scan` over its layers, each under `jax.checkpoint`."""
+"""Gradients of a small GPT, and of its loss after a step: a `lax.scan` over layers, each under `jax.checkpoint`."""
 
 import functools
 from collections.abc import Callable
@@ -11,12 +11,13 @@ from jaxtyping import Array, Float
 
 import energy_attn
 
-from ..runner import JAX_NN, OURS, PYTORCH, Run, Sides, torch
+from ..runner import JAX_NN, ONE_GRADIENT, OURS, PYTORCH, Output, Run, Sides, torch
 
 TOKENS = 256  # of the vocabulary
 
 Parameters = dict[str, Float[Array, "layers rows columns"]]
 Attend = Callable[..., Array]  # of query, key and value
+Loss = Callable[[Parameters, Array], Array]  # of tokens
 
 
 def draw(dtype: str, layers: int, T: int, width: int) -> Parameters:
@@ -45,8 +46,8 @@ def _normalised(x: Array) -> Array:
     return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
 
 
-def gradient(attend: Attend, parameters: Parameters, tokens: Array, heads: int) -> Run:
-    """Gradient of the mean next-token cross-entropy."""
+def mean_loss(attend: Attend, heads: int) -> Loss:
+    """The mean next-token cross-entropy."""
 
     @jax.checkpoint
     def layer(x: Array, weights: Parameters) -> tuple[Array, None]:
@@ -62,7 +63,27 @@ def gradient(attend: Attend, parameters: Parameters, tokens: Array, heads: int) 
         logits = jax.nn.log_softmax(_normalised(x) @ embedding.T)
         return -jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1).mean()
 
-    return functools.partial(jax.jit(jax.grad(loss)), parameters, tokens)
+    return loss
+
+
+def after_a_step(loss: Loss) -> Loss:
+    """The loss with the parameters that a step of gradient descent leads to."""
+
+    def outer(parameters: Parameters, tokens: Array) -> Array:
+        slope = jax.grad(loss)(parameters, tokens)
+        return loss(jax.tree.map(lambda x, y: x - 0.1 * y, parameters, slope), tokens)
+
+    return outer
+
+
+def curvature(loss: Loss) -> Callable[[Parameters, Array], Parameters]:
+    """The Hessian times the parameters, forward over reverse."""
+
+    def product(parameters: Parameters, tokens: Array) -> Parameters:
+        gradient = functools.partial(jax.grad(loss), tokens=tokens)
+        return jax.jvp(gradient, (parameters,), (parameters,))[1]
+
+    return product
 
 
 def _torch(parameters: Parameters, tokens: Array, heads: int) -> Run:
@@ -105,8 +126,30 @@ def sides(dtype: str, layers: int, B: int, T: int, N: int, width: int) -> Sides:
     }
     return {
         **{
-            name: functools.partial(gradient, attend, parameters, inputs, N)
+            name: functools.partial(
+                functools.partial, jax.jit(jax.grad(mean_loss(attend, N))), parameters, inputs
+            )
             for name, attend in attentions.items()
         },
         PYTORCH: lambda: _torch(parameters, inputs, N),
     }
+
+
+def second_order_sides(
+    dtype: str, layers: int, B: int, T: int, N: int, width: int, forward: bool
+) -> Sides:
+    """A step's Hessian-vector product (`forward`), or its gradient through an inner step; and our gradient."""
+    ours, dense = (mean_loss(x, N) for x in (energy_attn.attention, jax.nn.dot_product_attention))
+    args = draw(dtype, layers, T, width), tokens(B, T)
+
+    def run(job: Callable[..., Any]) -> Run:
+        compiled = jax.jit(job).lower(*args).compile()
+        memory: Any = compiled.memory_analysis()
+        figures = {"temporary_MiB": memory.temp_size_in_bytes >> 20}
+        return lambda: Output(compiled(*args), figures)
+
+    def second(loss: Loss) -> Callable[..., Any]:
+        return curvature(loss) if forward else jax.grad(after_a_step(loss))
+
+    jobs = {OURS: second(ours), JAX_NN: second(dense), ONE_GRADIENT: jax.grad(ours)}
+    return {name: functools.partial(run, job) for name, job in jobs.items()}

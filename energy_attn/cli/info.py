@@ -110,11 +110,12 @@ def _describe() -> None:
 
 
 def choice(call: Example, platform: str, device: Device | None = None) -> list[str]:
-    """The implementation of a call on a platform, and why those tried before it decline."""
+    """The implementation of a call on a platform, that of its second derivatives, and why others decline."""
     with jax.enable_x64(call.dtype == "float64"):
         chosen = explain(tried(), *_operands(call), platform, device)
     declined = [f"  as {name} declines: {reason}" for name, reason in chosen.declined]
-    return [f"{chosen.name}", *(declined or ["  as the first that is tried"])]
+    second_order = f"  second derivatives: {chosen.second_order}"
+    return [chosen.name, *(declined or ["  as the first that is tried"]), second_order]
 
 
 def _operands(call: Example) -> tuple[Settings, Operands]:

@@ -210,14 +210,20 @@ class KernelDerivative(AbstractDerivative):
         return run_when_lowered(_backward, _like_operands, *of, saved.state, saved.rest, cotangent)
 
     def plain(self) -> AbstractDerivative:
-        # All kernels compute the same function, so the derivative of any tangent or backward is that
-        # of the blockwise one, which is written in JAX.
-        if self.kernels[-1].reproducible:
-            raise NotImplementedError(
-                "reproducible: wanted False for second derivatives, whose sums would be in another order, got True"
-            )
-        blockwise = next((x for x in self.kernels if isinstance(x, Blockwise)), Blockwise())
-        return KernelDerivative((blockwise,), self.settings)
+        return KernelDerivative((second_order_kernel(self.kernels),), self.settings)
+
+
+def second_order_kernel(kernels: Kernels) -> AbstractKernel:
+    """The kernel whose derivatives JAX differentiates in second and higher order."""
+    if kernels[0].differentiated_by_jax:
+        return kernels[0]
+    # All kernels compute the same function, so the derivative of any tangent or backward is that
+    # of the blockwise one, which is written in JAX.
+    if kernels[-1].reproducible:
+        raise NotImplementedError(
+            "reproducible: wanted False for second derivatives, whose sums would be in another order, got True"
+        )
+    return next((x for x in kernels if isinstance(x, Blockwise)), Blockwise())
 
 
 def _forward(kernel: AbstractKernel, call: KernelCall) -> AttentionState:

@@ -27,7 +27,7 @@ from ..xla._blockwise import Blockwise
 from ..xla._canonical import Canonical
 from ..xla._decode import Decode, DecodeCPU
 from ..xla._reference import Reference
-from ._derivative import Attention, EightBits
+from ._derivative import Attention, EightBits, second_order_kernel
 from ._lowering import Program, first_fitting, why_unfit
 
 # In order of preference: vendors' kernels, which are tuned for many rows and take few calls; our own,
@@ -109,10 +109,11 @@ def _kernel_of(name: Candidate) -> AbstractKernel:
 
 
 class Explanation(NamedTuple):
-    """The implementation that takes a call, and why those before it decline."""
+    """The implementation that takes a call, why those before it decline, and the one of second derivatives."""
 
     name: str
     declined: tuple[tuple[str, str], ...]
+    second_order: str
 
 
 def reproducible_kernels(run: int | None = None) -> tuple[AbstractKernel, ...]:
@@ -271,7 +272,8 @@ def explain(
     }
     before = names[: list(names).index(chosen.name)]
     made = [name for name in before if platform in (_REGISTRY[name].platforms or (platform,))]
-    return Explanation(chosen.name, tuple((name, declined[name]) for name in made))
+    reasons = tuple((name, declined[name]) for name in made)
+    return Explanation(chosen.name, reasons, second_order_kernel(kernels).name)
 
 
 def accepting(

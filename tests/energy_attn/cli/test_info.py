@@ -23,7 +23,8 @@ def test_info_explains_a_gpu(capsys):
     call = ["info", "--platform", "cuda", "--query", "1,256,8,256", "--causal"]
     for capability, name in (("9.0", "cudnn"), ("8.0", "pallas_gpu"), ("7.5", "blockwise")):
         assert main([*call, "--capability", capability]) == 0
-        assert f"\n    {name}\n" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"\n    {name}\n" in out and "\n      second derivatives: blockwise\n" in out
 
 
 @pytest.mark.parametrize("call", EXAMPLES, ids=lambda call: call.what)

@@ -207,11 +207,42 @@ def test_explain(kernels):
         operands, settings, _ = call_of(**arrays(dtype))
         return explain(implementations(), settings, operands, platform)
 
-    assert chosen(jnp.float32, "cpu") == ("mine", ())
-    assert chosen(jnp.float32, "tpu") == ("theirs", ())  # the others are not for it
-    name, declined = chosen(jnp.float64, "cpu")
+    assert chosen(jnp.float32, "cpu")[:2] == ("mine", ())
+    assert chosen(jnp.float32, "tpu")[:2] == ("theirs", ())  # the others are not for it
+    name, declined, _ = chosen(jnp.float64, "cpu")
     assert name == "decode_cpu"
     assert dict(declined)["mine"] == "query: wanted at most 32 bits, got float64"
+
+
+@pytest.mark.parametrize("implementation", [None, "cudnn", "splash", "decode", "reference"])
+def test_explain_second_order(implementation, monkeypatch):
+    """`info` that names a kernel of XLA's operations for second derivatives other than they run."""
+    rows = 1 if implementation == "decode" else 128
+    arrays = [jnp.ones((1, x, 1, 64), jnp.bfloat16) for x in (rows, 128, 128)]
+    used = set()
+
+    def watch(kernel, name):
+        method = getattr(kernel, name)
+
+        def seen(self, *args):
+            used.add(self.name)
+            return method(self, *args)
+
+        monkeypatch.setattr(kernel, name, seen)
+
+    for kernel in map(kernel_of, tried()):
+        for name in ("forward", "backward", "tangent") if not kernel.platforms else ():
+            watch(type(kernel), name)
+    names = (implementation,) if implementation else tried()
+    call = call_of(*arrays)
+    platform = "tpu" if implementation == "splash" else "cuda"
+    second = explain(names, call.settings, call.operands, platform).second_order
+
+    def total(*x):
+        return local_attention(*x, implementation=implementation).lse.sum()
+
+    jax.make_jaxpr(lambda *x: jax.jvp(jax.grad(total, (0, 1, 2)), x, x)[1])(*arrays)
+    assert second in used and used <= {second, implementation}
 
 
 def test_one_cached_program_for_each_shape(kernels):
@@ -233,7 +264,7 @@ def test_a_slower_kernel_is_passed_over():
         (("decode_cpu",), "decode_cpu"),
         (("decode_cpu", "pallas_tpu"), "decode_cpu"),
     ):
-        name, declined = explain(names, *many, "cpu")
+        name, declined, _ = explain(names, *many, "cpu")
         assert name == of_many
         assert name == "decode_cpu" or "got 33" in dict(declined)["decode_cpu"]
         assert explain(names, *few, "cpu").name == "decode_cpu"
