@@ -15,7 +15,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 # Before JAX starts: eight simulated devices where there is no accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,7 +35,7 @@ TOKENS, ROWS, LENGTH = 64, 4, 256  # of the vocabulary, of a batch
 
 
 # --8<-- [start:attention]
-# Two functions each: causal attention, and that of a chunk, from position `start` on, to itself and the chunk before it.
+# Two functions: causal attention, and that of a chunk, from position `start` on, to itself and the chunk before it.
 def by_array(attend, **options):
     """The window as a boolean array, in a call that `jax.nn` has, too."""
 
@@ -54,8 +53,8 @@ def by_window(**options):
 
     def chunk(query, key, value, start):
         size = len(query)
-        key_at = start - size + jnp.arange(2 * size)  # < 0: absent
-        at = {"query_positions": key_at[size:], "key_positions": key_at}
+        at = start - size + jnp.arange(2 * size)  # < 0: absent
+        at = {"query_positions": at[size:], "key_positions": at}
         return ea.attention(query, key, value, mask=masks.Window(size - 1, 0), **at, **options)
 
     return partial(ea.attention, is_causal=True, **options), chunk
@@ -158,8 +157,8 @@ def make_model(key, width=64, heads=2, blocks=(1, 1), chunk=32, rate=1.0):
         return [drawn(width, width, 4 * width), drawn(16 * width, 4 * width, width)]
 
     def block():
-        join = width, heads, size, width
-        return Block(drawn(width, 3, width, heads, size), drawn(*join), layers())
+        project = drawn(width, 3, width, heads, size)
+        return Block(project, drawn(width, heads, size, width), layers())
 
     prefix, suffix = ([block() for _ in range(count)] for count in blocks)
     embedding, fast = drawn(width, TOKENS, width), [layers() for _ in suffix]
@@ -193,7 +192,7 @@ def train(attention, steps, moving=True):
     """The losses of chunks in each step of the outer training; `moving`: by inner steps."""
     model, losses = make_model(jax.random.key(0), rate=1.0 if moving else 0.0), []
     optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
-    state = optimiser.init(model)
+    state = optimiser.init(eqx.filter(model, eqx.is_array))
 
     @jax.jit
     def step(model, state, key):

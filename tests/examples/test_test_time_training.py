@@ -100,6 +100,23 @@ def check(attention):
         np.testing.assert_allclose(a, b, atol=1e-12, rtol=1e-9)
 
 
+def test_page():
+    """A figure of the page that was not measured, or memory that grows with the square of the length."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / "test_time_training.json").read_text())
+    page = " ".join((ROOT / "docs" / "second_order.md").read_text(encoding="utf-8").split())
+    for name in script.ATTENTIONS:
+        sizes = [report[str(x)]["MiB"][name] for x in (1024, 4096, 16384)]
+        seconds = [report[str(x)]["seconds"][name] for x in (1024, 4096)]
+        cells = [*(f"{x:,}" for x in sizes), *(f"{x:.2f}" for x in seconds)]
+        assert f"| {' | '.join(cells)} |" in page
+        assert (sizes[2] < 4 * sizes[1]) == (name != "jax.nn")
+    moved, still = (report[name][-1] for name in ("inner steps", "no inner steps"))
+    assert f"has a loss of {moved:.2f} nats, and {still:.2f} if" in page
+    for paper in ("energy_based_transformer/descent", "meanflow/meanflow"):
+        memory = json.loads((ROOT / "papers" / f"{paper}.json").read_text())["memory"]
+        assert f"| {memory['energy_attn'][-1]:.0f} | {memory['jax.nn'][-1]:,.0f} |" in page
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["array", "window"])
 def test_outer_gradient(kind):

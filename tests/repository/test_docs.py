@@ -96,8 +96,8 @@ def test_the_start_page_has_every_page():
 
 # What people type who look for a library of attention.
 SEARCHED = """batch invariance, on-policy, train-inference mismatch, double backward, meta-learning, MLA, `cu_seqlens`,
-    interpretability, GRPO, KV cache, ring attention, sliding window, context parallelism, FlashAttention, log2 LSE,
-    `merge_state`, remat, distillation, GQA, FSDP, speculative decoding, attention sinks"""
+    MeanFlow, interpretability, GRPO, KV cache, ring attention, sliding window, context parallelism, FlashAttention,
+    log2 LSE, `merge_state`, remat, distillation, GQA, FSDP, speculative decoding, attention sinks"""
 
 
 def test_words_that_people_search_for():
