@@ -47,8 +47,8 @@ class AbstractWeights(eqx.Module):
         """The prepared calls, promoted, with the source of the measure as part of their scores."""
 
     @abc.abstractmethod
-    def _prepared_keys(self) -> tuple[Calls, Parts]:
-        """The prepared calls of the keys alone, with their sinks apart."""
+    def _prepared_keys(self, *, promote: bool = True) -> tuple[Calls, Parts]:
+        """The prepared calls of the keys alone, with their sinks apart, in their own dtypes unless promoted."""
 
     def weights(
         self, *, rows: Selection | None = None, keys: Selection | None = None
