@@ -151,7 +151,7 @@ def all_computed(out: Array, *rows: Array) -> tuple[Array, ...]:
     equal loop would then have two different loops, which XLA does not merge.
     """
     known = lax.optimization_barrier(jnp.asarray(True))
-    total = sum(x.astype(out.dtype) for x in rows)
+    total: Any = sum(x.astype(out.dtype) for x in rows)
     others = out[..., 0] + total
     return (
         jnp.where(known, out, total[..., None]),

@@ -57,7 +57,7 @@ class Images(eqx.Module):
         self.embeddings = embeddings
 
     def put(self, x: Array, positions: Array) -> Array:
-        """The embeddings `[B, T, D]` of tokens at positions `[B or 1, T]`, with those of images."""
+        """Embeddings `[B, T, D]` of tokens at positions `[B or 1, T]`, in which images have their own."""
         if self.embeddings is None:
             return x
         missing = x.shape[1] - self.embeddings.shape[1]  # tokens that fill the last device
