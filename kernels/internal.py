@@ -27,6 +27,7 @@ from .call._options import MergedScoreOptions as MergedScoreOptions
 from .call._options import RowOptions as RowOptions
 from .call._options import check_options as check_options
 from .call._state import State as State
+from .call._state import all_computed as all_computed
 from .call._state import check_state as check_state
 from .call._state import covariance_term as covariance_term
 from .call._state import dot_rows as dot_rows
@@ -54,6 +55,7 @@ from .dispatch._over_keys import overlap_transfer as overlap_transfer
 from .dispatch._policy import CallPolicy as CallPolicy
 from .dispatch._policy import call_policy as call_policy
 from .dispatch._registry import attend as attend
+from .dispatch._registry import attend_and_maximum as attend_and_maximum
 from .dispatch._registry import candidates as candidates
 from .dispatch._registry import differentiated_by_jax as differentiated_by_jax
 from .dispatch._registry import explain as explain
@@ -78,6 +80,7 @@ from .scores._structure import split_score as split_score
 from .xla import _blockwise_derivatives as blockwise
 from .xla._blocks import outer as outer
 from .xla._blocks import product as product
+from .xla._blocks import score_sums as score_sums
 from .xla._canonical import Canonical as Canonical
 from .xla._loops import each as each
 from .xla._loops import rows_of_groups as rows_of_groups

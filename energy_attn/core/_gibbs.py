@@ -315,19 +315,20 @@ class Gibbs(AbstractConjugate):
         """The prepared calls, in the precision of energies, with the source in their scores, and sinks as keys."""
         return sinks_as_keys(*self._prepared_keys())
 
-    def _prepared_keys(self) -> tuple[Calls, Parts]:
-        """The prepared calls, promoted and tilted, with sinks still separate from the keys."""
+    def _prepared_keys(self, *, promote: bool = True) -> tuple[Calls, Parts]:
+        """The prepared calls, tilted and promoted, with sinks still separate from the keys."""
         calls, parts = _calls(_tilted(self))
         if any(call.policy.attention_only for call in calls):
             raise NotImplementedError(
                 "reproducible: wanted False for observables other than the energy and attention, got True"
             )
-        return calls, promoted(parts)
+        return calls, promoted(parts) if promote else parts
 
 
 def _calls(parts: tuple[Keys, ...]) -> tuple[Calls, Parts]:
     calls, arrays = zip(*map(prepare_keys, parts), strict=True)
-    return calls, arrays
+    # so that `score_max` and attention are one pass
+    return tuple(x._replace(settings=x.settings.needing(maximum=True)) for x in calls), arrays
 
 
 def _tilted(measure: Gibbs) -> tuple[Keys, ...]:

@@ -26,6 +26,7 @@ from energy_attn.kernels.internal import (
     MergedScoreOptions,
     RowOptions,
     additions,
+    all_computed,
     arguments,
     call_policy,
     check_options,
@@ -175,6 +176,7 @@ def prepare(
     if source is not None:
         arguments.check_source(source, query, value)
     if name is not None and recorders.value:
+        call = call._replace(settings=call.settings.needing(maximum=True))
         operands = operands._replace(query=tagged(operands.query, name, call, operands, source))
     return call, operands
 
@@ -257,18 +259,12 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
 
 def both_computed(out: Array, lse: Array) -> tuple[Array, Array]:
     """Returns both arrays unchanged; a traced program that uses one of them computes both."""
-    return _both(out, lse) if isinstance(lse, jax.core.Tracer) else (out, lse)
+    return _both(out, lse) if isinstance(lse, jax.core.Tracer) else (out, lse)  # pyright: ignore[reportReturnType]  # two
 
 
-# JAX removes unused results from a program. A program that uses `lse` of one call and `out` of an equal call would then
-# have two different loops, which XLA does not merge.
 @jax.custom_jvp
-def _both(out: Array, lse: Array) -> tuple[Array, Array]:
-    known = lax.optimization_barrier(jnp.asarray(True))
-    return (
-        jnp.where(known, out, lse[..., None].astype(out.dtype)),
-        jnp.where(known, lse, out[..., 0].astype(lse.dtype)),
-    )
+def _both(out: Array, lse: Array) -> tuple[Array, ...]:
+    return all_computed(out, lse)
 
 
 @functools.partial(_both.defjvp, symbolic_zeros=True)

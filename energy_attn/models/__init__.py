@@ -16,6 +16,7 @@ from ._tokenizer import Tokenizer as Tokenizer
 from .checkpoint._shard import shard as shard
 from .decoder._cache import DecoderCache as DecoderCache
 from .decoder._decoder import AbstractDecoder as AbstractDecoder
+from .decoder._images import Images as Images
 from .generation._drafters import AbstractDrafter as AbstractDrafter
 from .generation._drafters import ModelDrafter as ModelDrafter
 from .generation._drafters import PromptLookup as PromptLookup

@@ -11,11 +11,13 @@ from jax.typing import DTypeLike
 from ._encoder import BERT
 from .checkpoint._load import load as load_family
 from .decoder._decoder import Family
-from .llama._llama import LLAMA
+from .llama._llama import GEMMA3, LLAMA
 from .llama._variants import VARIANTS
 
 # By `model_type`.
-FAMILIES: Mapping[str, Family] = MappingProxyType({**dict.fromkeys(VARIANTS, LLAMA), "bert": BERT})
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {**dict.fromkeys(VARIANTS, LLAMA), "gemma3": GEMMA3, "bert": BERT}
+)
 
 
 def load(
@@ -48,8 +50,9 @@ def load(
     Returns:
         The model: a [`Llama`][energy_attn.models.Llama] with the flags of its family, for the `model_type`s
         `"llama"`, `"mistral"`, `"mixtral"`, `"qwen2"`, `"qwen3"`, `"qwen3_moe"`, `"smollm3"`, `"gemma2"`,
-        `"gemma3_text"`, `"olmo2"`, `"phi3"`, `"gpt_oss"` or `"deepseek_v3"`; an
-        [`Encoder`][energy_attn.models.Encoder] for `"bert"`.
+        `"gemma3_text"`, `"olmo2"`, `"phi3"`, `"gpt_oss"` or `"deepseek_v3"`, or of the text
+        model of `"gemma3"`, whose [`Images`][energy_attn.models.Images] a call takes and whose vision tower is not
+        read; an [`Encoder`][energy_attn.models.Encoder] for `"bert"`.
 
     Raises:
         TypeError: an argument of another type.

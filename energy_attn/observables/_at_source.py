@@ -18,10 +18,14 @@ from energy_attn.kernels.internal import (
     CallPolicy,
     Tokens,
     additions,
+    attend_and_maximum,
     checks,
     holds_keys,
     lse_dtype,
+    outer,
+    precision,
     reductions,
+    score_sums,
     window_structure,
 )
 
@@ -108,8 +112,18 @@ def sum_over_keys(
 
     `rows`, `[*B, T, N, W]`, are numbers of all keys, such as the energy F in `exp(s - F)`.
     """
-    find = HashablePartial(reductions.score_sums, (term, width))
+    find = HashablePartial(score_sums, (term, width))
     return _over_parts(lambda _: find, "sums", operator.add, calls, source, parts, *rows)
+
+
+def squared_distances(value: Array, mean: Array) -> Array:
+    """The squared distances `[B, rows, keys]` of a block's values from a vector for each row."""
+    # |v - m|² = |v|² - 2 v·m + |m|², with the block's mean as the origin
+    origin = value.mean(1, keepdims=True)
+    value, mean = value - origin, mean - origin
+    cross = outer(mean, value, precision(mean.dtype))
+    squares = (value**2).sum(-1)[:, None, :] + (mean**2).sum(-1, keepdims=True)
+    return squares - 2 * cross
 
 
 def support_at(calls: Calls, parts: Parts, direction: Array) -> Array:
@@ -122,6 +136,31 @@ def score_maximum_at(calls: Calls, parts: Parts, source: Source = None) -> Array
     r"""$\max_a s_a$ over the keys that a row sees; minus infinity in a fully masked row."""
     find = HashablePartial(reductions.score_maximum)
     return _over_parts(lambda _: find, "maxima", jnp.maximum, calls, source, parts)
+
+
+def state_and_maximum_at(
+    call: StaticCall, operands: Operands, *, unrounded: bool = False
+) -> tuple[AttentionState, Array]:
+    """The state of a prepared call without its sink, and the largest score of each row; one pass on one device."""
+    has_sink, operands = operands.sink is not None, operands._replace(sink=None)
+    if call.plan is not None:
+        return state_at((call,), None, (operands,)), score_maximum_at((call,), (operands,))
+    checks.check_taylor(operands)
+    # rounded as by `state_at`, so that XLA computes equal calls once
+    settings = call.settings.needing(unrounded=unrounded or has_sink)
+    result = attend_and_maximum(call.policy.kernels, settings, operands)
+    return result if call.batched else jax.tree.map(lambda x: x[0], result)
+
+
+def largest_scores(calls: Calls, parts: Parts) -> Array:
+    """`score_maximum_at`, from the pass that computes attention where there is one on one device."""
+
+    def of_part(call: StaticCall, operands: Operands) -> Array:
+        if call.plan is not None:
+            return score_maximum_at((call,), (operands,))
+        return state_and_maximum_at(call, operands, unrounded=len(calls) > 1)[1]
+
+    return functools.reduce(jnp.maximum, map(of_part, calls, parts))
 
 
 class HashablePartial(NamedTuple):

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,7 +14,6 @@ from energy_attn.kernels.internal import (
     checks,
     dot_rows,
     holds_keys,
-    outer,
     precision,
     product,
     reductions,
@@ -24,9 +23,12 @@ from ..functional._free_energy import Calls, Parts, StaticCall, both_computed, s
 from ._at_source import (
     HashablePartial,
     covariance_product,
+    largest_scores,
     mean_over_keys,
     run_reduction,
     score_maximum_at,
+    squared_distances,
+    state_and_maximum_at,
     sum_over_keys,
 )
 
@@ -45,6 +47,7 @@ class AttentionStatistics(NamedTuple):
     energy: Float[Array, "*B T N"]
     entropy: Float[Array, "*B T N"]
     mean_score: Float[Array, "*B T N"]
+    score_max: Float[Array, "*B T N"]
 
 
 class RowObservables(NamedTuple):
@@ -70,7 +73,7 @@ def entropy_of(mean: Array, lse: Array) -> Array:
 
 
 def mean_score(calls: Calls, parts: Parts) -> tuple[Array, Array]:
-    mean, lse = _merged([_mean_score(*x, False) for x in zip(calls, parts, strict=True)])
+    mean, lse = _merged([_mean_score(*x, False)[0] for x in zip(calls, parts, strict=True)])
     return mean[..., 0], lse
 
 
@@ -87,31 +90,38 @@ def _merged(parts: list[AttentionState]) -> AttentionState:
     return state._replace(out=state.out + mean)
 
 
-def attention_statistics(calls: Calls, parts: Parts) -> AttentionStatistics:
-    result = _merged([_mean_score(*x, True) for x in zip(calls, parts, strict=True)])
-    out, lse = both_computed(*result)
-    mean = out[..., -1]
-    return AttentionStatistics(out[..., :-1], lse, entropy_of(mean, lse), mean)
+def attention_statistics(calls: Calls, parts: Parts, keys: int) -> AttentionStatistics:
+    """The statistics of parts, of which the first `keys` are keys, and the others sinks."""
+    found = [_mean_score(*x, True) for x in zip(calls, parts, strict=True)]
+    out, lse = both_computed(*_merged([state for state, _ in found]))
+    mean, largest = out[..., -1], functools.reduce(jnp.maximum, (x for _, x in found[:keys]))
+    return AttentionStatistics(out[..., :-1], lse, entropy_of(mean, lse), mean, largest)
 
 
-def _mean_score(call: StaticCall, operands: Operands, with_values: bool) -> AttentionState:
-    """The energies and the mean of the scores, after attention if `with_values`."""
+def _mean_score(
+    call: StaticCall, operands: Operands, with_values: bool
+) -> tuple[AttentionState, Any]:
+    """The energies and the mean of the scores; `with_values`, after attention, and the largest scores beside them."""
+    one = (call,), (operands,)
     if not is_linear(call, operands):
         if not with_values:
-            return mean_over_keys((call,), None, (operands,), _score_term, 1)
+            return mean_over_keys(one[0], None, one[1], _score_term, 1), None
         # two walks over the keys
         find = HashablePartial(
             reductions.attention_and_expectation, (_score_term, 1, call.policy.kernels)
         )
-        return run_reduction(call, Reduction(find, "states"), None, operands)
+        state = run_reduction(call, Reduction(find, "states"), None, operands)
+        return state, largest_scores(*one)
     # E[s] = scale q · E[k]: attention with the keys as values yields their mean
-    value, width = operands.key, 0
+    width, largest = 0, None
     if with_values:
-        width = operands.value.shape[-1]
-        value = jnp.concatenate([operands.value, value], -1)
-    out, lse = state_at((call,), None, (operands._replace(value=value),))
+        width, value = operands.value.shape[-1], [operands.value, operands.key]
+        wide = operands._replace(value=jnp.concatenate(value, -1))
+        (out, lse), largest = state_and_maximum_at(call, wide)
+    else:
+        out, lse = state_at((call,), None, (operands._replace(value=operands.key),))
     mean = call.settings.scale * dot_rows(queries_of(call, operands, lse), out[..., width:])
-    return AttentionState(jnp.concatenate([out[..., :width], mean[..., None]], -1), lse)
+    return AttentionState(jnp.concatenate([out[..., :width], mean[..., None]], -1), lse), largest
 
 
 def queries_of(call: StaticCall, operands: Operands, lse: Array) -> Array:
@@ -181,12 +191,7 @@ def _deviation_terms(block: reductions.ScoreBlock, mean: Array) -> Array:
 
 
 def _squared_distance_term(block: reductions.ScoreBlock, mean: Array) -> Array:
-    # |v - m|² = |v|² - 2 v·m + |m|², with the block's mean as the origin
-    origin = block.value.mean(1, keepdims=True)
-    value, mean = block.value - origin, mean - origin
-    cross = outer(mean, value, precision(mean.dtype))
-    squares = (value**2).sum(-1)[:, None, :] + (mean**2).sum(-1, keepdims=True)
-    return (block.weights * (squares - 2 * cross)).sum(-1, keepdims=True)
+    return (block.weights * squared_distances(block.value, mean)).sum(-1, keepdims=True)
 
 
 def renyi(calls: Calls, parts: Parts, order: float) -> Array:

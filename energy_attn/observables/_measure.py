@@ -17,8 +17,8 @@ from ._at_source import (
     check_row_vectors,
     covariance_at,
     covariance_product,
+    largest_scores,
     mean_over_keys,
-    score_maximum_at,
 )
 from ._entropy import (
     AttentionStatistics,
@@ -244,18 +244,19 @@ class AbstractMeasure(AbstractWeights):
         return renyi(*self._prepared(), order)
 
     def statistics(self) -> AttentionStatistics:
-        r"""Attention, energy, entropy and mean score of each row, in one kernel pass.
+        r"""Attention, energy, entropy, mean and largest score of each row, in one kernel pass.
 
         $$\mathrm{out} = \mathbb{E}_P[v], \qquad F, \qquad H = F - \mathbb{E}_P[s], \qquad
           \mathbb{E}_P[s] = \mathrm{scale}\; q \cdot \mathbb{E}_P[k]$$
 
         The values of the pass are $[v, k]$: three products where attention alone has two. With a `bias` or a
-        `score` the mean takes a second walk over the keys, of one product.
+        `score` the mean takes a second walk over the keys, of one product. The largest score is that of
+        [`score_max`][energy_attn.Gibbs.score_max], without the sink.
 
         Returns:
-            A named tuple `(out, energy, entropy, mean_score)` in float32 (float64): attention `[B, T, N, Hv]`, and
-            the energy, the entropy of the weights and the mean of the scores, `[B, T, N]` in nats. A fully masked
-            row has an energy of minus infinity and zeros.
+            A named tuple `(out, energy, entropy, mean_score, score_max)` in float32 (float64): attention
+            `[B, T, N, Hv]`, and the energy, the entropy of the weights, the mean and the largest of the scores,
+            `[B, T, N]` in nats. A fully masked row has an energy and a largest score of minus infinity, and zeros.
 
         Raises:
             NotImplementedError: the named implementation declines the wider values.
@@ -266,20 +267,26 @@ class AbstractMeasure(AbstractWeights):
             >>> import jax, jax.numpy as jnp
             >>> import energy_attn as ea
             >>> F = ea.FreeEnergy(is_causal=True).at(*jax.random.normal(jax.random.key(0), (3, 5, 2, 4)))
-            >>> out, energy, entropy, mean = F.statistics()
+            >>> out, energy, entropy, mean, largest = F.statistics()
             >>> bool(jnp.allclose(entropy, F.entropy(), atol=1e-5)), out.shape
             (True, (5, 2, 4))
         """
-        return attention_statistics(*self._prepared())
+        keys = len(self._prepared_keys()[0])
+        return attention_statistics(*self._prepared(), keys)
 
     def score_max(self) -> Float[Array, "*B T N"]:
         r"""The largest score of each row.
 
         $$\max_a s_a, \qquad s_a = \mathrm{scale}\; q \cdot k_a + b_a$$
 
-        over the keys that the row sees, without its sink. One walk over the keys in XLA, of one product. For training
-        with QK-clip, which scales weights down where scores grow. The derivative is a subgradient: the gradient of the
-        largest score, or the mean of the gradients of equal ones.
+        over the keys that the row sees: scaled, with score (as a soft cap), bias and source, masked, without the sink.
+        It is the last running maximum of the kernel's online softmax. Under `jit` the same pass computes attention, and
+        in a recording the model's own; `blockwise` keeps it, and other kernels take a walk over the keys in XLA, as
+        meshes do. For QK-clip (MuonClip), which scales the weights of a head down where its scores grow:
+        `F.score_max().max((0, 1))` is the largest of each head.
+
+        The derivative is a subgradient, by one walk: the gradient of the largest score, or a convex combination of the
+        gradients of equal ones.
 
         Returns:
             `[B, T, N]` in nats; minus infinity for a fully masked row.
@@ -293,7 +300,7 @@ class AbstractMeasure(AbstractWeights):
             >>> float(ea.FreeEnergy().at(q, k, k).score_max()[0, 0])
             6.0
         """
-        return score_maximum_at(*self._prepared_keys())
+        return largest_scores(*self._prepared_keys(promote=False))
 
     def score_moments(self) -> ScoreMoments:
         r"""Mean and variance of the scores of each row: minus its internal energy, and its heat capacity.

@@ -2,7 +2,7 @@
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -25,13 +25,13 @@ from energy_attn.kernels.internal import (
     exp_from,
     holds_keys,
     is_static,
-    lse_dtype,
     sampling,
 )
 
-from ..functional._free_energy import Calls, Parts, StaticCall, energy_at, row_shape, state_at
+from ..functional._free_energy import Calls, Parts, StaticCall, row_shape, state_at
 from . import _divergence
 from ._at_source import HashablePartial, run_reduction, sinks_as_keys, sum_over_keys
+from ._importance import importance_of_keys
 
 MOST_WEIGHTS = 64_000_000
 
@@ -47,8 +47,8 @@ class AbstractWeights(eqx.Module):
         """The prepared calls, promoted, with the source of the measure as part of their scores."""
 
     @abc.abstractmethod
-    def _prepared_keys(self) -> tuple[Calls, Parts]:
-        """The prepared calls of the keys alone, with their sinks apart."""
+    def _prepared_keys(self, *, promote: bool = True) -> tuple[Calls, Parts]:
+        """The prepared calls of the keys alone, with their sinks apart, in their own dtypes unless promoted."""
 
     def weights(
         self, *, rows: Selection | None = None, keys: Selection | None = None
@@ -123,27 +123,51 @@ class AbstractWeights(eqx.Module):
         return jnp.where((index >= 0) & (index < total), result, jnp.nan)
 
     def importance(
-        self, rows: Float[Array, "*B T N"] | None = None, *, grouped: bool = False
+        self,
+        rows: Float[Array, "*B T N"] | None = None,
+        *,
+        grouped: bool = False,
+        rule: str | Callable[[Array, Array], Array] = "attention",
+        window: int | None = None,
+        pool: int | None = None,
     ) -> Float[Array, "*B S heads"]:
-        r"""Sums the weights of each key over the rows.
+        r"""Sums the weights of each key over the rows, or another function of them, to choose what a cache keeps.
 
-        $$I_a = \sum_i r_i P_{ia} = \frac{\partial}{\partial b_a} \sum_i r_i F_i$$
+        $$I_a = \sum_i r_i P_{ia} = \frac{\partial}{\partial b_a} \sum_i r_i F_i, \qquad
+          I_a = \sum_i r_i f(\log P_{ia}, d_{ia})$$
 
         for a number $b_a$ that is added to the scores of key $a$. One forward and one backward pass, in memory
-        linear in the keys. For eviction from a KV cache, and to find attention sinks.
+        linear in the keys, on one device and on a mesh. For eviction from a KV cache, and to find attention sinks.
+
+        | `rule` | $f$ | `window` | `pool` | source |
+        |---|---|---|---|---|
+        | `"attention"` | $P$ | all rows | 1 | H2O (arXiv 2306.14048) |
+        | `"snapkv"` | $P$ | 64, whose keys stay | 5 | SnapKV (arXiv 2404.14469), `kvpress` |
+        | `"dropkv"` | $(P / (1 - P))^2\, d$ | 64, whose keys stay | 1 | DropKV (`kvpress` #284) |
+        | `"entropy"` | $-P \log P$ | all rows | 1 | the share of a key in $\sum_i H_i$ |
+
+        with $d = \lvert v_a - \mathrm{out}_i \rvert^2$. The `"dropkv"` number of a key says how much the rows change,
+        squared, if only that key goes; $1 - P$ is at least 1e-6. As many newest keys as `window` has rows stay: they
+        are $+\infty$.
 
         Args:
             rows: $r$, `[B, T, N]` or `[T, N]`: a factor for each query and head; None: 1.
             grouped: whether to sum over the heads of queries that share a head of keys.
+            rule: a name, or a function of log weights and squared distances, `[batch, rows, keys]`, which returns
+                a number for each pair, and closes over nothing traced.
+            window: the number of last queries that count, absent ones apart; None: as the rule says.
+            pool: an odd number of successive keys, by position, over which the result is averaged, with zeros past the
+                ends; None: as the rule says.
 
         Returns:
             `[B, S, N]` or `[S, N]`; `[B, S, K]` or `[S, K]` if `grouped`; float32 or float64. In a union the keys
-            of the first measure come first. Over all keys it sums up to the number of rows that see a key,
+            of the first measure come first. Over all keys, weights sum up to the number of rows that see a key,
             less the weights of sinks.
 
         Raises:
-            TypeError: `rows` is not a floating array, or `grouped` no boolean.
-            ValueError: `rows` has another shape.
+            TypeError: `rows` is not a floating array, `grouped` no boolean, a number no integer, or `rule` no function.
+            ValueError: `rows` has another shape, an unknown rule, a number below 1, or an even `pool`.
+            NotImplementedError: `window` or `pool` inside of a `jax.shard_map`.
 
         Source: H2O (arXiv 2306.14048), section 4: heavy hitters are keys of the largest accumulated weight.
 
@@ -153,31 +177,12 @@ class AbstractWeights(eqx.Module):
             >>> F = ea.FreeEnergy(is_causal=True).at(*jax.random.normal(jax.random.key(0), (3, 5, 2, 4)))
             >>> bool(jnp.allclose(F.importance(), F.weights().sum(0).T, atol=1e-5))
             True
+            >>> squares = F.importance(rule=lambda log_weights, distances: jnp.exp(2 * log_weights))
+            >>> bool(jnp.allclose(squares, (F.weights() ** 2).sum(0).T, atol=1e-5))
+            True
         """
         calls, parts = self._prepared_keys()
-        checks.check_flag("grouped", grouped)
-        first, shape = parts[0], row_shape(calls[0], parts[0])
-        dtype = lse_dtype(first.query.dtype)
-        factor = jnp.ones(shape, dtype)
-        if rows is not None:
-            checks.check_shape("rows", checks.check_floating("rows", rows), shape)
-            factor = jnp.asarray(rows, dtype)
-        heads = first.query.shape[2]
-        # a source along added values: a column for each head of a group, with the derivative of its scores
-        group = heads // first.key.shape[2]
-        columns = np.broadcast_to(np.tile(np.eye(group), (heads // group, 1)), (*shape, group))
-        columns = jnp.asarray(columns, dtype)
-        # of the type of the keys inside a `jax.shard_map`; otherwise the derivative would be a sum over devices
-        zeros = [lax.full_like(x.key, 0.0, dtype, (*x.key.shape[:3], group)) for x in parts]
-
-        def total(added: list[Array]) -> Array:
-            scored = tuple(x._replace(value=y) for x, y in zip(parts, added, strict=True))
-            energies = energy_at(calls, columns, scored)
-            return (factor * jnp.where(holds_keys(energies), energies, 0.0)).sum()
-
-        result = jnp.concatenate(jax.grad(total)(zeros), 1)
-        result = result.sum(-1) if grouped else result.reshape(*result.shape[:2], heads)
-        return result if calls[0].batched else result[0]
+        return importance_of_keys(calls, parts, rows, grouped, rule, window, pool)
 
     def sample(self, *, key: PRNGKeyArray, count: int = 1) -> Int[Array, "*B T N count"]:
         r"""Draws keys for each query and head from its attention weights.

@@ -94,6 +94,13 @@ class AbstractKernel(abc.ABC):
         state = self.forward(call)
         return state, jnp.zeros_like(state.lse)
 
+    def forward_and_maximum(self, call: KernelCall) -> tuple[AttentionState, Array, Array | None]:
+        """`forward_and_rest`, and the largest score of each row that sees a key, minus infinity elsewhere, `[B, T, N]`.
+
+        None, as by default, where the kernel does not know it: another walk over the keys computes it.
+        """
+        return *self.forward_and_rest(call), None
+
     @abc.abstractmethod
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState

@@ -125,6 +125,7 @@ class Needs(NamedTuple):
         sink_grad: whether it has to compute the cotangent of the sink.
         part: whether the queries are a slice of a larger array: a kernel that needs another layout copies only
             the slice.
+        maximum: whether the program may ask for the largest scores, too, which the same pass then computes.
     """
 
     unrounded: bool = False
@@ -132,6 +133,7 @@ class Needs(NamedTuple):
     bias_grad: bool = True
     sink_grad: bool = True
     part: bool = False
+    maximum: bool = False
 
 
 class Settings(NamedTuple):

@@ -144,6 +144,21 @@ def empty_state(
 # introduce no NaN: empty parts enter as (0, -inf), whose weight is e^{-inf} = 0 with derivative 0, and the divisor of
 # an empty fold is replaced by 1. A NaN or an overflow in a part is in the weights or in the sum, whatever a maximum
 # over devices makes of it, and so reaches the result.
+def all_computed(out: Array, *rows: Array) -> tuple[Array, ...]:
+    """Returns `out`, `[*axes, W]`, and arrays `[*axes]` unchanged; a traced program that uses one computes all.
+
+    JAX and XLA remove unused results from a program. A program that uses one result of a loop and another one of an
+    equal loop would then have two different loops, which XLA does not merge.
+    """
+    known = lax.optimization_barrier(jnp.asarray(True))
+    total: Any = sum(x.astype(out.dtype) for x in rows)
+    others = out[..., 0] + total
+    return (
+        jnp.where(known, out, total[..., None]),
+        *(jnp.where(known, x, others.astype(x.dtype)) for x in rows),
+    )
+
+
 def holds_keys(lse: Array) -> Array:
     """Whether parts hold keys: `lse` is not minus infinity. A NaN holds keys."""
     return lse != -jnp.inf

@@ -28,9 +28,11 @@ from ..call._operands import (
     hide_unreachable,
     is_static,
     map_some,
+    with_moved,
 )
 from ..call._state import AttentionState
 from ..fold._call import empty_like
+from ..xla._blocks import score_maximum
 from ..xla._blockwise import Blockwise
 from ..xla._reference import dense_state
 from ._lowering import run_when_lowered
@@ -197,6 +199,52 @@ class Attention(AbstractFunction):
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionAndMaximum(AbstractFunction):
+    """The state, the rounding error of `lse` and the largest score of each row, by the first of `kernels` that fits.
+
+    The state is differentiated as that of `Attention`, and the largest score by a walk over the keys.
+    """
+
+    kernels: Kernels
+    settings: Settings
+
+    def apply(self, args: Operands) -> tuple[AttentionState, Array, Array]:
+        return run_when_lowered(_with_maximum, _like_maximum, self.kernels, self.settings, args)
+
+    def jvp(self, primals: Operands, tangents: Operands) -> tuple[Any, Any]:
+        result = function_call(self, primals)
+        derivative = KernelDerivative(self.kernels, self.settings)
+        change = tangent_along(derivative, Saved(primals, *result[:2]), tangents)
+        directions, moved = differentiated(tangents), None
+        if jax.tree.leaves(directions):
+            moved = linear_call(_MaximumTangent(self.settings), primals, directions)
+        return result, (change, None, moved)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MaximumTangent(AbstractLinearMap):
+    """The derivative of the largest score: of the score that is the largest, or a convex combination of equal ones."""
+
+    settings: Settings
+
+    def apply(self, fixed: Operands, moving: Operands) -> Array:
+        return jax.jvp(*self._of(fixed, moving), (moving,))[1]
+
+    def plain(self, fixed: Operands, moving: Operands) -> Array:
+        return self.apply(fixed, moving)
+
+    def transpose(self, fixed: Operands, moving: Operands, cotangent: Array) -> Operands:
+        f, primals = self._of(fixed, moving)
+        return jax.vjp(f, *primals)[1](cotangent)[0]
+
+    def _of(self, fixed: Operands, moving: Operands) -> tuple[Callable[..., Array], Any]:
+        def largest(moved: Operands) -> Array:
+            return score_maximum(self.settings, with_moved(fixed, moved))
+
+        return largest, (map_some(lambda _, x: x, moving, fixed),)
+
+
+@dataclasses.dataclass(frozen=True)
 class KernelDerivative(AbstractDerivative):
     kernels: Kernels
     settings: Settings
@@ -232,6 +280,16 @@ def _forward(kernel: AbstractKernel, call: KernelCall) -> AttentionState:
 
 def _with_rest(kernel: AbstractKernel, call: KernelCall) -> tuple[AttentionState, Array]:
     return kernel.forward_and_rest(call)
+
+
+def _with_maximum(kernel: AbstractKernel, call: KernelCall) -> tuple[AttentionState, Array, Array]:
+    state, rest, maximum = kernel.forward_and_maximum(call)
+    return state, rest, score_maximum(call.settings, call.operands) if maximum is None else maximum
+
+
+def _like_maximum(settings: Settings, operands: Operands) -> tuple[AttentionState, Array, Array]:
+    state, rest = like_rest(settings, operands)
+    return state, rest, state.lse
 
 
 def like_rest(settings: Settings, operands: Operands) -> tuple[AttentionState, Array]:

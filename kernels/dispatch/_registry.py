@@ -13,7 +13,7 @@ from .._varying import vary_together
 from ..autodiff._function import function_call
 from ..call._arguments import check_call
 from ..call._kernel import AbstractKernel, Candidate, Device, as_read, check_call_of
-from ..call._operands import KernelCall, Operands, Settings, is_static
+from ..call._operands import KernelCall, Operands, Settings, dequantized, is_static
 from ..call._options import KernelOptions, check_options
 from ..call._state import AttentionState
 from ..masks._abstract import AbstractMask
@@ -23,11 +23,12 @@ from ..pallas.mosaic._kernel import MosaicGPU
 from ..pallas.tpu._kernel import PallasTPU
 from ..vendor._gpu import FA4, CuDNN, FlashAttn
 from ..vendor._splash import Splash
+from ..xla._blocks import score_maximum
 from ..xla._blockwise import Blockwise
 from ..xla._canonical import Canonical
 from ..xla._decode import Decode, DecodeCPU
 from ..xla._reference import Reference
-from ._derivative import Attention, EightBits, second_order_kernel
+from ._derivative import Attention, AttentionAndMaximum, EightBits, second_order_kernel
 from ._lowering import Program, first_fitting, why_unfit
 
 # In order of preference: vendors' kernels, which are tuned for many rows and take few calls; our own,
@@ -190,6 +191,20 @@ def attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands)
     if kernels[0].differentiated_by_jax:
         return kernels[0].forward(as_read(kernels[0], KernelCall(operands, settings)))
     return function_call(Attention(kernels, settings), operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def attend_and_maximum(
+    names: tuple[Candidate, ...], settings: Settings, operands: Operands
+) -> tuple[AttentionState, Array]:
+    """The state of `attend`, and the largest score of each row; minus infinity for a fully masked row."""
+    operands = vary_together(operands)
+    kernels, _ = accepting(names, settings, operands)
+    if operands.scales.key is not None or kernels[0].differentiated_by_jax:
+        largest = score_maximum(settings, dequantized(operands.positioned(read=False)))
+        return attend(names, settings, operands), largest
+    state, _, maximum = function_call(AttentionAndMaximum(kernels, settings), operands)
+    return state, maximum
 
 
 def local_attention(

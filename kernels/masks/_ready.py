@@ -1,4 +1,4 @@
-"""Masks: windows of distances, lengths of rows, prefixes, and the segments of documents packed into one row."""
+"""Masks: windows of distances, lengths, prefixes, segments of documents in one row, and spans that see each other."""
 
 import functools
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import equinox as eqx
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from .._checks import as_ids, as_int32, check_int32, check_integer, received
@@ -230,6 +231,85 @@ class Segments(AbstractMask):
         query_id, query_in_table = looked_up(self.query_ids, query)
         key_id, key_in_table = looked_up(keys, key)
         return (query_id == key_id) & query_in_table & key_in_table
+
+
+class Spans(AbstractComparison):
+    r"""Tokens of one span see each other, in both directions: the tokens of an image in a text.
+
+    $$\mathrm{first}(p_i) \le p_j \le \mathrm{last}(p_i)$$
+
+    for a query in a span. A span is a run of equal positive ids. Tokens of other ids, and positions past the end, see
+    nothing by this mask: `Causal() | Spans(ids)` is causal but inside images, and with `& Window(left, None)` its keys
+    are also in a window, as in layers of Gemma 3 that have one.
+
+    Args:
+        ids: integers by position, `[L]` for all rows, or `[B, L]`, as transformers' `token_type_ids`: 0 for text.
+            Images that touch have different ids.
+
+    Attributes:
+        first: the first position of the span at each position, or of the next one.
+        last: the last position of the span at each position, or of the one before.
+
+    Raises:
+        TypeError: ids of another type.
+        ValueError: an array of another rank.
+
+    Source: Gemma 3 (arXiv 2503.19786), section 2; `create_masks_for_vision_model` of transformers.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from energy_attn import masks
+        >>> mask, tokens = masks.Causal() | masks.Spans(jnp.array([0, 1, 1, 0])), jnp.arange(4)
+        >>> mask.visible(tokens[:, None], tokens[None]).astype(int).tolist()
+        [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    """
+
+    first: Int[Array | np.ndarray, "*B L"]
+    last: Int[Array | np.ndarray, "*B L"]
+
+    def __init__(self, ids: Int[Array | np.ndarray, "*B L"]) -> None:
+        self.first, self.last = span_ends(_of_rank("ids", ids, 1))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return 1, 1
+
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether the keys meet the positions from the first span of the queries to the last one."""
+        # both ends grow with the position, so that pairs of single positions are decided exactly
+        size = len(self.first)
+        if size == 0:
+            return jnp.zeros(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
+        low, high = (jnp.clip(x, 0, size - 1) for x in query)
+        first = jnp.where(query.low < size, jnp.asarray(self.first)[low], FAR)
+        return (first <= key.high) & (key.low <= jnp.asarray(self.last)[high])
+
+
+def span_ends(ids: Array | np.ndarray) -> tuple[Any, Any]:
+    """The first and the last position of the span at each position; of NumPy arrays, NumPy arrays.
+
+    Outside of spans, the first position of the next span, and the last position of the one before.
+    """
+    known = isinstance(ids, np.ndarray)
+    xp: Any = np if known else jnp
+    axis, inside = ids.ndim - 1, ids > 0
+    place = xp.broadcast_to(xp.arange(ids.shape[-1], dtype=np.int32), ids.shape)
+    edge, changes = xp.ones_like(inside[..., :1]), ids[..., 1:] != ids[..., :-1]
+    begins = inside & xp.concatenate([edge, changes], -1)
+    ends = inside & xp.concatenate([changes, edge], -1)
+
+    def before(marks: Any) -> Any:
+        x = xp.where(marks, place, np.int32(-1))
+        return np.maximum.accumulate(x, -1) if known else lax.cummax(x, axis)
+
+    def after(marks: Any) -> Any:
+        x = xp.where(marks, place, np.int32(FAR))
+        if known:
+            return np.minimum.accumulate(x[..., ::-1], -1)[..., ::-1]
+        return lax.cummin(x, axis, reverse=True)
+
+    first = xp.where(inside, before(begins), after(begins))
+    return first, xp.where(inside, after(ends), before(ends))
 
 
 def looked_up(table: Array | np.ndarray, positions: Array) -> tuple[Array, Array]:

@@ -16,11 +16,19 @@ from ..call._state import (
     CovarianceState,
     exp_from,
     holds_keys,
-    lse_dtype,
     precision,
 )
 from ..dispatch._registry import attend
-from ..xla._blocks import Arrays, BlockedOperands, outer, product, reduce_blocks, reduced_of_nothing
+from ..xla._blocks import (
+    Arrays,
+    BlockedOperands,
+    outer,
+    product,
+    reduce_blocks,
+    reduced_of_nothing,
+    score_sums,
+)
+from ..xla._blocks import score_maximum as score_maximum
 from ..xla._grid import Index
 
 
@@ -109,33 +117,6 @@ def mean_of_sums(sums: Array) -> Array:
     return sums[..., :-1] / jnp.where(total == 0, 1.0, total)
 
 
-def score_sums(
-    block_sums: Callable[..., Array],
-    width: int,
-    settings: Settings,
-    operands: Operands,
-    *rows: Float[Array, "B T N _"],
-    join: Callable[[Array, Array], Array] = jnp.add,
-    start: float = 0.0,
-) -> Float[Array, "B T N width"]:
-    """The sum over all keys of `block_sums(scores, value, *rows)`, `[B, rows, width]` for each block.
-
-    `join` merges the results of two blocks, beginning with `start`.
-    """
-    operands, rows = vary_together((operands, rows))
-    empty = reduced_of_nothing(operands, start, (width,))
-    if empty is not None:
-        return empty[0]
-    blocks = BlockedOperands(operands, settings)
-
-    def terms(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
-        return (block_sums(blocks.scores_of(query, key, index), *keys, *rows),)
-
-    query_len, dtype = operands.query.shape[1], lse_dtype(operands.query.dtype)
-    values = (blocks.value.astype(dtype),)
-    return reduce_blocks(terms, join, start, (width,), blocks, query_len, rows, values)[0]
-
-
 def support_function(
     settings: Settings, operands: Operands, direction: Float[Array, "B T N Hv"]
 ) -> Float[Array, "B T N"]:
@@ -151,19 +132,6 @@ def support_function(
 
     args = largest, 1, settings, operands, direction
     return score_sums(*args, join=jnp.maximum, start=-jnp.inf)[..., 0]
-
-
-def score_maximum(settings: Settings, operands: Operands) -> Float[Array, "B T N"]:
-    r"""The largest score of each row, $\max_a s_a$; minus infinity for a fully masked row.
-
-    Differentiable: where several scores are largest, it moves as their mean or another convex combination.
-    """
-
-    def largest(scores: Array, value: Array) -> Array:
-        del value
-        return scores.max(-1, keepdims=True)
-
-    return score_sums(largest, 1, settings, operands, join=jnp.maximum, start=-jnp.inf)[..., 0]
 
 
 def covariance(

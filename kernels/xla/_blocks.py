@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from .._slice import Corner, add_at, slice_at
+from .._varying import vary_together
 from ..call._operands import (
     Operands,
     Settings,
@@ -348,3 +349,43 @@ def reduce_blocks(
 
     over = numbers(g.kv_heads), rows, keys
     return tuple(g.join_queries(x, query_len) for x in lax.map(one_head, over))
+
+
+def score_sums(
+    block_sums: Callable[..., Array],
+    width: int,
+    settings: Settings,
+    operands: Operands,
+    *rows: Float[Array, "B T N _"],
+    join: Callable[[Array, Array], Array] = jnp.add,
+    start: float = 0.0,
+) -> Float[Array, "B T N width"]:
+    """The sum over all keys of `block_sums(scores, value, *rows)`, `[B, rows, width]` for each block.
+
+    `join` merges the results of two blocks, beginning with `start`.
+    """
+    operands, rows = vary_together((operands, rows))
+    empty = reduced_of_nothing(operands, start, (width,))
+    if empty is not None:
+        return empty[0]
+    blocks = BlockedOperands(operands, settings)
+
+    def terms(index: Index, query: Array, key: Array, rows: Any, keys: Any) -> Arrays:
+        return (block_sums(blocks.scores_of(query, key, index), *keys, *rows),)
+
+    query_len, dtype = operands.query.shape[1], lse_dtype(operands.query.dtype)
+    values = (blocks.value.astype(dtype),)
+    return reduce_blocks(terms, join, start, (width,), blocks, query_len, rows, values)[0]
+
+
+def score_maximum(settings: Settings, operands: Operands) -> Float[Array, "B T N"]:
+    r"""The largest score of each row, $\max_a s_a$; minus infinity for a fully masked row.
+
+    Differentiable: where several scores are largest, it moves as their mean or another convex combination.
+    """
+
+    def largest(scores: Array, value: Array) -> Array:
+        del value
+        return scores.max(-1, keepdims=True)
+
+    return score_sums(largest, 1, settings, operands, join=jnp.maximum, start=-jnp.inf)[..., 0]

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from ..call._kernel import AbstractKernel
 from ..call._operands import KernelCall, Operands, out_dtype
-from ..call._state import AttentionState, lse_dtype, safe_shift
+from ..call._state import AttentionState, all_computed, lse_dtype, safe_shift
 from ..fold._call import empty_like
 from ..masks._abstract import AbstractMask
 from ._blocks import BlockedOperands
@@ -49,7 +49,11 @@ class Blockwise(AbstractKernel):
         return self.forward_and_rest(call)[0]
 
     def forward_and_rest(self, call: KernelCall) -> tuple[AttentionState, Array]:
-        """`forward`, and the rounding error of `lse`.
+        """`forward`, and the rounding error of `lse`."""
+        return self.forward_and_maximum(call)[:2]
+
+    def forward_and_maximum(self, call: KernelCall) -> tuple[AttentionState, Array, Array]:
+        """`forward_and_rest`, and the largest score.
 
         JAX's derivative of this would store every block; `backward` is used instead.
         """
@@ -58,14 +62,14 @@ class Blockwise(AbstractKernel):
         value = operands.value
         if batch == 0 or query_len == 0 or operands.key.shape[1] == 0:
             state = empty_like(settings, operands)
-            return state, jnp.zeros_like(state.lse)
+            return state, jnp.zeros_like(state.lse), state.lse
         blocks = BlockedOperands(operands, settings, self.sizes)
         g = blocks.grid
         dtype = lse_dtype(operands.query.dtype)
         # Not zeroed where absent: scores of hidden keys are replaced, and values are zeroed block by block.
         keys, values = (g.pad_keys(x) for x in (operands.key, value))
 
-        def one_block_of_queries(n: Array) -> tuple[Array, Array, Array]:
+        def one_block_of_queries(n: Array) -> tuple[Array, ...]:
             query_index = blocks.index_of_queries(n)
 
             def one_block_of_keys(carry: tuple[Array, ...], j: Array) -> Any:
@@ -96,12 +100,16 @@ class Blockwise(AbstractKernel):
             start = tuple(blocks.full(fill, batch, g.rows, width) for fill, width in fills)
             (maximum, total, sums), _ = lax.scan(one_block_of_keys, start, numbers(g.key_blocks))
             # out = o / l, F = m + log l
-            total, lse, rest = normalised(total, maximum * blocks.unit)
-            return (sums / total).astype(out_dtype(operands, settings)), lse, rest
+            maximum = maximum * blocks.unit
+            total, lse, rest = normalised(total, maximum)
+            return (sums / total).astype(out_dtype(operands, settings)), lse, rest, maximum
 
         rows = lax.map(one_block_of_queries, numbers(g.kv_heads * g.query_blocks))
-        out, lse, rest = (g.join_queries(x, query_len) for x in rows)
-        return AttentionState(out, lse[..., 0]), rest[..., 0]
+        out, *numbers_of_rows = (g.join_queries(x, query_len) for x in rows)
+        lse, rest, maximum = (x[..., 0] for x in numbers_of_rows)
+        if settings.needs.maximum and value.shape[-1]:
+            out, lse, rest, maximum = all_computed(out, lse, rest, maximum)
+        return AttentionState(out, lse), rest, maximum
 
     def backward(
         self, call: KernelCall, state: AttentionState, cotangent: AttentionState

@@ -18,6 +18,15 @@ IDS = np.stack([np.repeat([0, 1, 2], x) for x in ([5, 4, 7], [2, 9, 5], [7, 1, 8
 )
 
 
+# Images: runs of a positive number. The last two touch.
+IMAGES = np.stack(
+    [
+        np.repeat(x, n)
+        for x, n in (([0, 1, 0], [3, 5, 8]), ([1, 0, 1, 2], [4, 2, 5, 5]), ([0], [16]))
+    ]
+).astype(np.int32)
+
+
 class Parity(masks.AbstractMask):
     """A custom mask: positions whose sum is a multiple of a number."""
 
@@ -46,6 +55,17 @@ def same_document(query, key, ids):
 def _same(b, q, k):
     inside = (q >= 0) & (k >= 0) & (q < LAST) & (k < LAST)
     return inside & (IDS[b, q % LAST] == IDS[b, k % LAST])
+
+
+def _one_image(b, q, k):
+    """Whether no token from one to the other is of another number, and that is positive."""
+    found = np.zeros(np.broadcast_shapes(*(np.shape(x) for x in (b, q, k))), bool)
+    for index in np.ndindex(found.shape):
+        row, first, last = (int(np.broadcast_to(x, found.shape)[index]) for x in (b, q, k))
+        first, last = min(first, last), max(first, last)
+        between = set(IMAGES[row, max(first, 0) : last + 1].tolist())
+        found[index] = 0 <= first and last < LAST and len(between) == 1 and min(between) > 0
+    return found
 
 
 def spaced(query, key, step):
@@ -131,6 +151,10 @@ RULES = {
         masks.Causal() & masks.Function(chosen, BLOCKS),
         lambda b, q, k: (k <= q) & _chosen(q, k),
         tabulated=True,
+    ),
+    "images": Case(
+        (masks.Causal() | masks.Spans(IMAGES)) & masks.Window(3, None),
+        lambda b, q, k: ((k <= q) | _one_image(b, q, k)) & (k >= q - 3),
     ),
     "tree": Case(masks.Function(ancestor, ENTER, LEAVE), lambda b, q, k: _above(q, k)),
     "parity": Case(Parity(np.asarray([2, 3, 4], np.int32)), lambda b, q, k: (q + k) % (2 + b) == 0),

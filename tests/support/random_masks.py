@@ -30,6 +30,7 @@ single = st.one_of(
     st.builds(masks.Prefix, lengths),
     st.builds(masks.Lengths, lengths, queries=st.none() | lengths),
     st.builds(masks.Segments, tables, st.none() | tables),
+    st.builds(masks.Spans, tables),
     st.builds(functools.partial(masks.Function, near), st.integers(1, 3)),
 )
 
@@ -53,12 +54,14 @@ SINGLE = {
     "prefix": masks.Prefix(3),
     "lengths of keys": masks.Lengths(4),
     "lengths": masks.Lengths(5, queries=2),
+    "spans": masks.Spans(TABLE),
 }
 JOINED = {
     "outside or prefix": ~masks.Window(1, None) | masks.Prefix(2),
     "near or same": (
         (masks.Causal() & masks.Window(6, None)) | (masks.Segments(TABLE) & ~masks.Prefix(2))
     ),
+    "images": (masks.Causal() | masks.Spans(TABLE)) & masks.Window(2, None),
     "not both": ~(masks.Lengths(7, queries=5) & masks.Function(near, 2)),
 }
 
@@ -87,6 +90,8 @@ def sees(rule, query: int, key: int) -> bool:
             mine = id_of(rule.query_ids, query)
             theirs = id_of(rule.query_ids if rule.key_ids is None else rule.key_ids, key)
             return mine is not None and mine == theirs
+        case masks.Spans():
+            return query < len(rule.first) and rule.first[query] <= key <= rule.last[query]
         case masks.Function():
             return (query - key) % int(rule.parameters[0]) == 0
         case masks.And():

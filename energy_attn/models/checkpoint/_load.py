@@ -66,7 +66,7 @@ def load(
     def read() -> tuple[AbstractModelConfig, Family, dict[str, safetensors.Tensor]]:
         tensors, save = _stored(folder)
         config, family = read_config(folder, families, save)
-        return config, family, unpacked(tensors)
+        return config, family, dict(family.tensors(unpacked(tensors)))
 
     config, family, stored_tensors = files.steady(folder, (WHOLE, INDEX, CONFIG), read)
     _check_layers(folder, config, stored_tensors)

@@ -17,6 +17,7 @@ from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
 from ._cache import DecoderCache, DecoderOutput, TreeOutput, check_cache
 from ._config import AbstractModel, AbstractModelConfig
+from ._images import Images, check_images
 from ._loss import AbstractLanguageModel
 from ._read import (
     check_tokens,
@@ -77,6 +78,7 @@ class AbstractDecoder(AbstractLanguageModel):
         return_energies: bool = False,
         reproducible: bool = False,
         attend: Callable[..., Any] = attention,
+        images: Images | None = None,
     ) -> DecoderOutput:
         """Logits for the token after each of `tokens`.
 
@@ -101,6 +103,8 @@ class AbstractDecoder(AbstractLanguageModel):
             attend: the function that computes attention, called as
                 [`attention`][energy_attn.attention] is; a `functools.partial` of it chooses an
                 implementation or a window. Its second result becomes `energies`.
+            images: the [`Images`][energy_attn.models.Images] in the text, whose tokens see each other; with a cache, in
+                tokens that are read in one call. Later calls need them only to read on inside an image.
 
         Returns:
             A named tuple: `logits`, `[batch, time, vocab]`, float32, or float64 where the weights are; `cache`, with
@@ -119,12 +123,13 @@ class AbstractDecoder(AbstractLanguageModel):
                 NaN, then and later.
         """
         policy = call_policy(None, reproducible)
+        check_images(images, tokens, cache)
         if cache is None:
             if lengths is not None:
                 raise ValueError(
                     f"lengths: wanted None without a cache, got {checks.received(lengths)}"
                 )
-            x, trace = read_alone(self, tokens, positions, parallel, policy, attend)
+            x, trace = read_alone(self, tokens, positions, parallel, policy, attend, images)
         else:
             if positions is not None:
                 raise ValueError(
@@ -132,7 +137,7 @@ class AbstractDecoder(AbstractLanguageModel):
                 )
             check_tokens("tokens", tokens)
             counts, wrong = fitting(self, tokens, cache, lengths, parallel=parallel)
-            x, cache, trace = read_on(self, tokens, cache, counts, policy, attend)
+            x, cache, trace = read_on(self, tokens, cache, counts, policy, attend, images=images)
             x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
         logits = rows_of(policy)(self.logits, x)
         return DecoderOutput(logits, cache, trace.energy if return_energies else None)
@@ -146,6 +151,7 @@ class AbstractDecoder(AbstractLanguageModel):
         chunk_size: int = 1024,
         reproducible: bool = False,
         attend: Callable[..., Any] = attention,
+        images: Images | None = None,
     ) -> DecoderOutput:
         """Reads a prompt into the cache, chunk by chunk; returns the logits of the last token only.
 
@@ -157,13 +163,15 @@ class AbstractDecoder(AbstractLanguageModel):
             chunk_size: tokens read at a time, which bounds the memory of activations.
             reproducible: as in a call.
             attend: as in a call.
+            images: as in a call, of a prompt that is one chunk.
 
         Returns:
             As a call: `logits` `[batch, 1, vocab]` and `cache`; `energies` is None.
 
         Raises:
             TypeError: `chunk_size` is not an integer, or as a call does.
-            ValueError: there is no token, `chunk_size` is below 1, or as a call does.
+            ValueError: there is no token, `chunk_size` is below 1, or below the prompt's length with images, or as a
+                call does.
             RuntimeError: as a call does.
         """
         time = check_tokens("tokens", tokens).shape[1]
@@ -171,8 +179,16 @@ class AbstractDecoder(AbstractLanguageModel):
         policy = call_policy(None, reproducible)
         if time < 1:
             raise ValueError(f"tokens: wanted at least one token, got {checks.received(tokens)}")
+        check_images(images, tokens, cache)
+        if images is not None and chunk_size < time:
+            # keys of an image that are in a later chunk would be hidden
+            raise ValueError(
+                f"chunk_size: wanted at least the {time} tokens of a prompt with images, got {chunk_size}"
+            )
         counts, wrong = fitting(self, tokens, cache, lengths, chunk_size=chunk_size)
-        x, cache = read_chunks(self, tokens, cache, counts, chunk_size, policy, attend)
+        x, cache = read_chunks(
+            self, tokens, cache, counts, chunk_size, policy, attend, images=images
+        )
         x = jnp.where(wrong[:, None, None], jnp.asarray(jnp.nan, x.dtype), x)
         return DecoderOutput(rows_of(policy)(self.logits, x), cache, None)
 
@@ -272,3 +288,5 @@ class Family(NamedTuple):
     read: Callable[[Mapping[str, Any]], AbstractModelConfig]
     # returns the model of a configuration, called as `build(config, key=key)`
     build: Callable[..., AbstractModel]
+    # returns the tensors of the model under its names, of those in the files; others are not read
+    tensors: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda tensors: tensors

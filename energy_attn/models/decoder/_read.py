@@ -28,6 +28,7 @@ from ...prefix_tree import PrefixTree, tree_decode
 from ...prefix_tree._tree import gather_slots
 from ._cache import DecoderCache, Trace, TreeOutput, check_cache, growing, stacked
 from ._config import AbstractModel
+from ._images import Images, seen_causally
 
 PLAIN = call_policy(None)
 
@@ -86,6 +87,7 @@ def read_alone(
     parallel: SequenceParallel | None,
     policy: CallPolicy,
     attend: Callable[..., Any],
+    images: Images | None = None,
 ) -> tuple[Array, Trace]:
     """Final hidden states of tokens that see each other causally, and a trace of attention."""
     batch, time = check_tokens("tokens", tokens).shape
@@ -98,12 +100,14 @@ def read_alone(
 
     def see(query: Array, key: Array, value: Array, **of_layer: Any) -> tuple[Array, Trace]:
         options = {**call_options, **of_layer}
-        out, energy = bound(query, key, value, **options, is_causal=True, return_energy=True)
+        options |= seen_causally(images, options.pop("local_window_size", None))
+        out, energy = bound(query, key, value, **options, return_energy=True)
         return out, Trace(query, out, energy)
 
     rows = rows_of(policy)
     rope = rows(lambda x: model.rope(x, time), token_positions)
     x = rows(model.embed_tokens, tokens)
+    x = x if images is None else images.put(x, token_positions)
     x, traces = _through(model, x, rope, [see] * len(model.layers), policy, parallel)
     return x, stacked(traces)
 
@@ -117,6 +121,7 @@ def read_on(
     attend: Callable[..., Any] = attention,
     *,
     split: bool = False,
+    images: Images | None = None,
 ) -> tuple[Array, DecoderCache, Trace]:
     """Final hidden states of tokens that follow a cache, the cache with them, and a trace of attention.
 
@@ -126,6 +131,7 @@ def read_on(
     parallel, rows = cache.parallel, rows_of(policy)
     positions = positions_from(cache.lengths, counts, tokens.shape[1])
     x = rows(model.embed_tokens, tokens)
+    x = x if images is None else images.put(x, positions)
     if split and parallel is not None:
         parallel = dataclasses.replace(parallel, queries_sharded=True)
         x, positions = (split_along(array, 1, parallel) for array in (x, positions))
@@ -141,7 +147,9 @@ def read_on(
             return out, (stored, Trace(query, out, energy))
         bound = policy.bind(attend, stored._run_length)
         options |= {"query_positions": positions, "parallel": parallel, "return_energy": True}
-        out, energy = _attend_causally(bound, stored.window, query, _stored(stored), **options)
+        out, energy = _attend_causally(
+            bound, stored.window, query, _stored(stored), images, **options
+        )
         return out, (stored, Trace(query, out, energy))
 
     attends = (functools.partial(see, stored) for stored in cache.layers)
@@ -158,12 +166,17 @@ def _stored(cache: KVCache) -> Stored:
 
 
 def _attend_causally(
-    attend: Callable[..., Any], window: int | None, query: Array, stored: Stored, **options: Any
+    attend: Callable[..., Any],
+    window: int | None,
+    query: Array,
+    stored: Stored,
+    images: Images | None = None,
+    **options: Any,
 ) -> Any:
     key, value, positions = stored
     reach = check_reach(options.pop("local_window_size", None), window)
-    options |= {"is_causal": True, "local_window_size": reach, "key_positions": positions}
-    return attend(query, key, value, **options)
+    options |= seen_causally(images, reach)
+    return attend(query, key, value, **options, key_positions=positions)
 
 
 def _options_of(attend: Callable[..., Any]) -> dict[str, Any]:
@@ -192,6 +205,7 @@ def read_chunks(
     attend: Callable[..., Any] = attention,
     tell: Callable[[Array | int], None] = lambda number: None,
     is_ragged: bool = False,
+    images: Images | None = None,
 ) -> tuple[Array, DecoderCache]:
     """The final hidden state of each row's last token, `[B, 1, D]`, and the cache with all tokens.
 
@@ -213,7 +227,9 @@ def read_chunks(
         count = jnp.clip(remaining, -1, length)
         positions = positions_from(cache.lengths, count, chunk.shape[1])
         last_position = jnp.maximum(cache.lengths + count - 1, 0)[:, None]
-        x, cache, _ = read_on(model, chunk, cache, count, policy, attend, split=split)
+        x, cache, _ = read_on(
+            model, chunk, cache, count, policy, attend, split=split, images=images
+        )
         if split and parallel is not None:
             positions = split_along(positions, 1, parallel)
         # a sum over devices, as indexing would gather all tokens

@@ -5,7 +5,8 @@ so are the conventions: weights `(out, in)`, rotary embedding of the two halves 
 """
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -253,3 +254,26 @@ class Llama(AbstractDecoder):
 
 
 LLAMA = Family(lambda entries: LlamaConfig(**read_fields(entries)), Llama)
+
+
+def _text_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
+    text = entries.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config: wanted a JSON object, got {checks.received(text)}")
+    # fields of the whole model, which generation and the output projection follow
+    outside = {x: entries[x] for x in ("eos_token_id", "tie_word_embeddings") if x in entries}
+    return {**text, **outside, "model_type": "gemma3_text"}
+
+
+def _text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of the text model, as transformers 4 and 5 name them beside those of a vision tower."""
+    renamed = {_TEXT.sub(r"\1\2", name): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in renamed.items() if not _VISION.match(name)}
+
+
+_TEXT = re.compile(r"^(?:language_model\.(model\.|lm_head\.)|(model\.)language_model\.)")
+_VISION = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
+# The text model of a Gemma 3 with images (arXiv 2503.19786), whose vision tower is not read.
+GEMMA3 = Family(
+    lambda entries: LlamaConfig(**read_fields(_text_entries(entries))), Llama, _text_tensors
+)

@@ -118,6 +118,12 @@ NEAR = {"is_causal": True, "local_window_size": (5, 0)}
 FAR = {"is_causal": True, "local_window_size": (27, 0)}
 PREFIXES = np.array([5, 9], np.int32)
 I, J = np.arange(S)[:, None], np.arange(S)
+IMAGES = np.stack([np.arange(S) // 11 % 2, np.arange(S) // 23 % 3]).astype(np.int32)
+SAME = (IMAGES[:, :, None] == IMAGES[:, None]) & (IMAGES > 0)[:, None]
+# two images of one number do not touch, but those of the second row are one run each
+BETWEEN = np.stack([np.cumsum(np.pad(x[1:] != x[:-1], (1, 0))) for x in IMAGES])
+SAME &= BETWEEN[:, :, None] == BETWEEN[:, None]
+IN_IMAGE = ((J <= I) | SAME[:, None]) & (I - 9 <= J)
 IN_PREFIX = (I - 9 <= J) & (J <= I + 4) & ((J < PREFIXES[:, None, None, None]) | (J <= I))
 # options, and those of the problem that defines them, where the judge can: it has no scores
 CALLS = {
@@ -130,6 +136,10 @@ CALLS = {
     "documents": (
         {"mask": masks.Causal() & masks.Segments(PACKED)},
         {"is_causal": True, "query_segment_ids": PACKED, "key_segment_ids": PACKED},
+    ),
+    "images": (
+        {"mask": (masks.Causal() | masks.Spans(IMAGES)) & masks.Window(9, None)},
+        {"mask": IN_IMAGE},
     ),
     "a prefix": (
         {"mask": masks.Window(9, 4) & (masks.Prefix(array(PREFIXES)) | masks.Causal())},
@@ -149,6 +159,7 @@ FIRST = [
     ("both sides, a sink and a score", "ring of keys"),
     ("documents", "ring"),
     ("a prefix", "ring"),
+    ("images", "ring of queries"),
 ]
 OTHERS = [(name, way) for name in CALLS for way in ("ring", "ring of keys")]
 ROWS = [*FIRST, *(row for row in OTHERS if row not in FIRST)]
@@ -353,6 +364,24 @@ def test_bytes_of_documents():
     token = 2 * 2 * 2 * 4 * x.dtype.itemsize  # of keys and values of both rows
     assert sent(PACKED) == sum(shared_keys(PACKED, 8)) * token < 7 * 8 * token
     assert sent(None, PACKED) == 7 * 8 * token
+
+
+def test_bytes_of_images():
+    """All keys, as a window that ends before a query bounds none after it, where the images are known."""
+    x, long = array(np.zeros((1, S, 2, 4))), np.zeros(S, np.int32)
+    long[: S // 4] = 1
+
+    def sent(**options):
+        parallel = SequenceParallel("device", method=methods.Ring("keys"))
+        with jax.set_mesh(mesh_of("8")):
+            f = jax.jit(lambda x: ea.attention(x, x, -x, parallel=parallel, **options))
+            return payload(f.lower(x).compile())["collective-permute"]
+
+    image = (masks.Causal() | masks.Spans(jnp.asarray(long[None]))) & masks.Window(3, None)
+    near = sent(is_causal=True, local_window_size=(3, 0))
+    everything = sent(mask=masks.Causal() | masks.Prefix(S))
+    # the shard after that of an image's first tokens, besides the window
+    assert sent(mask=image) == near + everything / 7
 
 
 def test_automatic_method():

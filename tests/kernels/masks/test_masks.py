@@ -6,6 +6,7 @@ States and gradients by every implementation are in `test_local_attention.py`, t
 import contextlib
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -297,6 +298,9 @@ def closing(length):
         (lambda: masks.Segments(LENGTHS[0]), TypeError, "query_ids", "int32", "array"),
         (lambda: masks.Prefix(2**40), ValueError, "length", "1099511627776", "32 bits"),
         (lambda: masks.Segments(a(4)), TypeError, "query_ids", "float32[4]", "integer"),
+        (lambda: masks.Spans(LENGTHS[0]), TypeError, "ids", "int32", "array"),
+        (lambda: masks.Spans(a(4)), TypeError, "ids", "float32[4]", "integer"),
+        (lambda: masks.Spans(IDS[None]), ValueError, "ids", "int32[1,2,16]", "(L)"),
         (lambda: masks.Function(3), TypeError, "function", "int 3", "function"),
         (lambda: masks.Function(len, a(2)), TypeError, "parameters", "float32[2]", "no derivative"),
         (lambda: masks.Function(len, 1, batched=True), ValueError, "parameters", "scalar", "batch"),
@@ -345,3 +349,20 @@ def test_segments_given_twice():
     arrays, _ = cast(problem, jnp.float64)
     run = functools.partial(local_attention, **problem.options, implementation="blockwise")
     check(jax.jit(run)(**arrays), problem)
+
+
+@pytest.mark.parametrize("ids", [[0, 3, 3, 0, 0, 1, 2, 2], [1, 1], [0, -1, 0], [5], []])
+def test_ends_of_spans(ids):
+    """Two images that touch in one span, or an image in two; other ends of an array that is traced."""
+    size = len(ids)
+    runs = [list(x) for _, x in itertools.groupby(range(size), lambda i: ids[i])]
+    spans = [(x[0], x[-1]) for x in runs if ids[x[0]] > 0]
+    known = masks.Spans(np.asarray(ids, np.int32))
+    traced = jax.jit(masks.Spans)(jnp.asarray(ids, jnp.int32))
+    tokens = np.arange(size + 2, dtype=np.int32)
+    wanted = [[any(a <= q <= b and a <= k <= b for a, b in spans) for k in tokens] for q in tokens]
+    for rule in (known, traced):
+        found = rule.visible(jnp.asarray(tokens)[:, None], jnp.asarray(tokens)[None])
+        np.testing.assert_array_equal(found, wanted)
+    assert isinstance(known.first, np.ndarray)
+    jax.tree.map(np.testing.assert_array_equal, known, traced)
