@@ -12,9 +12,9 @@ from ._free_energy import AttentionOptions, attention_and_energy, prepare
 
 @overload
 def attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
+    query: Float[Array, "*#B T N H"],
+    key: Float[Array, "*#B S K H"],
+    value: Float[Array, "*#B S K Hv"],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,
@@ -26,9 +26,9 @@ def attention(
 
 @overload
 def attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
+    query: Float[Array, "*#B T N H"],
+    key: Float[Array, "*#B S K H"],
+    value: Float[Array, "*#B S K Hv"],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,
@@ -40,9 +40,9 @@ def attention(
 
 @overload
 def attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
+    query: Float[Array, "*#B T N H"],
+    key: Float[Array, "*#B S K H"],
+    value: Float[Array, "*#B S K Hv"],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,
@@ -53,9 +53,9 @@ def attention(
 
 
 def attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
+    query: Float[Array, "*#B T N H"],
+    key: Float[Array, "*#B S K H"],
+    value: Float[Array, "*#B S K Hv"],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,

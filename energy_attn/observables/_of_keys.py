@@ -21,6 +21,7 @@ from energy_attn.distributed.internal import (
 )
 from energy_attn.kernels import Operands, Settings
 from energy_attn.kernels.internal import (
+    batches,
     checks,
     exp_from,
     holds_keys,
@@ -177,7 +178,7 @@ class AbstractWeights(eqx.Module):
 
         result = jnp.concatenate(jax.grad(total)(zeros), 1)
         result = result.sum(-1) if grouped else result.reshape(*result.shape[:2], heads)
-        return result if calls[0].batched else result[0]
+        return batches.restored(result, calls[0].axes)
 
     def sample(self, *, key: PRNGKeyArray, count: int = 1) -> Int[Array, "*B T N count"]:
         r"""Draws keys for each query and head from its attention weights.

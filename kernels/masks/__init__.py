@@ -11,6 +11,7 @@ from ._ready import Causal as Causal
 from ._ready import Lengths as Lengths
 from ._ready import Prefix as Prefix
 from ._ready import Segments as Segments
+from ._ready import TracedWindow as TracedWindow
 from ._ready import Window as Window
 from ._visibility import tabulate as tabulate
 
@@ -26,6 +27,7 @@ __all__ = [
     "Or",
     "Prefix",
     "Segments",
+    "TracedWindow",
     "Window",
     "tabulate",
 ]
