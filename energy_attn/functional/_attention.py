@@ -71,9 +71,9 @@ def attention(
     A drop-in replacement for `jax.nn.dot_product_attention`, whose arguments mean the same here.
 
     Args:
-        query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
-        key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
-        value: `[B, S, K, Hv]` or `[S, K, Hv]`.
+        query: `[*B, T, N, H]` with any number of batch axes, also none; float16, bfloat16, float32 or float64.
+        key: `[*B, S, K, H]`; `K` divides `N` (grouped heads). Batch axes of size 1 broadcast among the three arrays.
+        value: `[*B, S, K, Hv]`.
         bias: added to the scaled scores; broadcastable to `[B, N, T, S]`, with all four axes.
         mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
             boolean, shaped like `bias`, True where a key takes part.

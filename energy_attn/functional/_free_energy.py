@@ -103,9 +103,9 @@ def free_energy(
     never materialised: `jax.grad(f)(np.zeros(shape))` reads only the values.
 
     Args:
-        query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
-        key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
-        value: `[B, S, K, Hv]` or `[S, K, Hv]`.
+        query: `[*B, T, N, H]` with any number of batch axes, also none; float16, bfloat16, float32 or float64.
+        key: `[*B, S, K, H]`; `K` divides `N` (grouped heads). Batch axes of size 1 broadcast among the three arrays.
+        value: `[*B, S, K, Hv]`.
         source: $\zeta$, `[B, T, N, Hv]`, one for each query and head; None is zero.
         bias: added to the scaled scores; broadcastable to `[B, N, T, S]`, with all four axes.
         mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or

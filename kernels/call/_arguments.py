@@ -130,10 +130,8 @@ def check_arrays(
     for name, x in (("query", query), ("value", value)):
         if x.shape[-1] == 0:
             raise ValueError(f"{name}: wanted a width above zero, got {received(x)}")
-    query, key, value = (
-        joined(_over_batch(x, axes, query), len(axes)) for x in (query, key, value)
-    )
-    return CheckedArrays(query, key, value, axes)
+    whole: Any = [joined(_over_batch(x, axes, query), len(axes)) for x in (query, key, value)]
+    return CheckedArrays(*whole, axes)
 
 
 def _over_batch(x: Array, axes: BatchAxes, query: Array) -> Array:
