@@ -119,11 +119,11 @@ def check_tokens(
         if x is None:
             return None
         check_integral(name, x)
-        if axes or x.ndim == 0:
+        if len(axes) > 1:
             check_batched(name, x, axes, ())
-            x = flattened(x, axes)
-        else:
-            check_shape(name, x, (1,))
+        elif axes or x.ndim:  # as in jax.nn, one length is not for all rows
+            check_shape(name, x, axes or (1,))
+        x = flattened(x, axes) if axes or x.ndim == 0 else x
         if not isinstance(x, jax.core.Tracer):
             values = np.asarray(x)
             if values.size and not 0 <= values.min() <= values.max() <= size:
