@@ -10,6 +10,7 @@ from ._imports import private_names as private_names
 from ._slice import slice_at as slice_at
 from .autodiff import _function as autodiff
 from .call import _arguments as arguments
+from .call import _batch as batches
 from .call import _source as additions
 from .call._kernel import AssumedGPU as AssumedGPU
 from .call._kernel import Candidate as Candidate

@@ -1,5 +1,7 @@
 """Checks of the arguments of a cache."""
 
+from typing import Any
+
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -73,14 +75,16 @@ def check_importance(x: object, key: Array) -> Array:
     return array if array.ndim == 3 else array[..., None]
 
 
-def check_reach(size: object, window: int | None) -> tuple[int | None, int | None] | None:
-    """The window of queries, at most the window of the cache."""
+def check_reach(size: object, window: int | None) -> tuple[Any, Any] | None:
+    """The window of queries, at most the window of the cache, unless it is an array."""
     reach = arguments.check_window(size)
     if window is None:
         return reach
     if reach is None:
         return window, 0
     left, right = reach
+    if arguments.is_array(left):
+        return left, right
     if left is not None and left > window:
         raise ValueError(
             f"local_window_size: wanted at most the cache's window, {window}, to the left, got {size}"
@@ -118,7 +122,15 @@ def check_scores(
     policy = call_policy(options.get("implementation"), options.get("reproducible", False))
     reach = check_reach(options.get("local_window_size"), window)
     causal = options.get("is_causal", mask is None)
-    return policy, {**options, "is_causal": causal, "local_window_size": reach}
+    options = {**options, "is_causal": causal, "local_window_size": reach}
+    if reach is not None and arguments.is_array(reach[0]) and window is not None:
+        # slots of older tokens are overwritten
+        left, right = arguments.check_window(options.get("max_window"), "max_window") or (
+            None,
+            None,
+        )
+        options["max_window"] = arguments.least(left, window), right
+    return policy, options
 
 
 def check_queries(

@@ -3,7 +3,6 @@
 import functools
 from typing import Unpack
 
-import jax
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
@@ -12,6 +11,7 @@ from energy_attn.kernels.internal import (
     MergedOptions,
     Tokens,
     arguments,
+    batches,
     call_policy,
     checks,
     split_mask,
@@ -26,9 +26,9 @@ from ._parallel import check_method, queries_are_parts
 
 
 def sharded_attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
+    query: Float[Array, "*#B T N H"],
+    key: Float[Array, "*#B S K H"],
+    value: Float[Array, "*#B S K Hv"],
     *,
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
@@ -110,7 +110,8 @@ def sharded_attention(
     place = functools.partial(_check_placed, sharded)
     call = arguments.check_call(query, key, value, source, None, predicate, place=place, **options)
     operands = call.operands.positioned(read=False)
-    bias, mask = arguments.check_scores(bias, mask, _scores(method, axes, sharded, operands))
+    scores = _scores(method, axes, sharded, operands)
+    bias, mask = arguments.check_scores(bias, mask, (*(call.axes or (1,)), *scores))
     operands = operands._replace(bias=bias, mask=mask)
     method = method_of_call(policy, method)
 
@@ -118,7 +119,7 @@ def sharded_attention(
         return method.attend(LocalCall(policy, settings, operands, axes, sharded))
 
     state = attend_with_sink(run, policy, call.settings, operands)
-    return state if call.batched else unbatched(state)
+    return AttentionState(*(batches.restored(x, call.axes) for x in state))
 
 
 def _check_placed(queries: bool, tokens: Tokens, reads: bool) -> Tokens:
@@ -133,15 +134,11 @@ def _check_placed(queries: bool, tokens: Tokens, reads: bool) -> Tokens:
     return tokens
 
 
-def unbatched(state: AttentionState) -> AttentionState:
-    return jax.tree.map(lambda x: x[0], state)
-
-
 def _scores(
     method: AbstractMethod, axes: Axes, sharded: bool, operands: Operands
-) -> tuple[int, int, int, int]:
-    """The shape of a device's bias and mask; raises as `check_heads`."""
-    batch, query_len, heads, _ = operands.query.shape
+) -> tuple[int, int, int]:
+    """The shape of a device's bias and mask after the batch axes; raises as `check_heads`."""
+    query_len, heads = operands.query.shape[1:3]
     key_len, kv_heads = operands.key.shape[1:3]
     if method.exchanged(axes):
         check_heads(method, heads, kv_heads, lax.axis_size(method.exchanged(axes)))
@@ -153,7 +150,6 @@ def _scores(
 
     rows = query_len * devices if sharded else query_len
     return (
-        batch,
         part(heads, split.heads),
         part(rows, split.queries),
         part(key_len * devices, split.keys),

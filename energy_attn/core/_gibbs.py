@@ -14,6 +14,7 @@ from energy_attn.kernels.internal import (
     RowOptions,
     additions,
     arguments,
+    batches,
     check_options,
     checks,
     join_masks,
@@ -54,9 +55,9 @@ class KeySet(eqx.Module):
     """The arguments of one call, and the energy that scores them."""
 
     energy: AbstractEnergy
-    query: Float[Array, "*B T N H"]
-    key: Float[Array, "*B S K H"]
-    value: Float[Array, "*B S K Hv"]
+    query: Float[Array, "*#B T N H"]
+    key: Float[Array, "*#B S K H"]
+    value: Float[Array, "*#B S K Hv"]
     bias: Float[Array, "..."] | None
     mask: Bool[Array, "..."] | AbstractMask | None
     rows: dict[str, Int[Array, "..."]]  # lengths, positions and segment ids by name
@@ -72,15 +73,15 @@ class PreparedKeys(eqx.Module):
 
     @property
     def query(self) -> Array:
-        return self.operands.query if self.call.batched else self.operands.query[0]
+        return batches.restored(self.operands.query, self.call.axes)
 
     @property
     def key(self) -> Array:
-        return self.operands.key if self.call.batched else self.operands.key[0]
+        return batches.restored(self.operands.key, self.call.axes)
 
     @property
     def value(self) -> Array:
-        return self.operands.value if self.call.batched else self.operands.value[0]
+        return batches.restored(self.operands.value, self.call.axes)
 
 
 Keys = KeySet | PreparedKeys
@@ -97,7 +98,7 @@ def prepare_keys(keys: Keys) -> tuple[StaticCall, Operands]:
         call, operands = prepare_at(keys.energy, *arguments, rows)
     if keys.source is None:
         return call, operands
-    source = jnp.asarray(keys.source if call.batched else keys.source[None])
+    source = jnp.asarray(batches.joined(keys.source, len(call.axes)))
     settings, operands = additions.with_source(call.settings, operands, source)
     value = operands.value.astype(operands.query.dtype)
     return call._replace(settings=settings), operands._replace(value=value)
@@ -201,7 +202,8 @@ class Gibbs(AbstractConjugate):
         """
         calls, parts = _calls(self.parts)
         if source is not None:
-            arguments.check_source(source, self.parts[0].query, self.parts[0].value)
+            first = self.parts[0]
+            arguments.check_source(source, first.query, first.key, first.value)
         total = _sum_of_sources(self.source, source)
         if total is None:
             return both_computed(*state_at(calls, None, parts))[1]
@@ -259,7 +261,7 @@ class Gibbs(AbstractConjugate):
             True
         """
         first = self.parts[0]
-        arguments.check_source(source, first.query, first.value)
+        arguments.check_source(source, first.query, first.key, first.value)
         return dataclasses.replace(self, source=_sum_of_sources(self.source, jnp.asarray(source)))
 
     def merge(self, other: "Gibbs") -> "Gibbs":

@@ -67,7 +67,8 @@ class FreeEnergy(AbstractEnergy):
             of queries, is a trainable parameter, the inverse temperature.
         is_causal: whether to hide keys whose position is after the query's.
         local_window_size: `(left, right)` or one int: the largest distances of a key before and after its query;
-            None: any distance.
+            None: any distance. Static: `mask=masks.TracedWindow(left, right)` takes arrays.
+        max_window: a second static window, the bound of a `TracedWindow`; keys outside of either are hidden.
         implementation: a name of [`implementations`][energy_attn.kernels.implementations].
         parallel: how keys are sharded over the current mesh.
         mask: a mask of `energy_attn.masks`, combined with causality, the window and the mask of a call. Its
@@ -104,6 +105,7 @@ class FreeEnergy(AbstractEnergy):
     local_window_size: int | tuple[int | None, int | None] | None = eqx.field(
         static=True, default=None
     )
+    max_window: int | tuple[int | None, int | None] | None = eqx.field(static=True, default=None)
     implementation: Candidate | tuple[Candidate, ...] | None = eqx.field(
         static=True, default=None, converter=_hashable
     )
@@ -126,7 +128,8 @@ class FreeEnergy(AbstractEnergy):
 
     def __check_init__(self) -> None:
         arguments.check_scale(self.scale)
-        arguments.check_window(self.local_window_size)
+        for name in ("local_window_size", "max_window"):
+            arguments.check_window(getattr(self, name), name, arrays=False)
         candidates(self.implementation, self.reproducible)
         checks.check_flag("is_causal", self.is_causal)
         if self.sink is not None:
@@ -146,9 +149,9 @@ class FreeEnergy(AbstractEnergy):
 
     def at(
         self,
-        query: Float[Array, "*B T N H"],
-        key: Float[Array, "*B S K H"],
-        value: Float[Array, "*B S K Hv"],
+        query: Float[Array, "*#B T N H"],
+        key: Float[Array, "*#B S K H"],
+        value: Float[Array, "*#B S K Hv"],
         *,
         bias: Float[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | AbstractMask | None = None,
@@ -172,9 +175,9 @@ class FreeEnergy(AbstractEnergy):
 
     def __call__(
         self,
-        query: Float[Array, "*B T N H"],
-        key: Float[Array, "*B S K H"],
-        value: Float[Array, "*B S K Hv"],
+        query: Float[Array, "*#B T N H"],
+        key: Float[Array, "*#B S K H"],
+        value: Float[Array, "*#B S K Hv"],
         *,
         source: Float[Array | np.ndarray, "*B T N Hv"] | None = None,
         bias: Float[Array, "..."] | None = None,
@@ -191,9 +194,9 @@ class FreeEnergy(AbstractEnergy):
     @overload
     def attention(
         self,
-        query: Float[Array, "*B T N H"],
-        key: Float[Array, "*B S K H"],
-        value: Float[Array, "*B S K Hv"],
+        query: Float[Array, "*#B T N H"],
+        key: Float[Array, "*#B S K H"],
+        value: Float[Array, "*#B S K Hv"],
         *,
         bias: Float[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | AbstractMask | None = None,
@@ -204,9 +207,9 @@ class FreeEnergy(AbstractEnergy):
     @overload
     def attention(
         self,
-        query: Float[Array, "*B T N H"],
-        key: Float[Array, "*B S K H"],
-        value: Float[Array, "*B S K Hv"],
+        query: Float[Array, "*#B T N H"],
+        key: Float[Array, "*#B S K H"],
+        value: Float[Array, "*#B S K Hv"],
         *,
         bias: Float[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | AbstractMask | None = None,
@@ -216,9 +219,9 @@ class FreeEnergy(AbstractEnergy):
 
     def attention(
         self,
-        query: Float[Array, "*B T N H"],
-        key: Float[Array, "*B S K H"],
-        value: Float[Array, "*B S K Hv"],
+        query: Float[Array, "*#B T N H"],
+        key: Float[Array, "*#B S K H"],
+        value: Float[Array, "*#B S K Hv"],
         *,
         bias: Float[Array, "..."] | None = None,
         mask: Bool[Array, "..."] | AbstractMask | None = None,
@@ -244,7 +247,8 @@ def energy_of(energy: object, options: ModuleOptions) -> FreeEnergy:
     """Returns the argument `energy=`, or an energy made from options. Raises `ValueError` if both are given."""
     check_options(options, ModuleOptions)
     if energy is None:
-        return FreeEnergy(**options)
+        fields: Any = options  # an array as a window is refused by the energy
+        return FreeEnergy(**fields)
     if not isinstance(energy, FreeEnergy):
         raise TypeError(f"energy: wanted a FreeEnergy or None, got {checks.received(energy)}")
     if options:

@@ -1,7 +1,6 @@
 """Attention in the form that Flax's layers call."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -68,9 +67,9 @@ class AttentionFn(eqx.Module):
 
     def __call__(
         self,
-        query: Float[Array, "*B T N H"],
-        key: Float[Array, "*B S K H"],
-        value: Float[Array, "*B S K Hv"],
+        query: Float[Array, "*#B T N H"],
+        key: Float[Array, "*#B S K H"],
+        value: Float[Array, "*#B S K Hv"],
         *,
         bias: Float[Array, "..."] | None = None,
         mask: Shaped[Array, "..."] | None = None,
@@ -134,36 +133,27 @@ class AttentionFn(eqx.Module):
                 checks.check_floating(name, x)  # promotion would drop the imaginary parts
         arrays = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
         query, key, value = (promote_dtype or _promoted)(arrays, dtype=dtype)
-        lead, energy = query.shape[:-3], self.energy
-        shapes = [x.shape for x in (query, key, value)]
-        if query.ndim < 3 or any(x[:-3] != lead or len(x) != query.ndim for x in shapes):
-            raise ValueError(
-                f"query: wanted [*B, T, N, H], and key and value with the same batch axes, got {shapes}"
-            )
-        if bias is not None:
-            bias = _one_batch_axis("bias", bias, lead)
+        energy = self.energy
         if mask is not None:
-            mask = _one_batch_axis("mask", checks.as_visible("mask", mask), lead)
-        q, k, v = (x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value))
+            mask = checks.as_visible("mask", mask)
         chance = (
             1.0 if deterministic else 1.0 - checks.check_finite_number("dropout_rate", dropout_rate)
         )
         if not 0 <= chance <= 1:
             raise ValueError(f"dropout_rate: wanted a probability, got {dropout_rate}")
-        shape = q.shape[0], q.shape[1], k.shape[1]
-        rows: RowOptions = {"query_positions": _query_positions(energy, is_causal, mask, shape)}
+        positions = _query_positions(energy, is_causal, mask, query.shape[-3], key.shape[-3])
+        rows: RowOptions = {"query_positions": positions}
         if is_causal and not energy.is_causal:
             energy = dataclasses.replace(energy, is_causal=True)
         if chance == 1:
-            out = energy.attention(q, k, v, bias=bias, mask=mask, **rows)
-        else:
-            if dropout_rng is None:
-                raise ValueError("dropout_rng: wanted a key where weights are dropped, got None")
-            heads = (1,) * (len(lead) + 1) if broadcast_dropout else (*lead, q.shape[2])
-            keep = jax.random.bernoulli(dropout_rng, chance, (*heads, *shape[1:]))
-            keep = _one_batch_axis("dropout", keep, lead)
-            out, _ = attention_with_dropout(energy, q, k, v, bias, mask, keep, chance, rows)
-        return out.reshape(*lead, *out.shape[1:])
+            return energy.attention(query, key, value, bias=bias, mask=mask, **rows)
+        if dropout_rng is None:
+            raise ValueError("dropout_rng: wanted a key where weights are dropped, got None")
+        *lead, query_len, heads, _ = query.shape
+        sizes = [1] * len(query.shape[:-2]) if broadcast_dropout else [*lead, heads]
+        keep = jax.random.bernoulli(dropout_rng, chance, (*sizes, query_len, key.shape[-3]))
+        arrays = query, key, value
+        return attention_with_dropout(energy, *arrays, bias, mask, keep, chance, rows)[0]
 
 
 def _check_unsupported(module: object, **einsums: object) -> None:
@@ -184,37 +174,20 @@ def _promoted(arrays: tuple[Array, ...], dtype: DTypeLike | None) -> list[Array]
     return [x.astype(dtype) for x in arrays]
 
 
-def _one_batch_axis(name: str, x: Array, lead: tuple[int, ...]) -> Array:
-    """Reshapes an array that broadcasts to `[*lead, N, T, S]`, so that it broadcasts to `[B, N, T, S]`."""
-    x = jnp.asarray(checks.check_array(name, x))
-    if x.ndim > len(lead) + 3:
-        raise ValueError(f"{name}: wanted at most {len(lead) + 3} axes, got shape {x.shape}")
-    x = x.reshape((1,) * (len(lead) + 3 - x.ndim) + x.shape)
-    rest = x.shape[len(lead) :]
-    if all(size == 1 for size in x.shape[: len(lead)]):
-        return x.reshape(1, *rest)
-    try:
-        return jnp.broadcast_to(x, (*lead, *rest)).reshape(math.prod(lead), *rest)
-    except ValueError:
-        raise ValueError(
-            f"{name}: wanted batch axes that broadcast to {lead}, got shape {x.shape}"
-        ) from None
-
-
 def _query_positions(
     energy: FreeEnergy,
     is_causal: bool,
     mask: Bool[Array, "..."] | None,
-    shape: tuple[int, int, int],
-) -> Int[Array, "B T"] | None:
-    """Returns the positions of the queries of a call of shape `(B, T, S)`; None counts from 0.
+    query_len: int,
+    key_len: int,
+) -> Int[Array, "1 T"] | None:
+    """Returns the positions of the queries of a call; None counts from 0.
 
     A decoding layer calls with one query, all slots of its cache as keys, and a mask whose last visible slot
     is the query's own.
 
     Raises `ValueError` if positions are read (by the energy, or by `is_causal` for one query) but unknown.
     """
-    batch, query_len, key_len = shape
     if query_len == key_len or not ((is_causal and query_len == 1) or _reads_queries(energy)):
         return None
     if query_len != 1 or mask is None or mask.shape[-1] != key_len:
@@ -224,8 +197,7 @@ def _query_positions(
         )
     visible = mask.any(tuple(range(mask.ndim - 1)))
     slots = jnp.arange(key_len, dtype=jnp.int32)
-    last = jnp.max(jnp.where(visible, slots, 0), initial=0)
-    return jnp.broadcast_to(last, (batch, 1))
+    return jnp.max(jnp.where(visible, slots, 0), initial=0).reshape(1, 1)
 
 
 def _reads_queries(energy: FreeEnergy) -> bool:

@@ -12,9 +12,9 @@ from ._free_energy import AttentionOptions, attention_and_energy, prepare
 
 @overload
 def attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
+    query: Float[Array, "*#B T N H"],
+    key: Float[Array, "*#B S K H"],
+    value: Float[Array, "*#B S K Hv"],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,
@@ -26,9 +26,9 @@ def attention(
 
 @overload
 def attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
+    query: Float[Array, "*#B T N H"],
+    key: Float[Array, "*#B S K H"],
+    value: Float[Array, "*#B S K Hv"],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,
@@ -40,9 +40,9 @@ def attention(
 
 @overload
 def attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
+    query: Float[Array, "*#B T N H"],
+    key: Float[Array, "*#B S K H"],
+    value: Float[Array, "*#B S K Hv"],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,
@@ -53,9 +53,9 @@ def attention(
 
 
 def attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
+    query: Float[Array, "*#B T N H"],
+    key: Float[Array, "*#B S K H"],
+    value: Float[Array, "*#B S K Hv"],
     bias: Float[Array, "..."] | None = None,
     mask: Bool[Array, "..."] | AbstractMask | None = None,
     *,
@@ -71,9 +71,9 @@ def attention(
     A drop-in replacement for `jax.nn.dot_product_attention`, whose arguments mean the same here.
 
     Args:
-        query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
-        key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
-        value: `[B, S, K, Hv]` or `[S, K, Hv]`.
+        query: `[*B, T, N, H]` with any number of batch axes, also none; float16, bfloat16, float32 or float64.
+        key: `[*B, S, K, H]`; `K` divides `N` (grouped heads). Batch axes of size 1 broadcast among the three arrays.
+        value: `[*B, S, K, Hv]`.
         bias: added to the scaled scores; broadcastable to `[B, N, T, S]`, with all four axes.
         mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
             boolean, shaped like `bias`, True where a key takes part.

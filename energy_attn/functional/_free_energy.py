@@ -28,6 +28,7 @@ from energy_attn.kernels.internal import (
     additions,
     all_computed,
     arguments,
+    batches,
     call_policy,
     check_options,
     differentiated_by_jax,
@@ -66,7 +67,7 @@ class StaticCall(NamedTuple):
     policy: CallPolicy
     plan: ShardingPlan | None
     settings: Settings
-    batched: bool  # whether the user's arrays had a batch axis
+    axes: batches.BatchAxes  # the batch axes of the user's arrays
     at_zero: bool = False  # whether the source is a JAX array of zeros
 
 
@@ -80,9 +81,9 @@ Parts = tuple[Operands, ...]
 
 
 def free_energy(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
+    query: Float[Array, "*#B T N H"],
+    key: Float[Array, "*#B S K H"],
+    value: Float[Array, "*#B S K Hv"],
     *,
     source: Float[Array | np.ndarray, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
@@ -103,9 +104,9 @@ def free_energy(
     never materialised: `jax.grad(f)(np.zeros(shape))` reads only the values.
 
     Args:
-        query: `[B, T, N, H]` or `[T, N, H]`; float16, bfloat16, float32 or float64.
-        key: `[B, S, K, H]` or `[S, K, H]`; `K` divides `N` (grouped heads).
-        value: `[B, S, K, Hv]` or `[S, K, Hv]`.
+        query: `[*B, T, N, H]` with any number of batch axes, also none; float16, bfloat16, float32 or float64.
+        key: `[*B, S, K, H]`; `K` divides `N` (grouped heads). Batch axes of size 1 broadcast among the three arrays.
+        value: `[*B, S, K, Hv]`.
         source: $\zeta$, `[B, T, N, Hv]`, one for each query and head; None is zero.
         bias: added to the scaled scores; broadcastable to `[B, N, T, S]`, with all four axes.
         mask: a mask of [`masks`][energy_attn.kernels.masks.AbstractMask], as `Causal() | Prefix(n)`; or
@@ -166,7 +167,8 @@ def prepare(
     checked = arguments.check_scored(arrays, bias, mask, place=place, **scored)
     if plan is not None:
         plan, policy = fit_plan(plan, parallel, policy, checked, mask, options)
-    call, operands = StaticCall(policy, plan, checked.settings, checked.batched), checked.operands
+    axes = (-1, *checked.axes[1:]) if checked.axes else ()  # one program for all sizes of a shard
+    call, operands = StaticCall(policy, plan, checked.settings, axes), checked.operands
     if operands.sink is not None:
         cite("sinks")
     if not differentiated_by_jax(policy.kernels):
@@ -174,7 +176,7 @@ def prepare(
     if plan is not None and plan.axes:
         cite(plan.method.name)
     if source is not None:
-        arguments.check_source(source, query, value)
+        arguments.check_source(source, query, key, value)
     if name is not None and recorders.value:
         call = call._replace(settings=call.settings.needing(maximum=True))
         operands = operands._replace(query=tagged(operands.query, name, call, operands, source))
@@ -227,8 +229,7 @@ def _at_zero(calls: Calls, parts: Parts) -> tuple[Calls, Any]:
 
 def row_shape(call: StaticCall, operands: Operands, *widths: int) -> tuple[int, ...]:
     """The shape of an array with an entry for each row, `[*B, T, N, ...]`."""
-    rows = operands.query.shape[:-1]
-    return (*(rows if call.batched else rows[1:]), *widths)
+    return (*batches.restored_shape(operands.query.shape[:-1], call.axes), *widths)
 
 
 def _varying(call: StaticCall, operands: Operands) -> frozenset[str]:
@@ -241,10 +242,10 @@ def _varying(call: StaticCall, operands: Operands) -> frozenset[str]:
 
 def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
     r"""$\nabla F$ and $F$ at a source, over the union of the keys of prepared calls. Raises as kernels do."""
-    batched, value = calls[0].batched, parts[0].value
+    axes, value = calls[0].axes, parts[0].value
     source = None if calls[0].at_zero else _unless_zero(source)
     if source is not None:
-        source = jnp.asarray(source if batched else source[None])
+        source = jnp.asarray(batches.joined(source, len(axes)))
     states = []
     for call, operands in zip(calls, parts, strict=True):
         settings = call.settings
@@ -253,8 +254,9 @@ def state_at(calls: Calls, source: Source, parts: Parts) -> AttentionState:
         settings = settings.needing(unrounded=len(calls) > 1)  # rounded once, after the merge
         states.append(attend_sharded(call.plan, call.policy, settings, operands))
     out, lse = functools.reduce(merge, states)
-    state = AttentionState(out.astype(value.dtype), lse)
-    return state if batched else jax.tree.map(lambda x: x[0], state)
+    return AttentionState(
+        batches.restored(out.astype(value.dtype), axes), batches.restored(lse, axes)
+    )
 
 
 def both_computed(out: Array, lse: Array) -> tuple[Array, Array]:

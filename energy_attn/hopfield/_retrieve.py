@@ -161,7 +161,7 @@ def _check_arrays(state: Array, memories: Array) -> None:
 # Compiled here, so that a call outside jit is traced and compiled once for its shapes.
 @functools.partial(jax.jit, static_argnums=0)
 def _solve(static: RetrievalOptions, beta: Array, operands: Operands) -> Solution:
-    batched, call = static.call.batched, static.call._replace(batched=True)
+    batched, call = static.call.axes != (), static.call._replace(axes=(-1,))
     static = static._replace(call=call)
     memory = memory_stats(call, operands)
     fixed_point: Any = autodiff.function_call(FixedPointMap(static), (beta, operands, memory))

@@ -9,9 +9,9 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from energy_attn.kernels.internal import check_options, checks
+from energy_attn.kernels.internal import checks
 
-from ..core._module import FreeEnergy, stacked
+from ..core._module import FreeEnergy, energy_of, stacked
 from ..flax._nnx import holds_nnx, with_dot_products, with_energies
 from ..functional._free_energy import ModuleOptions
 from ._multihead import MultiheadAttention
@@ -70,8 +70,7 @@ def replace_attention(model: Model, **options: Unpack[ModuleOptions]) -> Model:
         >>> ours(x, x, x, return_energy=True)[1].shape
         (7, 4)
     """
-    check_options(options, ModuleOptions)
-    energy = FreeEnergy(**options)
+    energy = energy_of(None, options)
     if holds_nnx(model):
         return with_energies(model, energy)
 

@@ -19,6 +19,7 @@ from energy_attn.kernels.internal import (
     Tokens,
     additions,
     attend_and_maximum,
+    batches,
     checks,
     holds_keys,
     lse_dtype,
@@ -68,7 +69,7 @@ def covariance_product(
     $\nabla F$ along it.
     """
     middle, origin = centred_parts(parts)
-    origin = origin if calls[0].batched else origin[0]
+    origin = batches.restored(origin, calls[0].axes)
     zero = jnp.zeros_like(tangent)  # a traced zero, which can be differentiated in
     result, pull_back = jax.vjp(
         lambda source: state_at(calls, source, middle), zero if source is None else source
@@ -149,7 +150,7 @@ def state_and_maximum_at(
     # rounded as by `state_at`, so that XLA computes equal calls once
     settings = call.settings.needing(unrounded=unrounded or has_sink)
     result = attend_and_maximum(call.policy.kernels, settings, operands)
-    return result if call.batched else jax.tree.map(lambda x: x[0], result)
+    return jax.tree.map(lambda x: batches.restored(x, call.axes), result)
 
 
 def largest_scores(calls: Calls, parts: Parts) -> Array:
@@ -193,13 +194,12 @@ def run_reduction(
     call: StaticCall, reduction: Reduction, source: Source, operands: Operands, *rows: Array
 ) -> Any:
     """Runs a reduction at a source; source, rows and result have a batch axis if the user's arrays had one."""
-    if not call.batched:
-        source, rows = jax.tree.map(lambda x: x[None], (source, rows))
+    source, rows = jax.tree.map(lambda x: batches.joined(x, len(call.axes)), (source, rows))
     at = call.settings, operands
     if source is not None:
         at = additions.with_source(*at, jnp.asarray(source))
     result = reduction.over(call.plan, *at, *rows)
-    return result if call.batched else jax.tree.map(lambda x: x[0], result)
+    return jax.tree.map(lambda x: batches.restored(x, call.axes), result)
 
 
 def sinks_as_keys(calls: Calls, parts: Parts) -> tuple[Calls, Parts]:

@@ -12,7 +12,14 @@ from jaxtyping import Array
 
 from energy_attn.distributed.internal import Reduction
 from energy_attn.kernels import AttentionState, Operands, merge
-from energy_attn.kernels.internal import dot_rows, holds_keys, lse_dtype, reductions, share
+from energy_attn.kernels.internal import (
+    batches,
+    dot_rows,
+    holds_keys,
+    lse_dtype,
+    reductions,
+    share,
+)
 
 from ..functional._free_energy import Calls, Parts, StaticCall, row_shape, state_at
 from ._at_source import HashablePartial, sinks_as_keys
@@ -116,10 +123,10 @@ def seen_share(first: Part, second: Part, lse: Array) -> Array:
 
 def _sums_of_both(find: Callable[..., Array], first: Part, second: Part, lse: Array) -> Array:
     (call, operands), (other_call, other) = first, second
-    rows = (other, lse) if call.batched else (other, lse[None])
+    rows = other, batches.joined(lse, len(call.axes))
     reduction = Reduction(HashablePartial(find, (other_call.settings,)), "sums")
     result = reduction.over(call.plan, call.settings, operands, *rows)
-    return result if call.batched else result[0]
+    return batches.restored(result, call.axes)
 
 
 def _of_part(first: Part, second: Part) -> tuple[AttentionState, Array | None]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from energy_attn.distributed.internal import Reduction
 from energy_attn.kernels import AttentionState, Operands, merge
 from energy_attn.kernels.internal import (
+    batches,
     checks,
     dot_rows,
     holds_keys,
@@ -126,7 +127,7 @@ def _mean_score(
 
 def queries_of(call: StaticCall, operands: Operands, lse: Array) -> Array:
     """The queries, with zeros in fully masked rows, whose queries may be NaN."""
-    query = operands.query if call.batched else operands.query[0]
+    query = batches.restored(operands.query, call.axes)
     return jnp.where(holds_keys(lse)[..., None], query, 0.0)
 
 
@@ -151,7 +152,7 @@ def score_statistics(calls: Calls, parts: Parts, *, width: int | None = None) ->
     # With values v' = [k, v] the score is u·v' for u = [scale q, 0], and Cov(v') u contains both
     # Cov(k) scale q and Cov(v, s).
     call, operands = calls[0], parts[0]
-    query = operands.query if call.batched else operands.query[0]
+    query = batches.restored(operands.query, call.axes)
     along, size = query * call.settings.scale, query.shape[-1]
     both = operands._replace(value=jnp.concatenate([operands.key, operands.value], -1))
     tangent = jnp.pad(along, [(0, 0)] * (along.ndim - 1) + [(0, operands.value.shape[-1])])

@@ -13,7 +13,14 @@ from jax import lax
 from jaxtyping import Array
 
 from energy_attn.distributed.internal import whole_along
-from energy_attn.kernels.internal import checks, holds_keys, lse_dtype, outer, precision
+from energy_attn.kernels.internal import (
+    batches,
+    checks,
+    holds_keys,
+    lse_dtype,
+    outer,
+    precision,
+)
 
 from ..functional._free_energy import Calls, Parts, energy_at, row_shape, state_at
 from ._at_source import HashablePartial, sinks_as_keys, squared_distances, sum_over_keys
@@ -77,7 +84,7 @@ def importance_of_keys(
     newest = named.window and last  # the rules that have a window keep its keys
     if size > 1 or newest:
         result = _pooled(whole_along(result, 1), _positions(parts), size, newest or 0)
-    return result if calls[0].batched else result[0]
+    return batches.restored(result, calls[0].axes)
 
 
 def _rule(rule: object) -> Rule:
@@ -100,11 +107,10 @@ def _row_factors(calls: Calls, parts: Parts, rows: object, last: int | None) -> 
         return factor
     positions: Any = first.positioned().tokens.query_positions
     present = positions >= 0
-    counted = lax.cumsum(
-        present.astype(jnp.int32), axis=1, reverse=True
-    )  # from each row to the end
-    counts = present & (counted <= last)
-    return jnp.where((counts if calls[0].batched else counts[0])[..., None], factor, 0.0)
+    # from each row to the end
+    counted = lax.cumsum(present.astype(jnp.int32), axis=1, reverse=True)
+    counts = jnp.broadcast_to(present & (counted <= last), first.query.shape[:2])
+    return jnp.where(batches.restored(counts, calls[0].axes)[..., None], factor, 0.0)
 
 
 def _summed(calls: Calls, parts: Parts, factor: Array, of_pairs: PairRule | None) -> Array:

@@ -21,10 +21,19 @@ from .._checks import (
     received,
 )
 from ..masks._abstract import AbstractMask
+from ..masks._ready import TracedWindow
+from ..masks._ready import lengths as checked_lengths
 from ..scores._structure import check_score
+from ._batch import BatchAxes, broadcast_axes, check_batched, flattened, joined
 from ._operands import NO_SCALES, Operands, Scales, Settings, dequantized
 from ._options import MergedOptions, RowOptions, check_options
-from ._source import active_token_scores, check_sink, with_source, with_token_scores
+from ._source import (
+    active_token_scores,
+    check_sink,
+    sharded_as,
+    with_source,
+    with_token_scores,
+)
 from ._state import lse_dtype
 from ._tokens import (
     NO_RULES,
@@ -33,6 +42,7 @@ from ._tokens import (
     Tokens,
     check_leaves,
     check_tokens,
+    least,
     position_rules,
     split_mask,
 )
@@ -42,20 +52,20 @@ PlaceFn = Callable[[Tokens, bool], Tokens]
 
 
 class CheckedArrays(NamedTuple):
-    """Query, key and value with a batch axis, and whether the user's arrays had one."""
+    """Query, key and value with one batch axis, and the user's batch axes."""
 
     query: Array
     key: Array
     value: Array
-    batched: bool
+    axes: BatchAxes
 
 
 class CheckedCall(NamedTuple):
-    """A checked call, and whether the user's arrays had a batch axis."""
+    """A checked call, and the user's batch axes."""
 
     operands: Operands
     settings: Settings
-    batched: bool
+    axes: BatchAxes
 
 
 def check_call(
@@ -77,12 +87,12 @@ def check_call(
     check_options(options, MergedOptions, "source", "bias", "mask")
     arrays = check_arrays(query, key, value, scales)
     if source is not None:
-        as_given: Any = query, value
+        as_given: Any = query, key, value
         check_source(source, *as_given)
     call = check_scored(arrays, bias, mask, scales, place, **options)
     if source is None:
         return call
-    source = jnp.asarray(source if call.batched else source[None])
+    source = jnp.asarray(joined(source, len(call.axes)))
     settings, operands = with_source(call.settings, call.operands, source)
     return call._replace(settings=settings, operands=operands)
 
@@ -102,12 +112,16 @@ def check_arrays(
             )
         checked.append(array)
     key, value = checked
-    if query.ndim not in (3, 4):
+    if query.ndim < 3:
         raise ValueError(f"query: wanted shape (B, T, N, H) or (T, N, H), got {received(query)}")
-    *lead, _, heads, width = query.shape
-    check_shape("key", key, (*lead, "S", "K", width))
+    axes = broadcast_axes(query, key, value)
+    if not all(axes[1:]):
+        raise ValueError(f"query: wanted batch axes after the first above 0, got {received(query)}")
+    heads, width = query.shape[-2:]
+    check_batched("query", query, axes, ("T", "N", "H"))
+    check_batched("key", key, axes, ("S", "K", width))
     key_len, kv_heads = key.shape[-3:-1]
-    check_shape("value", value, (*lead, key_len, kv_heads, "Hv"))
+    check_batched("value", value, axes, (key_len, kv_heads, "Hv"))
     if kv_heads == 0 or heads % kv_heads != 0:
         raise ValueError(
             f"query: wanted a number of heads that is a multiple of the {kv_heads} "
@@ -116,9 +130,14 @@ def check_arrays(
     for name, x in (("query", query), ("value", value)):
         if x.shape[-1] == 0:
             raise ValueError(f"{name}: wanted a width above zero, got {received(x)}")
-    if query.ndim == 4:
-        return CheckedArrays(query, key, value, True)
-    return CheckedArrays(query[None], key[None], value[None], False)
+    whole: Any = [joined(_over_batch(x, axes, query), len(axes)) for x in (query, key, value)]
+    return CheckedArrays(*whole, axes)
+
+
+def _over_batch(x: Array, axes: BatchAxes, query: Array) -> Array:
+    """Repeats an array over the batch axes that it broadcasts along, split over a mesh as the query is."""
+    shape = *axes, *x.shape[len(axes) :]
+    return x if x.shape == shape else sharded_as(jnp.broadcast_to(x, shape), query, len(axes))
 
 
 def check_scored(
@@ -130,14 +149,14 @@ def check_scored(
     **options: Unpack[MergedOptions],
 ) -> CheckedCall:
     """Checks how checked arrays are scored; raises as `check_call`."""
-    query, key, value, batched = arrays
+    query, key, value, axes = arrays
     batch, query_len, heads, _ = query.shape
     shape = batch, heads, query_len, key.shape[1]
     rule, score, score_arrays = None, None, ()
     if mask is not None:
         rule, mask = split_mask(mask)
     if bias is not None or mask is not None:
-        bias, mask = check_scores(bias, mask, shape)
+        bias, mask = check_scores(bias, mask, (*(axes or (1,)), *shape[1:]))
     if active_token_scores.value:
         bias = with_token_scores(bias, batch, key.shape[1])
     if options.get("score") is not None:
@@ -146,7 +165,7 @@ def check_scored(
     tokens, rules = _checked_tokens(arrays, rule, uses_positions, place, options)
     sink = options.get("sink")
     if sink is not None:
-        sink = check_sink(sink, query.shape[0 if batched else 1 : -1])
+        sink = check_sink(sink, (*axes, query_len, heads))
     fields: Any = query, key, value, bias, mask, tokens, rules.arrays, score_arrays
     operands = Operands(*fields, scales=scales, sink=sink)
     scale = options.get("scale")
@@ -154,7 +173,7 @@ def check_scored(
         scale = query.shape[-1] ** -0.5
     else:
         operands, scale = _scaled(operands, scale, options.get("reproducible", False))
-    return CheckedCall(operands, Settings(scale, rules.structure, score), batched)
+    return CheckedCall(operands, Settings(scale, rules.structure, score), axes)
 
 
 def _checked_tokens(
@@ -165,16 +184,16 @@ def _checked_tokens(
     options: MergedOptions,
 ) -> tuple[Tokens, PositionRules]:
     """The tokens of a call, and the rules that hide some of them. `uses_positions`: whether a score reads positions."""
-    batch, query_len = arrays.query.shape[:2]
+    query_len, axes = arrays.query.shape[1], arrays.axes
     key_len, reproducible = arrays.key.shape[1], options.get("reproducible", False)
     tokens, rules, window = NO_TOKENS, NO_RULES, options.get("local_window_size")
     if not options.keys().isdisjoint(RowOptions.__annotations__):
-        tokens = check_tokens(options, batch, query_len, key_len, arrays.batched)
+        tokens = check_tokens(options, axes, query_len, key_len)
     is_causal = check_flag("is_causal", options.get("is_causal", False))
-    if window is not None:
-        window = check_window(window)
+    if window is not None or options.get("max_window") is not None:
+        window, rule = _split_window(window, options.get("max_window"), rule)
     if rule is not None or is_causal or window is not None:
-        rules = position_rules(rule, is_causal, window, batch, tokens)
+        rules = position_rules(rule, is_causal, window, axes, tokens)
     if place is not None:
         # reproducible keys are in leaves by position
         reads = rules.reads or uses_positions or reproducible or tokens.key_lengths is not None
@@ -189,9 +208,9 @@ def _checked_tokens(
 
 
 def check_scores(
-    bias: object, mask: object, shape: tuple[int, int, int, int]
+    bias: object, mask: object, shape: tuple[int, ...]
 ) -> tuple[Array | None, Array | None]:
-    """Returns bias and mask, where given, with four axes that broadcast to `shape`."""
+    """Returns bias and mask, which broadcast to `shape`, where given, with one batch axis: `[B or 1, N, T, S]`."""
     hint = "an array that is added to the scores is bias="
     return (
         _of_scores("bias", bias, shape, check_floating, "a boolean array is mask="),
@@ -199,8 +218,9 @@ def check_scores(
     )
 
 
-def check_source(source: object, query: Array | np.ndarray, value: Array | np.ndarray) -> None:
-    check_shape("source", check_floating("source", source), (*query.shape[:-1], value.shape[-1]))
+def check_source(source: object, query: Any, key: Any, value: Any) -> None:
+    rows = *broadcast_axes(query, key, value), *query.shape[-3:-1]
+    check_shape("source", check_floating("source", source), (*rows, value.shape[-1]))
 
 
 def check_scale(scale: object) -> Any:
@@ -251,11 +271,11 @@ def _scaled(operands: Operands, scale: float | Array, reproducible: bool) -> tup
 def _of_scores(
     name: str,
     x: object,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     check: Callable[[str, object], Any],
     hint: str,
 ) -> Any:
-    """An array with four axes that broadcasts to this shape. As in jax.nn, leading axes may be left out."""
+    """An array that broadcasts to this shape, with one batch axis. As in jax.nn, leading axes may be left out."""
     if x is None:
         return None
     try:
@@ -266,7 +286,7 @@ def _of_scores(
         check_broadcastable(name, array, shape, leading=False)
     except ValueError as wrong:
         # Other libraries accept shapes without these axes. Two axes may have one length, so users have to write them.
-        batch, _, query_len, key_len = shape
+        batch, (query_len, key_len) = shape[0], shape[-2:]
         if broadcasts(array.shape, (batch, key_len)):
             hint = f"(batch, keys) write {name}[:, None, None, :]"
         elif broadcasts(array.shape, (batch, query_len, key_len)):
@@ -275,24 +295,66 @@ def _of_scores(
             raise
         raise ValueError(f"{wrong}; for {hint}") from None
     array = jnp.asarray(array)
-    return array if array.ndim >= 4 else array[(None,) * (4 - array.ndim)]
+    missing = len(shape) - array.ndim
+    return flattened(array[(None,) * missing] if missing else array, shape[:-3])
 
 
-def check_window(size: object) -> tuple[int | None, int | None] | None:
-    """Returns the window as `(left, right)`, or None; None for a side is any distance."""
+# A side of a window: a distance, an array of one, or None for any distance.
+Side = int | Array | np.ndarray | None
+
+
+def _split_window(
+    size: object, most: object, rule: AbstractMask | None
+) -> tuple[tuple[int | None, int | None], AbstractMask | None]:
+    """The sides of a window that are static, with their bound, and the mask joined with those that are arrays."""
+    sides, bounds = (
+        check_window(size) or (None, None),
+        check_window(most, "max_window", arrays=False),
+    )
+    arrays = [x if is_array(x) else None for x in sides]
+    if arrays != [None, None]:
+        traced = TracedWindow(*arrays)
+        rule = traced if rule is None else rule & traced
+    left, right = (
+        least(None if is_array(x) else x, bound)
+        for x, bound in zip(sides, bounds or (None, None), strict=True)
+    )
+    return (left, right), rule
+
+
+def is_array(x: object) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def check_window(
+    size: object, name: str = "local_window_size", *, arrays: bool = True
+) -> tuple[Any, Any] | None:
+    """Returns the window as `(left, right)`, or None; None for a side is any distance.
+
+    `arrays`: whether sides may be integer scalar arrays, or both one array `[2]`.
+    """
     if size is None:
         return None
-    sides: Any = (size, size) if isinstance(size, (int, np.integer)) else size
-    is_pair = isinstance(sides, tuple) and len(sides) == 2
-    kinds = int, np.integer, NoneType
-    if not is_pair or any(isinstance(x, bool) or not isinstance(x, kinds) for x in sides):
+    sides: Any = size
+    if isinstance(sides, (int, np.integer)) or (is_array(sides) and sides.ndim == 0):
+        sides = sides, sides
+    elif is_array(sides) and sides.shape == (2,):
+        sides = sides[0], sides[1]
+    kinds = (int, np.integer, NoneType, *((jax.Array, np.ndarray) if arrays else ()))
+    if not (isinstance(sides, tuple) and len(sides) == 2) or any(
+        isinstance(x, bool) or not isinstance(x, kinds) for x in sides
+    ):
+        wanted = "an int, an integer scalar array or a pair" if arrays else "an int or a pair"
+        hint = "" if arrays else "; masks.TracedWindow(left, right) takes arrays"
         raise TypeError(
-            "local_window_size: wanted an int or a pair (left, right) of ints, or None for any distance, "
-            f"got {received(size)}"
+            f"{name}: wanted {wanted} (left, right) of these, or None for any distance, got {received(size)}{hint}"
         )
-    if any(x is not None and x < 0 for x in sides):
-        raise ValueError(
-            f"local_window_size: wanted sides of at least 0, or None for any distance, got {size}"
-        )
-    left, right = (None if x is None else int(x) for x in sides)
+    for x in sides:
+        if is_array(x):
+            check_shape(name, checked_lengths(name, x), ())
+        elif x is not None and x < 0:
+            raise ValueError(
+                f"{name}: wanted sides of at least 0, or None for any distance, got {size}"
+            )
+    left, right = (x if x is None or is_array(x) else int(x) for x in sides)
     return left, right

@@ -20,9 +20,17 @@ class ScoreOptions(TypedDict, total=False):
     is_causal: bool
     """Whether to hide keys whose position is after the query's; False if not given."""
 
-    local_window_size: int | tuple[int | None, int | None] | None
+    local_window_size: (
+        int | Int[Array, "..."] | tuple[int | Array | None, int | Array | None] | None
+    )
     """`(left, right)`, or one int for both: only keys at positions in `[query - left, query + right]`
-    are seen. None for a side is any distance."""
+    are seen. None for a side is any distance. An integer array, a scalar or `[2]`, or a scalar for a side, may be
+    traced, so that layers with different windows are one program
+    ([`TracedWindow`][energy_attn.kernels.masks.TracedWindow])."""
+
+    max_window: int | tuple[int | None, int | None] | None
+    """The static bound of a window that is an array: keys outside of it are hidden, and over a mesh only the keys
+    inside are sent. None: any distance, and a traced window sends all keys."""
 
     score: AbstractScore | None
     """A [score][energy_attn.kernels.scores.AbstractScore], a function of the scaled product of a query

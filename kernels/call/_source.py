@@ -9,7 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from .._checks import check_floating, received
+from .._checks import broadcasts, check_floating, received
+from ._batch import flattened
 from ._operands import Operands, Settings, dequantized
 from ._state import AttentionState, lse_dtype, safe_shift, share
 
@@ -24,7 +25,7 @@ def with_source(settings: Settings, operands: Operands, source: Array) -> tuple[
     operands = dequantized(operands)
     query, key, value = operands.qkv
     dtype, width = lse_dtype(query.dtype, source.dtype), settings.scored_width or query.shape[-1]
-    source, value = _sharded_as(source, query, 3), _sharded_as(value, key, 3)
+    source, value = sharded_as(source, query, 3), sharded_as(value, key, 3)
     query = jnp.concatenate([query.astype(dtype) * settings.scale, source.astype(dtype)], -1)
     key = jnp.concatenate([key.astype(dtype), value.astype(dtype)], -1)
     settings = settings._replace(scale=1.0)
@@ -33,7 +34,7 @@ def with_source(settings: Settings, operands: Operands, source: Array) -> tuple[
     return settings, operands._replace(query=query, key=key)
 
 
-def _sharded_as(x: Array, like: Array, axes: int) -> Array:
+def sharded_as(x: Array, like: Array, axes: int) -> Array:
     """Returns `x` with the sharding of `like` on its first `axes`."""
     sharding: Any = jax.typeof(like).sharding
     parts = tuple(sharding.spec)[:axes]
@@ -43,20 +44,23 @@ def _sharded_as(x: Array, like: Array, axes: int) -> Array:
 
 
 def check_sink(sink: object, rows: tuple[int, ...] | None = None) -> Any:
-    """Returns `sink` if it is a score for each head of rows `(B, T, N)` or `(T, N)`; None: of rows not yet known."""
+    """Returns `sink` as `[N]` or `[B, N]` if it has a score for each head of `rows`, `(*B, T, N)`; None: not known."""
     array = check_floating("sink", sink)
     if rows is None:
-        if array.ndim not in (1, 2):
+        if array.ndim == 0:
             raise ValueError(f"sink: wanted shape (N,) or (B, N), got {received(sink)}")
         return array
-    heads = rows[-1]
-    shapes = [(heads,)] if len(rows) == 2 else [(heads,), (rows[0], heads)]
-    if array.shape not in shapes:
+    axes, heads = rows[:-2], rows[-1]
+    if array.shape == (heads,):
+        return array
+    if not (axes and broadcasts(array.shape[:-1], axes) and array.shape[-1] == heads):
+        shapes = [(heads,), (*axes, heads)] if axes else [(heads,)]
         raise ValueError(
             f"sink: wanted a score for each head, {' or '.join(map(str, shapes))}, "
             f"got {received(sink)}"
         )
-    return array
+    array = flattened(array, axes)
+    return array if len(array) > 1 or axes == (1,) else array[0]
 
 
 def with_sink(state: AttentionState, sink: Array, positions: Array | None) -> AttentionState:
@@ -72,7 +76,7 @@ def with_sink(state: AttentionState, sink: Array, positions: Array | None) -> At
     """
 
     def as_rows(x: Array) -> Array:
-        return _sharded_as(jnp.broadcast_to(x, state.lse.shape), state.lse, state.lse.ndim)
+        return sharded_as(jnp.broadcast_to(x, state.lse.shape), state.lse, state.lse.ndim)
 
     # F = log(e^{F_keys} + e^b), out = e^{F_keys - F} out_keys, shifted by m = max(F_keys, b)
     scores = jnp.asarray(sink, state.lse.dtype)

@@ -10,11 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from .._checks import as_ids, as_int32, check_int32, check_integral, check_shape, received
+from .._checks import (
+    as_ids,
+    as_int32,
+    broadcasts,
+    check_int32,
+    check_integral,
+    check_shape,
+    received,
+)
 from ..masks._abstract import AbstractMask, And, check_mask
 from ..masks._ready import All, Causal, Lengths, Segments, Window, looked_up
 from ..masks._structure import WINDOWS, MaskStructure, structure_of, window_mask, window_structure
 from ..masks._visibility import visible
+from ._batch import BatchAxes, check_batched, flattened
 
 LEAF = 256  # keys of a leaf: a constant of the format
 
@@ -85,8 +94,9 @@ NO_TOKENS = Tokens()
 
 
 def check_tokens(
-    options: Mapping[str, Any], batch: int, query_len: int, key_len: int, batched: bool
+    options: Mapping[str, Any], axes: BatchAxes, query_len: int, key_len: int
 ) -> Tokens:
+    """The tokens of a call with these batch axes, with one batch axis; raises for arrays that do not fit."""
     if (options.get("query_segment_ids") is None) != (options.get("key_segment_ids") is None):
         side = "query" if options.get("query_segment_ids") is None else "key"
         raise ValueError(
@@ -98,20 +108,22 @@ def check_tokens(
         if x is None:
             return None
         check_int32(name, x)
-        wanted = (batch, size) if batched else (size,)
-        if x.shape not in (wanted, (1, size)):
-            raise ValueError(f"{name}: wanted shape {wanted}, got {received(x)}")
-        return jnp.asarray(narrow(x if x.ndim == 2 else x[None]))
+        if x.shape == (1, size):  # for all rows
+            return jnp.asarray(narrow(x))
+        if x.shape[-1:] != (size,) or not broadcasts(x.shape[:-1], axes):
+            raise ValueError(f"{name}: wanted shape {(*axes, size)}, got {received(x)}")
+        return jnp.asarray(flattened(narrow(x), axes))
 
     def lengths(name: str, size: int) -> Array | None:
         x = options.get(name)
         if x is None:
             return None
         check_integral(name, x)
-        if not batched and x.ndim == 0:
-            x = x[None]
-        else:
-            check_shape(name, x, (batch,))
+        if len(axes) > 1:
+            check_batched(name, x, axes, ())
+        elif axes or x.ndim:  # as in jax.nn, one length is not for all rows
+            check_shape(name, x, axes or (1,))
+        x = flattened(x, axes) if axes or x.ndim == 0 else x
         if not isinstance(x, jax.core.Tracer):
             values = np.asarray(x)
             if values.size and not 0 <= values.min() <= values.max() <= size:
@@ -224,7 +236,7 @@ def position_rules(
     mask: AbstractMask | None,
     is_causal: bool,
     window: tuple[int | None, int | None] | None,
-    batch: int,
+    axes: BatchAxes,
     tokens: Tokens,
 ) -> PositionRules:
     """Returns the conjunction of a mask, causality and a window, in the form that most kernels take.
@@ -238,11 +250,11 @@ def position_rules(
         return PositionRules(window_structure(left, right))
     segments, lengths = None, ()
     rest: list[AbstractMask] = []
-    for x in _joined(_with_batch(mask, batch)):
+    for x in _joined(_with_batch(mask, axes)):
         if isinstance(x, Causal):
             right = 0
         elif isinstance(x, Window):
-            left, right = _least(left, x.left), _least(right, x.right)
+            left, right = least(left, x.left), least(right, x.right)
         elif isinstance(x, Lengths):
             lengths = (*lengths, x)
         elif isinstance(x, Segments) and segments is None and tokens.query_segments is None:
@@ -259,7 +271,7 @@ def position_rules(
     return PositionRules(structure, arrays, segments, lengths)
 
 
-def _with_batch(mask: AbstractMask, batch: int) -> AbstractMask:
+def _with_batch(mask: AbstractMask, axes: BatchAxes) -> AbstractMask:
     leaves, tree = jax.tree.flatten_with_path(mask)
     arrays = []
     for (path, x), rank in zip(leaves, mask.ranks, strict=True):
@@ -271,10 +283,14 @@ def _with_batch(mask: AbstractMask, batch: int) -> AbstractMask:
             raise TypeError(f"{name}: wanted an array of integers or booleans, got {received(x)}")
         if x.ndim == rank:
             x = x[None]
-        elif x.ndim != rank + 1 or x.shape[0] not in (1, batch):
-            lead = "" if x.ndim == rank + 1 else f"{rank} axes, or "
+        elif broadcasts(x.shape[: x.ndim - rank], axes or (1,)):
+            x = flattened(x, axes or (1,))
+        else:
+            lead = "" if x.ndim == rank + max(len(axes), 1) else f"{rank} axes, or "
+            first = "a first axis" if len(axes) < 2 else "first axes"
+            sizes = ", ".join(map(str, axes or (1,)))
             raise ValueError(
-                f"{name}: wanted {lead}a first axis of the batch, {batch}, got {received(x)}"
+                f"{name}: wanted {lead}{first} of the batch, {sizes}, got {received(x)}"
             )
         arrays.append(jnp.asarray(x))
     return jax.tree.unflatten(tree, arrays)
@@ -286,7 +302,8 @@ def _joined(mask: AbstractMask) -> list[AbstractMask]:
     return [mask]
 
 
-def _least(a: int | None, b: int | None) -> int | None:
+def least(a: int | None, b: int | None) -> int | None:
+    """The smaller of two distances; None is any distance."""
     return min((x for x in (a, b) if x is not None), default=None)
 
 

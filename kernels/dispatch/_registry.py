@@ -12,6 +12,7 @@ from .._checks import check_flag, check_taylor, received
 from .._varying import vary_together
 from ..autodiff._function import function_call
 from ..call._arguments import check_call
+from ..call._batch import restored
 from ..call._kernel import AbstractKernel, Candidate, Device, as_read, check_call_of
 from ..call._operands import KernelCall, Operands, Settings, dequantized, is_static
 from ..call._options import KernelOptions, check_options
@@ -208,9 +209,9 @@ def attend_and_maximum(
 
 
 def local_attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
+    query: Float[Array, "*#B T N H"],
+    key: Float[Array, "*#B S K H"],
+    value: Float[Array, "*#B S K Hv"],
     *,
     source: Float[Array, "*B T N Hv"] | None = None,
     bias: Float[Array, "..."] | None = None,
@@ -265,7 +266,7 @@ def local_attention(
     if not differentiated_by_jax(names):
         check_taylor(call.operands)
     state = attend(names, call.settings, call.operands)
-    return state if call.batched else jax.tree.map(lambda x: x[0], state)
+    return AttentionState(*(restored(x, call.axes) for x in state))
 
 
 def explain(

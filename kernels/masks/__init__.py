@@ -12,6 +12,7 @@ from ._ready import Lengths as Lengths
 from ._ready import Prefix as Prefix
 from ._ready import Segments as Segments
 from ._ready import Spans as Spans
+from ._ready import TracedWindow as TracedWindow
 from ._ready import Window as Window
 from ._visibility import tabulate as tabulate
 
@@ -28,6 +29,7 @@ __all__ = [
     "Prefix",
     "Segments",
     "Spans",
+    "TracedWindow",
     "Window",
     "tabulate",
 ]

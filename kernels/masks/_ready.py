@@ -5,14 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from .._checks import as_ids, as_int32, check_int32, check_integer, received
-from ._abstract import FAR, AbstractComparison, AbstractMask, Interval
+from .._checks import as_ids, as_int32, check_int32, check_integer, is_concrete, received
+from ._abstract import FAR, AbstractComparison, AbstractMask, And, Function, Interval
 
 
 def _unless_none(check: Callable[[str, object], Any], name: str) -> Callable[[object], Any]:
@@ -46,11 +47,9 @@ def lengths(name: str, x: object) -> Any:
 
 def _of_rank(name: str, x: object, rank: int) -> Any:
     array = check_int32(name, x)
-    if array.ndim not in (rank, rank + 1):
-        axes = ", ".join(("L",) * rank)
-        raise ValueError(
-            f"{name}: wanted shape ({axes}) or ({', '.join(('B', *('L',) * rank))}), got {received(x)}"
-        )
+    if array.ndim < rank:
+        axes = ", ".join(("*B", *("L",) * rank))
+        raise ValueError(f"{name}: wanted shape ({axes}), got {received(x)}")
     return array
 
 
@@ -83,6 +82,10 @@ class Causal(AbstractComparison):
 
 
 def _side(x: object) -> int | None:
+    if isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"left and right: wanted ints, got {received(x)}; TracedWindow(left, right) takes arrays"
+        )
     if isinstance(x, (int, np.integer)) and x < 0:
         raise ValueError(f"left and right: wanted at least 0, or None for any distance, got {x}")
     return None if x is None else check_integer("left and right", x, is_wide=True)
@@ -122,6 +125,52 @@ class Window(AbstractComparison):
 def sides(window: Window) -> tuple[int, int]:
     left, right = (FAR if x is None else min(x, FAR) for x in (window.left, window.right))
     return left, right
+
+
+class TracedWindow(AbstractComparison):
+    r"""A window whose sides are arrays: layers with different windows are one program, or one `jax.lax.scan`.
+
+    $$p_i - \mathrm{left} \le p_j \le p_i + \mathrm{right}$$
+
+    `local_window_size=array` builds it. Blocks of keys outside are skipped when the program runs. The sides have no
+    derivative. They bound nothing that is static: over a mesh all keys are sent, unless a static window is joined, as
+    `Window(4096, 0) & TracedWindow(left, 0)` or by `max_window=`; keys outside of either are hidden. Kernels of vendors
+    decline it.
+
+    Attributes:
+        left: how far before a query its keys may lie: an int or an integer array, a scalar for all rows or `[B]`;
+            None: any distance.
+        right: how far after it, as `left`.
+
+    Raises:
+        TypeError: a side of another type.
+        ValueError: a negative side, unless it is traced: a query then sees only keys farther away on the other side.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> import energy_attn as ea
+        >>> q = jax.random.normal(jax.random.key(0), (1, 9, 2, 4))
+        >>> def layer(x, window):
+        ...     return ea.attention(x, x, x, mask=ea.masks.TracedWindow(window, 0)), None
+        >>> out, _ = jax.lax.scan(layer, q, jnp.array([3, 9, 3]))  # three layers
+        >>> bool(jnp.allclose(layer(q, jnp.array(3))[0], ea.attention(q, q, q, local_window_size=(3, 0))))
+        True
+    """
+
+    left: Int[Array | np.ndarray, "*B"] | None = eqx.field(converter=_unless_none(lengths, "left"))
+    right: Int[Array | np.ndarray, "*C"] | None = eqx.field(
+        converter=_unless_none(lengths, "right")
+    )
+
+    def any_visible(self, query: Interval, key: Interval) -> Bool[Array, "..."]:
+        """Whether the interval of the keys meets the windows of the queries."""
+        # as in `Window`, without the sum of a position and a side
+        seen = jnp.ones(jnp.broadcast_shapes(query.low.shape, key.low.shape), bool)
+        if self.left is not None:
+            seen &= key.high - query.low >= -self.left
+        if self.right is not None:
+            seen &= key.low - query.high <= self.right
+        return seen
 
 
 # Masks of these classes are fully described by their window.
@@ -225,6 +274,69 @@ class Segments(AbstractMask):
     def ranks(self) -> tuple[int, ...]:
         return (1,) if self.key_ids is None else (1, 1)
 
+    @staticmethod
+    def from_cu_seqlens(
+        cu_seqlens: Int[Array | np.ndarray, " n"],
+        length: int,
+        *,
+        cu_seqlens_k: Int[Array | np.ndarray, " n"] | None = None,
+        key_length: int | None = None,
+        is_causal: bool = False,
+    ) -> And:
+        r"""The mask of sequences packed into one row, from the offsets of FlashAttention's varlen functions.
+
+        A token at position $p$ is in sequence $s$ where $\mathrm{cu}_s \le p < \mathrm{cu}_{s+1}$, and a query sees the
+        keys of its own sequence. Tokens from the last offset on are absent.
+
+        Args:
+            cu_seqlens: $\mathrm{cu}$, `[n + 1]` integers that begin with 0 and do not decrease; may be traced. An
+                offset that repeats is an empty sequence.
+            length: the number of tokens in the row, sequences and padding.
+            cu_seqlens_k: the offsets of keys (`cu_seqlens` is then `cu_seqlens_q`); None: those of queries.
+            key_length: the number of keys in the row; None: `length`.
+            is_causal: whether a query sees no key after its own. As in FlashAttention, the last query of a sequence
+                then sees its last key, where a sequence has more keys than queries. `Causal()` and windows compare
+                positions in the row, which is the same for equal offsets only.
+
+        Returns:
+            `Segments(ids) & Lengths(last offset)`, and the causal mask; joined with others by `&`.
+
+        Raises:
+            TypeError: offsets that are no integer array, or sizes that are no integers.
+            ValueError: offsets of another rank or number; known ones that decrease, or do not span 0 to at most the
+                number of tokens.
+
+        Source: `flash_attn_varlen_func` of FlashAttention-2 (arXiv 2307.08691).
+
+        Examples:
+            >>> import jax, jax.numpy as jnp
+            >>> import energy_attn as ea
+            >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 8, 2, 4))  # 3 and 4 tokens, and padding
+            >>> packed = ea.masks.Segments.from_cu_seqlens(jnp.array([0, 3, 7]), 8, is_causal=True)
+            >>> out = ea.attention(q, k, v, mask=packed)
+            >>> second = ea.attention(q[3:7], k[3:7], v[3:7], is_causal=True)
+            >>> bool(jnp.allclose(out[3:7], second, atol=1e-6)), bool((out[7] == 0).all())
+            (True, True)
+        """
+        queries, of_queries = _offsets("cu_seqlens", cu_seqlens, "length", length)
+        if cu_seqlens_k is None and key_length is None:
+            end = queries[-1:].reshape(())
+            mask = Segments(of_queries) & Lengths(end, queries=end)
+            return mask & Causal() if is_causal else mask
+        offsets = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+        size = length if key_length is None else key_length
+        keys, of_keys = _offsets("cu_seqlens_k", offsets, "key_length", size)
+        if keys.shape != queries.shape:
+            raise ValueError(
+                f"cu_seqlens_k: wanted as many as cu_seqlens, {queries.shape}, got {received(keys)}"
+            )
+        mask = Segments(of_queries, of_keys) & Lengths(
+            keys[-1:].reshape(()), queries=queries[-1:].reshape(())
+        )
+        # the last query of a sequence sees its last key
+        shift = (keys - queries)[1:][of_queries.clip(0, len(keys) - 2)]
+        return mask & Function(_not_after, shift) if is_causal else mask
+
     def visible(self, query: Int[Array, "..."], key: Int[Array, "..."]) -> Bool[Array, "..."]:
         """Whether both positions are in the tables, with equal ids."""
         keys = self.query_ids if self.key_ids is None else self.key_ids
@@ -318,3 +430,26 @@ def looked_up(table: Array | np.ndarray, positions: Array) -> tuple[Array, Array
     if len(table) == 0:
         return positions, in_table
     return jnp.asarray(table)[jnp.where(in_table, positions, 0)], in_table
+
+
+def _offsets(name: str, x: object, size_name: str, size: object) -> tuple[Any, Any]:
+    """Checked offsets of sequences as int32, and the index of the sequence of each token of a row."""
+    offsets, size = check_int32(name, x), check_integer(size_name, size, least=0)
+    if offsets.ndim != 1 or len(offsets) < 2:
+        raise ValueError(f"{name}: wanted shape (n + 1,) for n > 0 sequences, got {received(x)}")
+    if is_concrete(offsets):
+        known = np.asarray(offsets)
+        if known[0] != 0 or (np.diff(known) < 0).any() or known[-1] > size:
+            raise ValueError(
+                f"{name}: wanted offsets from 0 to at most {size_name}, {size}, that do not decrease, "
+                f"got {known.tolist()}"
+            )
+    offsets = as_int32(offsets)
+    numpy: Any = np if isinstance(offsets, np.ndarray) else jnp
+    tokens = numpy.arange(size, dtype=np.int32)
+    ids = numpy.searchsorted(offsets, tokens, side="right").astype(np.int32) - 1
+    return offsets, ids
+
+
+def _not_after(query: Array, key: Array, shift: Array) -> Array:
+    return key <= query + shift[jnp.clip(query, 0, len(shift) - 1)]

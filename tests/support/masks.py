@@ -139,6 +139,10 @@ RULES = {
         masks.Window(2, 2) | masks.Prefix(2) | masks.Lengths(LAST, queries=2),
         lambda b, q, k: (abs(q - k) <= 2) | (k < 2) | ((q < 2) & (k < LAST)),
     ),
+    "traced_window": Case(
+        masks.TracedWindow(LENGTHS, np.asarray(1, np.int32)) & masks.Window(4, None),
+        lambda b, q, k: (k >= q - np.minimum(LENGTHS[b], 4)) & (k <= q + 1),
+    ),
     "dilated": Case(
         masks.Causal() & (masks.Window(2, None) | masks.Function(spaced, 3)),
         lambda b, q, k: (k <= q) & ((k >= q - 2) | ((q - k) % 3 == 0)),

@@ -52,6 +52,7 @@ from tests.support.complaints import (
 
 pytestmark = pytest.mark.usefixtures("unchecked", "user_settings")
 VALID = {"query": a(B, T, N, H), "key": a(B, S, K, H), "value": a(B, S, K, V)}
+TWO = {name: a(2, *x.shape) for name, x in VALID.items()}  # two batch axes
 ONE = {name: a(*x.shape[1:]) for name, x in VALID.items()}  # unbatched
 X = a(5, 8)
 FLAT = Mesh(np.array(jax.devices()), ("device",))
@@ -73,8 +74,8 @@ SHARED = [
     ({"value": a(B, S, K, V, dtype="float16")}, TypeError, "float16", "dtype of query, float32"),
     # shapes
     ({"query": a(5)}, ValueError, "float32[5]", "(B, T, N, H) or (T, N, H)"),
-    ({"query": a(1, 1, B, N, H)}, ValueError, "float32[1,1,2,4,5]", "(B, T, N, H) or (T, N, H)"),
-    ({"key": a(1, S, K, H)}, ValueError, "float32[1,7,2,5]", "(2, S, K, 5)"),
+    ({"key": a(1, B, S, K, H)}, ValueError, "float32[1,2,7,2,5]", "(2, S, K, 5)"),
+    ({"key": a(3, S, K, H)}, ValueError, "float32[3,7,2,5]", "(2, S, K, 5)"),
     ({"key": a(B, S, K, H + 1)}, ValueError, "float32[2,7,2,6]", "(2, S, K, 5)"),
     ({"value": a(B, S - 1, K, V)}, ValueError, "float32[2,6,2,6]", "(2, 7, 2, Hv)"),
     ({"value": a(B, S, N, V)}, ValueError, "float32[2,7,4,6]", "(2, 7, 2, Hv)"),
@@ -82,6 +83,12 @@ SHARED = [
     ({"query": a(B, T, N, 0), "key": a(B, S, K, 0)}, ValueError, "[2,3,4,0]", "width above zero"),
     ({"query": a(B, T, 3, H)}, ValueError, "float32[2,3,3,5]", "multiple of the 2 key/value heads"),
     ({**ONE, "key": a(S, K, H + 1)}, ValueError, "float32[7,2,6]", "(S, K, 5)"),
+    # several batch axes
+    ({**TWO, "value": a(2, 3, S, K, V)}, ValueError, "float32[2,3,7,2,6]", "(2, 2, 7, 2, Hv)"),
+    ({**TWO, "bias": a(2, N, T, S)[None, None]}, ValueError, "[1,1,2,4,3,7]", "to (2, 2, 4, 3, 7)"),
+    ({**TWO, "mask": a(3, N, T, S, dtype="bool")}, ValueError, "[3,4,3,7]", "to (2, 2, 4, 3, 7)"),
+    ({**TWO, "key_positions": a(2, S, dtype="int32")}, ValueError, "int32[2,7]", "(2, 2, 7)"),
+    ({**TWO, "query_seq_lengths": a(4, dtype="int32")}, ValueError, "int32[4]", "(2, 2)"),
     # bias and mask
     ({"bias": 0.0}, TypeError, "float 0.0", "array"),
     ({"bias": a(B, N, T, S, dtype="bool")}, TypeError, "bool[2,4,3,7]", "float32"),
@@ -114,7 +121,11 @@ SHARED = [
     ({"local_window_size": (None, 2.0)}, TypeError, "(None, 2.0)", "or None for any"),
     ({"local_window_size": (1, 2, 3)}, TypeError, "(1, 2, 3)", "pair"),
     ({"local_window_size": 1.5}, TypeError, "float 1.5", "an int"),
-    ({"local_window_size": a(2, dtype="int32")}, TypeError, "int32[2]", "an int"),
+    ({"local_window_size": a(3, dtype="int32")}, TypeError, "int32[3]", "scalar array"),
+    ({"local_window_size": (a(1, dtype="int32"), 0)}, ValueError, "int32[1]", "()"),
+    ({"local_window_size": a()}, TypeError, "float32[]", "integer"),
+    ({"local_window_size": array(-1, "int32")}, ValueError, "-1", "at least 0"),
+    ({"max_window": a(dtype="int32")}, TypeError, "int32[]", "an int"),
     ({"query_seq_lengths": [1, 2]}, TypeError, "list [1, 2]", "array"),
     ({"query_seq_lengths": a(B)}, TypeError, "float32[2]", "integer"),
     ({"query_seq_lengths": a(3, dtype="int32")}, ValueError, "int32[3]", "(2)"),
@@ -193,7 +204,8 @@ def cases():
 
 def blamed(changes):
     """The first argument that is changed to something wrong."""
-    return next(name for name, x in changes.items() if x is not ONE.get(name, ...))
+    right = {id(x) for x in (*ONE.values(), *TWO.values())}
+    return next(name for name, x in changes.items() if id(x) not in right)
 
 
 @pytest.mark.parametrize(

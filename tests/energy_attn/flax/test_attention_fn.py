@@ -143,7 +143,7 @@ def test_other_batch_axes_are_refused(shape, unchecked):
     x = inputs().reshape(2, 3, 7, HEADS, -1)
     other = jnp.ones((*shape, *x.shape[-2:]))
     for k, v in ((other, other), (other, x), (x, other)):
-        with pytest.raises(ValueError, match="query: wanted .* the same batch axes, got"):
+        with pytest.raises(ValueError, match=r"(key|value): wanted shape \(2, 3, "):
             ea.flax.attention_fn()(x, k, v)
 
 
@@ -180,9 +180,9 @@ def test_sixteen_bits():
         ({"qk_attn_weights_einsum": jnp.einsum}, "qk_attn_weights_einsum: wanted None"),
         ({"dropout_rate": 0.5}, "dropout_rng: wanted a key"),
         ({"dropout_rate": 1.5}, "dropout_rate: wanted a probability, got 1.5"),
-        ({"mask": np.ones((2, 1, 7, 7))}, r"mask: wanted batch axes that broadcast to .3,., got"),
+        ({"mask": np.ones((2, 1, 7, 7))}, r"mask: wanted .* to \(3, 4, 7, 7\), got bool"),
         ({"mask": np.where(np.eye(7), 0, -np.inf)}, r"mask: wanted .*write mask=\(mask == 0\)"),
-        ({"bias": np.ones((1, 1, 1, 7, 7))}, "bias: wanted at most 4 axes"),
+        ({"bias": np.ones((1, 1, 1, 7, 7))}, r"bias: wanted .* to \(3, 4, 7, 7\), got"),
     ],
 )
 def test_what_is_refused(given, message, unchecked):

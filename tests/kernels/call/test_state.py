@@ -242,8 +242,11 @@ def test_what_is_broken_reaches_the_whole(broken, beside):
 
 
 FOREIGN = {
-    "flash_attention_2": {"empty": np.inf, "layout": "BNT"},
-    "flashinfer": {"base": 2},
+    "flash_attention_2": {"base": np.e, "empty": np.inf, "layout": "BNT"},
+    "flash_attention": {"library": "flash_attention"},
+    "log2": {"base": 2},
+    "flashinfer": {"library": "flashinfer"},
+    "vllm": {"library": "vllm"},
     "nan_for_empty": {"base": 10.0, "empty": np.nan},
 }
 
@@ -254,7 +257,13 @@ FOREIGN = {
 def test_states_from_elsewhere(kind, dtype):
     """Another base, another order of axes, energies of 16 bits, another mark of empty rows; NaN stays NaN."""
     options = FOREIGN[kind]
-    base, empty = options.get("base", np.e), options.get("empty", -np.inf)
+    named = {
+        "flash_attention": "flash_attention_2",
+        "vllm": "flash_attention_2",
+        "flashinfer": "log2",
+    }
+    said = FOREIGN[named.get(kind, kind)]
+    base, empty = said["base"], said.get("empty", -np.inf)
     rng = np.random.default_rng(0)
     out = np.asarray(rng.standard_normal((2, 3, 4, WIDTH)), jnp.dtype(dtype))
     natural = rng.standard_normal((2, 3, 4))
@@ -262,7 +271,7 @@ def test_states_from_elsewhere(kind, dtype):
     lse[0, 1] = empty
     if np.isinf(empty):
         out[1, 2, 0], lse[1, 2, 0] = np.nan, np.inf
-    if options.get("layout") == "BNT":
+    if said.get("layout") == "BNT":
         lse = lse.swapaxes(1, 2)
     small = "bfloat16" if dtype == "bfloat16" else dtype
     state = jax.jit(functools.partial(as_state, **options))(
@@ -279,6 +288,26 @@ def test_states_from_elsewhere(kind, dtype):
     eps = 4 * float(jnp.finfo(small).eps)
     np.testing.assert_allclose(found[there], natural[there], rtol=eps, atol=eps)
     np.testing.assert_array_equal(np.asarray(state.out, float)[there], out.astype(float)[there])
+
+
+def test_the_base_of_foreign_energies_is_said():
+    """A forgotten base: states of a log2 lse merge to a wrong result without an error."""
+    rng = np.random.default_rng(1)
+    scores, values = rng.standard_normal((2, 3, 6)), rng.standard_normal((2, 6, WIDTH))
+    weights = np.exp(scores)
+    parts = []
+    for x in (slice(4), slice(4, 6)):
+        total = weights[..., x].sum(-1)
+        out = np.einsum("brk,bkw->brw", weights[..., x], values[:, x]) / total[..., None]
+        parts.append(as_state(jnp.asarray(out), jnp.log2(total), base=2))
+    whole = np.einsum("brk,bkw->brw", weights, values) / weights.sum(-1)[..., None]
+    np.testing.assert_allclose(merge(*parts).out, whole, rtol=1e-13, atol=1e-13)
+    with pytest.raises(TypeError, match=r"base: wanted the base of lse, 2 for log2 .*got neither"):
+        as_state(parts[0].out, parts[0].lse, layout="BTN")
+    with pytest.raises(ValueError, match="library: wanted either it or base"):
+        as_state(parts[0].out, parts[0].lse, library="flashinfer", base=2)
+    with pytest.raises(ValueError, match="library: wanted one of 'flash_attention', "):
+        as_state(parts[0].out, parts[0].lse, library="flashinfer2")
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
