@@ -27,7 +27,7 @@ from ..xla._blockwise import Blockwise
 from ..xla._canonical import Canonical
 from ..xla._decode import Decode, DecodeCPU
 from ..xla._reference import Reference
-from ._derivative import Attention, EightBits
+from ._derivative import Attention, EightBits, with_checkpoint_names
 from ._lowering import Program, first_fitting, why_unfit
 
 # In order of preference: vendors' kernels, which are tuned for many rows and take few calls; our own,
@@ -35,6 +35,7 @@ from ._lowering import Program, first_fitting, why_unfit
 _REGISTRY: dict[str, AbstractKernel] = {
     kernel.name: kernel
     for kernel in (
+        Reference(),
         CuDNN(),
         MosaicGPU(),
         PallasGPU(),
@@ -45,7 +46,6 @@ _REGISTRY: dict[str, AbstractKernel] = {
         DecodeCPU(),
         Decode(),
         Blockwise(),
-        Reference(),
     )
 }
 # Kernels that have passed no test on hardware yet; they are tried only if they are named.
@@ -187,7 +187,8 @@ def attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands)
         operands = operands.positioned(read=False)
         return function_call(EightBits(attend, names, kernels, settings), operands)
     if kernels[0].differentiated_by_jax:
-        return kernels[0].forward(as_read(kernels[0], KernelCall(operands, settings)))
+        state = kernels[0].forward(as_read(kernels[0], KernelCall(operands, settings)))
+        return with_checkpoint_names(state)
     return function_call(Attention(kernels, settings), operands)
 
 
