@@ -27,7 +27,6 @@ from ..call._state import (
     lse_dtype,
     precision,
     safe_shift,
-    unfused,
 )
 from ..masks._abstract import AbstractMask
 from ..masks._visibility import visible
@@ -43,21 +42,15 @@ class Softmax(NamedTuple):
     lse: Float[Array, "..."]
 
 
-def softmax(scores: Float[Array, "..."], axis: int = -1, *, full: bool = False) -> Softmax:
+def softmax(scores: Float[Array, "..."], axis: int = -1) -> Softmax:
     r"""The softmax over an axis, where scores of minus infinity hide keys.
 
     The maximum $m$ is held constant: $F = m + \log\sum e^{s - m}$ does not depend on it, so the derivatives of these
     lines, of any order and in both modes, are those of $F$. A fully masked row has $m = 0$ and a total of 1, and so is
     finite, derivatives included. A NaN or an overflow among the scores makes the whole row NaN.
-
-    `full`: whether no row is fully masked.
     """
     # w = e^{s - m}, l = Σ w, F = m + log l
     maximum = lax.stop_gradient(scores.max(axis, keepdims=True, initial=-jnp.inf))
-    if full:
-        weights = jnp.exp(scores - maximum)
-        total = weights.sum(axis, keepdims=True)
-        return Softmax(weights, total, (maximum + jnp.log(total)).squeeze(axis))
     weights = exp_from(scores, safe_shift(maximum))
     total, lse, _ = normalised(weights.sum(axis, keepdims=True), maximum)
     return Softmax(weights, total, lse.squeeze(axis))
@@ -115,9 +108,15 @@ class Reference(AbstractJAXKernel):
         if operands.mask is not None:  # derivatives multiply rows without keys by zeros
             shown = _rows_with_keys(operands, settings)
             operands = operands._replace(query=jnp.where(shown, operands.query, 0))
-        weights, total, lse = softmax(_scores_by_head(settings, operands), full=full)
+        # scores that are multiples of products, by at most 1, are as finite as these
+        if full and settings.score is None and 0 < settings.scale <= 1:
+            products = _scores_by_head(settings._replace(scale=1.0), operands)
+            weights, lse = _simple_softmax(products, settings.scale)
+        else:
+            weights, total, lse = softmax(_scores_by_head(settings, operands))
+            weights = weights / total
         # in 16 bits: weights below 1, whose cotangents do not underflow where many keys share a row
-        weights = (weights / total).astype(operands.value.dtype)
+        weights = weights.astype(operands.value.dtype)
         out = _by_head(weights, operands.value, 1, operands.query.dtype).transpose(0, 2, 1, 3)
         lse = lse.transpose(0, 2, 1)
         if not full:  # a fully masked row passes no cotangent to the values
@@ -140,12 +139,18 @@ def _scores_by_head(settings: Settings, operands: Operands) -> Float[Array, "B N
     if inner is not None:
         added = _by_head(query[..., inner:], key[..., inner:], 3, query.dtype)
         query, key = query[..., :inner], key[..., :inner]
-    # no product is left that XLA could fuse with the difference of scores and their maximum
-    scaled = settings.score is None and query.dtype == lse_dtype(query.dtype)
-    if scaled:
-        query, settings = query * settings.scale, settings._replace(scale=1.0)
-    scores = masked(_by_head(query, key, 3, operands.query.dtype), operands, settings, added)
-    return scores if scaled else unfused(scores)
+    return masked(_by_head(query, key, 3, operands.query.dtype), operands, settings, added)
+
+
+def _simple_softmax(
+    products: Float[Array, "B N T S"], scale: float
+) -> tuple[Float[Array, "B N T S"], Float[Array, "B N T"]]:
+    """The weights and free energies of scores that are multiples of products, where each row has a key."""
+    maximum = lax.stop_gradient(products.max(-1, keepdims=True, initial=-jnp.inf))
+    # subtracted first: exactly 0 where the score is the maximum
+    weights = jnp.exp((products - maximum) * scale)
+    total = weights.sum(-1, keepdims=True)
+    return weights / total, (maximum * scale + jnp.log(total))[..., 0]
 
 
 def _by_head(
