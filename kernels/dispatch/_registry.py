@@ -30,8 +30,8 @@ from ..xla._reference import Reference
 from ._derivative import Attention, EightBits, with_checkpoint_names
 from ._lowering import Program, first_fitting, why_unfit
 
-# In order of preference: vendors' kernels, which are tuned for many rows and take few calls; our own,
-# which take most; and those made of XLA's operations, which run everywhere.
+# In order of preference: few operations for few scores; vendors' kernels, which are tuned for many rows and take few
+# calls; our own, which take most; and those made of XLA's operations, which run everywhere.
 _REGISTRY: dict[str, AbstractKernel] = {
     kernel.name: kernel
     for kernel in (
@@ -57,6 +57,7 @@ def implementations() -> tuple[str, ...]:
 
     | name | for | made of | takes |
     |---|---|---|---|
+    | `reference` | all | XLA's operations | any call, with the whole score matrix; tried for at most 64 queries and keys |
     | `cudnn` | NVIDIA | cuDNN | 16 bits, widths to 128 (9.0: 256), from 64 rows; plain, no window to the right |
     | `mosaic_gpu` | NVIDIA 9.0 | Pallas on Mosaic GPU | 16 bits, any positions and segments; many rows |
     | `pallas_gpu` | NVIDIA | Pallas on Triton | 16 and 32 bits, any positions and segments; splits keys of few rows |
@@ -67,7 +68,6 @@ def implementations() -> tuple[str, ...]:
     | `decode_cpu` | CPU | XLA's operations | 16 and 32 bits, to 1024 queries times heads; reads blocks that are seen |
     | `decode` | all | XLA's operations | any call with at most 64 queries times heads |
     | `blockwise` | all | XLA's operations | any call, memory O(T·block) |
-    | `reference` | all | XLA's operations | any call, with the whole score matrix; derivatives in both modes |
 
     "Plain": full, causal or windowed attention, with positions that count from 0, and without arrays of masks, biases
     or positions; `cudnn` and `splash` take lengths, and `splash` takes segments. Those for one platform know the masks

@@ -159,7 +159,8 @@ def _by_head(
     """Products of rows with the keys or values `[B, S, K, W]` of their heads, over this axis of theirs."""
     batch, heads, length, size = rows.shape
     # XLA:CPU transposes factors of gradients with axes of heads and rows apart, and multiplies small ones faster
-    grouped = rows.reshape(batch, keys.shape[2], -1, length, size)
+    kv_heads = keys.shape[2]
+    grouped = rows.reshape(batch, kv_heads, heads // kv_heads, length, size)
     result = lax.dot_general(
         grouped,
         keys,
@@ -167,7 +168,7 @@ def _by_head(
         precision=precision(dtype),
         preferred_element_type=lse_dtype(dtype, keys.dtype),
     )
-    return result.reshape(batch, heads, length, -1)
+    return result.reshape(batch, heads, length, result.shape[-1])
 
 
 def dense_state(settings: Settings, operands: Operands) -> AttentionState:
