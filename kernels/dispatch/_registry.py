@@ -29,14 +29,21 @@ from ..xla._blockwise import Blockwise
 from ..xla._canonical import Canonical
 from ..xla._decode import Decode, DecodeCPU
 from ..xla._reference import Reference
-from ._derivative import Attention, AttentionAndMaximum, EightBits, second_order_kernel
+from ._derivative import (
+    Attention,
+    AttentionAndMaximum,
+    EightBits,
+    second_order_kernel,
+    with_checkpoint_names,
+)
 from ._lowering import Program, first_fitting, why_unfit
 
-# In order of preference: vendors' kernels, which are tuned for many rows and take few calls; our own,
-# which take most; and those made of XLA's operations, which run everywhere.
+# In order of preference: few operations for few scores; vendors' kernels, which are tuned for many rows and take few
+# calls; our own, which take most; and those made of XLA's operations, which run everywhere.
 _REGISTRY: dict[str, AbstractKernel] = {
     kernel.name: kernel
     for kernel in (
+        Reference(),
         CuDNN(),
         MosaicGPU(),
         PallasGPU(),
@@ -47,7 +54,6 @@ _REGISTRY: dict[str, AbstractKernel] = {
         DecodeCPU(),
         Decode(),
         Blockwise(),
-        Reference(),
     )
 }
 # Kernels that have passed no test on hardware yet; they are tried only if they are named.
@@ -59,6 +65,7 @@ def implementations() -> tuple[str, ...]:
 
     | name | for | made of | takes |
     |---|---|---|---|
+    | `reference` | all | XLA's operations | any call, by the score matrix; tried for up to 64 queries and keys |
     | `cudnn` | NVIDIA | cuDNN | 16 bits, widths to 128 (9.0: 256), from 64 rows; plain, no window to the right |
     | `mosaic_gpu` | NVIDIA 9.0 | Pallas on Mosaic GPU | 16 bits, any positions and segments; many rows |
     | `pallas_gpu` | NVIDIA | Pallas on Triton | 16 and 32 bits, any positions and segments; splits keys of few rows |
@@ -69,7 +76,6 @@ def implementations() -> tuple[str, ...]:
     | `decode_cpu` | CPU | XLA's operations | 16 and 32 bits, to 1024 queries times heads; reads blocks that are seen |
     | `decode` | all | XLA's operations | any call with at most 64 queries times heads |
     | `blockwise` | all | XLA's operations | any call, memory O(T·block) |
-    | `reference` | all | XLA's operations | any call, with the whole score matrix; derivatives in both modes |
 
     "Plain": full, causal or windowed attention, with positions that count from 0, and without arrays of masks, biases
     or positions; `cudnn` and `splash` take lengths, and `splash` takes segments. Those for one platform know the masks
@@ -190,7 +196,8 @@ def attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands)
         operands = operands.positioned(read=False)
         return function_call(EightBits(attend, names, kernels, settings), operands)
     if kernels[0].differentiated_by_jax:
-        return kernels[0].forward(as_read(kernels[0], KernelCall(operands, settings)))
+        state = kernels[0].forward(as_read(kernels[0], KernelCall(operands, settings)))
+        return with_checkpoint_names(state)
     return function_call(Attention(kernels, settings), operands)
 
 

@@ -12,13 +12,22 @@ from ..call._operands import (
     KernelCall,
     Operands,
     Settings,
+    all_meet,
     bound,
     bound_score,
     hide_unreachable,
+    is_static,
     out_dtype,
     zero_absent,
 )
-from ..call._state import AttentionState, exp_from, holds_keys, lse_dtype, precision, safe_shift
+from ..call._state import (
+    AttentionState,
+    exp_from,
+    holds_keys,
+    lse_dtype,
+    precision,
+    safe_shift,
+)
 from ..masks._abstract import AbstractMask
 from ..masks._visibility import visible
 from ..scores._abstract import ScoreIndices
@@ -62,10 +71,13 @@ def normalised(total: Array, maximum: Array) -> tuple[Array, Array, Array]:
     return total, lse, lax.stop_gradient(rounding)
 
 
-class Reference(AbstractJAXKernel):
-    """Attention with the whole `[B, T, N, S]` matrix in memory; takes every call.
+FEW = 64  # queries, and keys, of a call that is preferred; chosen by measurement
 
-    Plain differentiable JAX, so `jax.grad`, `jax.jvp`, `jax.linearize` and `jax.hessian` of
+
+class Reference(AbstractJAXKernel):
+    """Attention with the whole `[B, N, T, S]` matrix in memory; takes every call, and is preferred for small ones.
+
+    Plain differentiable JAX, of few operations, so `jax.grad`, `jax.jvp`, `jax.linearize` and `jax.hessian` of
     `forward` work to any order.
     """
 
@@ -77,43 +89,103 @@ class Reference(AbstractJAXKernel):
     def check(self, call: KernelCall) -> None:
         """Takes every call."""
 
+    def check_preferred(self, call: KernelCall) -> None:
+        sizes = call.operands.query.shape[1], call.operands.key.shape[1]
+        if not is_static(*sizes) or max(sizes) > FEW:
+            raise NotImplementedError(
+                f"query: wanted at most {FEW} queries and keys, whose scores are few, got {sizes[0]} and {sizes[1]}"
+            )
+
     def forward(self, call: KernelCall) -> AttentionState:
         operands, settings = call.operands, call.settings
-        operands = zero_absent(hide_unreachable(operands, settings))
+        # whether each query sees a key, and each key is seen
+        hiding = operands.tokens.query_segments, operands.mask, operands.bias
+        full = all_meet(operands, settings) and all(x is None for x in hiding)
+        if not full:
+            operands = zero_absent(hide_unreachable(operands, settings))
+        elif settings.mask.constrains:
+            operands = operands.positioned()
         if operands.mask is not None:  # derivatives multiply rows without keys by zeros
-            scores = dense_scores(settings, lax.stop_gradient(operands))
-            has_keys = holds_keys(scores.max(-1, keepdims=True, initial=-jnp.inf))
-            operands = operands._replace(query=jnp.where(has_keys, operands.query, 0))
+            shown = _rows_with_keys(operands, settings)
+            operands = operands._replace(query=jnp.where(shown, operands.query, 0))
+        # scores that are multiples of products, by at most 1, are as finite as these
+        if full and settings.score is None and 0 < settings.scale <= 1:
+            products = _scores_by_head(settings._replace(scale=1.0), operands)
+            weights, lse = _simple_softmax(products, settings.scale)
+        else:
+            weights, total, lse = softmax(_scores_by_head(settings, operands))
+            weights = weights / total
         # in 16 bits: weights below 1, whose cotangents do not underflow where many keys share a row
-        out, lse = dense_state(settings, operands, normalise_first=True)
-        # a fully masked row passes no cotangent to the values
-        return AttentionState(jnp.where(holds_keys(lse)[..., None], out, 0), lse)
+        weights = weights.astype(operands.value.dtype)
+        out = _by_head(weights, operands.value, 1, operands.query.dtype).transpose(0, 2, 1, 3)
+        lse = lse.transpose(0, 2, 1)
+        if not full:  # a fully masked row passes no cotangent to the values
+            out = jnp.where(holds_keys(lse)[..., None], out, 0)
+        return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
 
-def dense_state(
-    settings: Settings, operands: Operands, *, normalise_first: bool = False
-) -> AttentionState:
-    """The state by products batched over heads; keys and values of eight bits are cast inside the products.
+def _rows_with_keys(operands: Operands, settings: Settings) -> Array:
+    """Whether a query sees some key, by masks and biases alone, `[B or 1, T, N or 1, 1]`."""
+    bias = lax.stop_gradient(operands.bias)
+    shape = 1, 1, operands.query.shape[1], operands.key.shape[1]
+    zeros = lax.full_like(operands.query, 0, lse_dtype(operands.query.dtype), shape)
+    shown = masked(zeros, operands._replace(bias=bias), settings._replace(score=None))
+    return holds_keys(shown.max(-1, keepdims=True, initial=-jnp.inf)).transpose(0, 2, 1, 3)
 
-    `normalise_first`: whether weights are divided by their total before they are rounded to the dtype of the values;
-    otherwise the weighted sum is divided.
-    """
+
+def _scores_by_head(settings: Settings, operands: Operands) -> Float[Array, "B N T S"]:
+    query, key, _ = operands.qkv
+    query, inner, added = query.transpose(0, 2, 1, 3), settings.scored_width, None
+    if inner is not None:
+        added = _by_head(query[..., inner:], key[..., inner:], 3, query.dtype)
+        query, key = query[..., :inner], key[..., :inner]
+    return masked(_by_head(query, key, 3, operands.query.dtype), operands, settings, added)
+
+
+def _simple_softmax(
+    products: Float[Array, "B N T S"], scale: float
+) -> tuple[Float[Array, "B N T S"], Float[Array, "B N T"]]:
+    """The weights and free energies of scores that are multiples of products, where each row has a key."""
+    maximum = lax.stop_gradient(products.max(-1, keepdims=True, initial=-jnp.inf))
+    # subtracted first: exactly 0 where the score is the maximum
+    weights = jnp.exp((products - maximum) * scale)
+    total = weights.sum(-1, keepdims=True)
+    return weights / total, (maximum * scale + jnp.log(total))[..., 0]
+
+
+def _by_head(
+    rows: Float[Array, "B N T X"], keys: Array, axis: int, dtype: DTypeLike
+) -> Float[Array, "B N T Y"]:
+    """Products of rows with the keys or values `[B, S, K, W]` of their heads, over this axis of theirs."""
+    batch, heads, length, size = rows.shape
+    # XLA:CPU transposes factors of gradients with axes of heads and rows apart, and multiplies small ones faster
+    kv_heads = keys.shape[2]
+    grouped = rows.reshape(batch, kv_heads, heads // kv_heads, length, size)
+    result = lax.dot_general(
+        grouped,
+        keys,
+        (((4,), (axis,)), ((0, 1), (0, 2))),
+        precision=precision(dtype),
+        preferred_element_type=lse_dtype(dtype, keys.dtype),
+    )
+    return result.reshape(batch, heads, length, result.shape[-1])
+
+
+def dense_state(settings: Settings, operands: Operands) -> AttentionState:
+    """The state by products batched over heads; keys and values of eight bits are cast inside the products."""
     (query, key, value), present = operands.qkv, zero_absent(operands)
     if operands.scales.value is None:
         value = present.value  # the zeros are fused into the product
     else:  # exact, and fused into the product, too
         key, value = key.astype(query.dtype), value.astype(query.dtype)
     weights, total, lse = softmax(dense_scores(settings, operands._replace(key=key)))
-    if normalise_first:
-        weights = weights / total
     batch, query_len, heads, key_len = weights.shape
     kv_heads, width = value.shape[2:]
     weights = weights.reshape(batch, query_len, kv_heads, heads // kv_heads, key_len)
     # out = Σ_a w_a v_a / l; of eight bits v_a = c_a v'_a, and the scale c_a multiplies the weight
     weights = _times(weights, present.scales.value).astype(value.dtype)
     out = _einsum("btkgs,bskv->btkgv", weights, value, query.dtype)
-    out = out.reshape(batch, query_len, heads, width)
-    out = out if normalise_first else out / total
+    out = out.reshape(batch, query_len, heads, width) / total
     return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
 

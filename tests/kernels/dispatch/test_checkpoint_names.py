@@ -36,7 +36,7 @@ def gradient(attend, policy):
 
 def arrays():
     random = np.random.default_rng(0)
-    return [jnp.asarray(random.standard_normal(x), jnp.float32) for x in ((1, 64, 8, 4), (4, 4))]
+    return [jnp.asarray(random.standard_normal(x), jnp.float32) for x in ((1, 576, 8, 4), (4, 4))]
 
 
 # On one device by energy and output, and by each way to go through the keys of a mesh.
