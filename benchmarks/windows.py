@@ -48,7 +48,8 @@ def sides(dtype: str, layers: int, B: int, T: int, N: int, width: int, window: i
             q, k, v = (lax.with_sharding_constraint(x, over) for x in (q, k, v))
             return attend(q, k, v, **options)
 
-        return on_mesh(mesh, lambda: _training.gradient(sharded, parameters, tokens, N))
+        gradient = jax.jit(jax.grad(_training.mean_loss(sharded, N)))
+        return on_mesh(mesh, lambda: functools.partial(gradient, parameters, tokens))
 
     attentions = {OURS: ours, ALL_KEYS: all_keys, JAX_NN: xla}
     return {name: functools.partial(run_of, attend) for name, attend in attentions.items()}

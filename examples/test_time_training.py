@@ -1,4 +1,4 @@
-"""Test-time training of a small language model: weights that move at each chunk of tokens, trained through their moves.
+"""Test-time training of a small language model, whose weights move at each chunk of tokens.
 
 After the description of TTT-E2E (arXiv 2512.23675): blocks of plain causal attention, then blocks of a sliding window,
 each with an MLP whose weights take one gradient step on the loss of a chunk before the next chunk is read. The outer
@@ -224,7 +224,7 @@ def measure(length, repeats=5):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains with and without inner steps, prints the losses, and writes what is measured; returns 0."""
+    """Trains with and without inner steps, prints the losses, and writes the measurements; returns 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     option = parser.add_argument
     option("--steps", type=int, default=40, help="of the outer training (%(default)s)")

@@ -110,7 +110,7 @@ def _describe() -> None:
 
 
 def choice(call: Example, platform: str, device: Device | None = None) -> list[str]:
-    """The implementation of a call on a platform, that of its second derivatives, and why others decline."""
+    """The kernels of a call and of its second derivatives on a platform, and why other kernels decline."""
     with jax.enable_x64(call.dtype == "float64"):
         chosen = explain(tried(), *_operands(call), platform, device)
     declined = [f"  as {name} declines: {reason}" for name, reason in chosen.declined]

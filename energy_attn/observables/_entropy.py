@@ -92,7 +92,7 @@ def _merged(parts: list[AttentionState]) -> AttentionState:
 
 
 def attention_statistics(calls: Calls, parts: Parts, keys: int) -> AttentionStatistics:
-    """The statistics of parts, of which the first `keys` are keys, and the others sinks."""
+    """The statistics of parts: the first `keys` parts hold keys, and the others sinks."""
     found = [_mean_score(*x, True) for x in zip(calls, parts, strict=True)]
     out, lse = both_computed(*_merged([state for state, _ in found]))
     mean, largest = out[..., -1], functools.reduce(jnp.maximum, (x for _, x in found[:keys]))
@@ -102,7 +102,7 @@ def attention_statistics(calls: Calls, parts: Parts, keys: int) -> AttentionStat
 def _mean_score(
     call: StaticCall, operands: Operands, with_values: bool
 ) -> tuple[AttentionState, Any]:
-    """The energies and the mean of the scores; `with_values`, after attention, and the largest scores beside them."""
+    """The state of a part whose last value is the score, and its largest scores; `with_values`: after its own values."""
     one = (call,), (operands,)
     if not is_linear(call, operands):
         if not with_values:

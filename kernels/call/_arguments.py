@@ -130,8 +130,8 @@ def check_arrays(
     for name, x in (("query", query), ("value", value)):
         if x.shape[-1] == 0:
             raise ValueError(f"{name}: wanted a width above zero, got {received(x)}")
-    whole: Any = [joined(_over_batch(x, axes, query), len(axes)) for x in (query, key, value)]
-    return CheckedArrays(*whole, axes)
+    whole = [joined(_over_batch(x, axes, query), len(axes)) for x in (query, key, value)]
+    return CheckedArrays(whole[0], whole[1], whole[2], axes)
 
 
 def _over_batch(x: Array, axes: BatchAxes, query: Array) -> Array:

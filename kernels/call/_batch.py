@@ -15,7 +15,7 @@ BatchAxes = tuple[int, ...]
 
 
 def broadcast_axes(query: Any, key: Any, value: Any) -> BatchAxes:
-    """The batch axes that those of query, key and value broadcast to, where an axis has size 1; as of the query."""
+    """The batch axes of the result: an axis of size 1 of the query, key or value broadcasts."""
     axes = query.shape[:-3]
     for x in (key, value):
         if x.ndim == query.ndim:

@@ -20,7 +20,8 @@ from .._checks import (
     received,
 )
 from ..masks._abstract import AbstractMask, And, check_mask
-from ..masks._ready import All, Causal, Lengths, Segments, Window, looked_up
+from ..masks._ready import All, Causal, Lengths, Window
+from ..masks._segments import Segments, looked_up
 from ..masks._structure import WINDOWS, MaskStructure, structure_of, window_mask, window_structure
 from ..masks._visibility import visible
 from ._batch import BatchAxes, check_batched, flattened

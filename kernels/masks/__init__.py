@@ -10,10 +10,10 @@ from ._ready import All as All
 from ._ready import Causal as Causal
 from ._ready import Lengths as Lengths
 from ._ready import Prefix as Prefix
-from ._ready import Segments as Segments
-from ._ready import Spans as Spans
 from ._ready import TracedWindow as TracedWindow
 from ._ready import Window as Window
+from ._segments import Segments as Segments
+from ._segments import Spans as Spans
 from ._visibility import tabulate as tabulate
 
 __all__ = [

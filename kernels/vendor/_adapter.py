@@ -13,7 +13,7 @@ from jaxtyping import Array
 from ..call._kernel import AbstractKernel, check_operands
 from ..call._operands import KernelCall, Operands, cotangents, out_dtype, zero_absent
 from ..call._state import AttentionState, holds_keys
-from ..masks._ready import Segments
+from ..masks._segments import Segments
 from ..masks._structure import WINDOWS
 from ..pallas.gpu._kernel import PallasGPU
 

@@ -20,7 +20,8 @@ from .._imports import private_names
 from ..call._kernel import AbstractKernel
 from ..call._operands import KernelCall, Operands, Settings
 from ..call._state import AttentionState
-from ..masks._ready import Lengths, Segments
+from ..masks._ready import Lengths
+from ..masks._segments import Segments
 from ..masks._structure import WINDOWS
 from ..pallas.tpu._kernel import PallasTPU
 from ..xla._blockwise_derivatives import backward_delta

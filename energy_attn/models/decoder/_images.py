@@ -69,7 +69,7 @@ class Images(eqx.Module):
 
 
 def check_images(images: Images | None, tokens: Array, cache: DecoderCache | None) -> None:
-    """Raises `TypeError` or `ValueError` for images that do not fit the tokens, or beside a fork of a cache."""
+    """Raises `TypeError` or `ValueError` for images that do not fit the tokens, or with a fork of a cache."""
     if images is None:
         return
     check_type("images", images, Images, "an Images or None")

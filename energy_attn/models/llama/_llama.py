@@ -266,7 +266,7 @@ def _text_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of the text model, as transformers 4 and 5 name them beside those of a vision tower."""
+    """The tensors of the text model alone, by the names that transformers 4 and 5 give them."""
     renamed = {_TEXT.sub(r"\1\2", name): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in renamed.items() if not _VISION.match(name)}
 
