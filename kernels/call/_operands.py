@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -303,7 +304,8 @@ def present_keys(operands: Operands) -> Array | None:
     result = None if positions is None else positions >= 0
     if operands.mask is None:
         return result
-    shown = operands.mask.any((1, 2))
+    # hidden from XLA, which takes seconds to fold a reduction of a mask that a program closes over
+    shown = lax.optimization_barrier(operands.mask).any((1, 2))
     return shown if result is None else result & shown
 
 

@@ -1,6 +1,7 @@
 """Blocks of the blockwise kernel: their number, and the positions of their tokens, counted or read from arrays."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -124,3 +125,11 @@ def test_scores_of_what_fills_a_block(rule):
     of_table = (wanted["key"] * problem.key).sum((0, 2, 3))
     wanted = dense(scaled), wanted | {"key": wanted["key"] * wide}, of_table
     close(results(arrays, jnp.asarray(table)), wanted)
+
+
+def test_a_mask_that_a_program_closes_over():
+    """Seconds of compilation: XLA that folds the reductions of such a mask, element by element."""
+    shown = jnp.asarray(np.random.default_rng(0).random((1, 1, 128, 128)) < 0.5)
+    x = jnp.ones((1, 128, 2, 8))
+    run = jax.jit(lambda x: local_attention(x, x, x, mask=shown, implementation="blockwise"))
+    assert re.search(r"pred\[\S* reduce\(", run.lower(x).compile().as_text())
