@@ -15,7 +15,8 @@ class ScoreOptions(TypedDict, total=False):
 
     scale: float | Float[Array, ""] | Float[Array, " N"] | None
     r"""The factor of $q \cdot k$, an inverse temperature; None is $1/\sqrt{H}$. An array, a scalar or one number
-    for each head of queries, may be traced and differentiated."""
+    for each head of queries, may be traced and differentiated. A float is part of the program, and another float is
+    compiled anew; an array is not, and neither is a float that is an argument of `jax.jit`."""
 
     is_causal: bool
     """Whether to hide keys whose position is after the query's; False if not given."""

@@ -96,7 +96,8 @@ class Window(AbstractComparison):
     `local_window_size=(left, right)` builds it.
 
     Attributes:
-        left: how far before a query its keys may lie; None: any distance.
+        left: how far before a query its keys may lie; None: any distance. Both are part of the program; `TracedWindow`
+            takes arrays.
         right: how far after it its keys may lie; None: any distance.
 
     Raises:

@@ -34,7 +34,8 @@ class SoftCap(AbstractScore):
     r"""Scores within a bound: $g(s) = c \tanh(s / c)$.
 
     Attributes:
-        cap: $c$, the bound, above zero; a number, or a floating scalar that is learnt.
+        cap: $c$, the bound, above zero; a number, which is part of the program, or a floating scalar that is learnt,
+            of which another value is not compiled anew.
 
     Raises:
         TypeError: a cap that is neither.

@@ -17,6 +17,7 @@ import pytest
 
 import energy_attn as ea
 from energy_attn.functional import _free_energy
+from tests.support.compare import close
 from tests.support.naive import assert_close
 from tests.support.problems import PROBLEMS, Problem, cast
 from tests.support.reference import dense, dense_vjp, magnitudes, rows
@@ -364,3 +365,22 @@ def test_arguments_are_checked_once(monkeypatch):
     assert len(checked) == 2
     ea.FreeEnergy().at(query, key, value).tilt(source).entropy()
     assert len(checked) == 4  # when it is made, and for what it is asked
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        lambda x: {"scale": x},
+        lambda x: {"score": ea.scores.SoftCap(x)},
+        lambda x: {"local_window_size": (jnp.int32(10 * x), 0)},
+    ],
+    ids=["scale", "score", "window"],
+)
+def test_a_sweep_over_numbers(option):
+    """A program for each number of a sweep under one `jit`, or a number that the first program keeps."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 9, 2, 4)), jnp.float32)
+    swept = jax.jit(lambda number: ea.attention(x, x, x, **option(number)))
+    outs = [swept(number) for number in (0.2, 0.5)]
+    for number, out in zip((0.2, 0.5), outs, strict=True):
+        close(out, ea.attention(x, x, x, **option(number)), tolerance=1e-6)
+    assert swept._cache_size() == 1 and not jnp.allclose(*outs)
