@@ -102,7 +102,7 @@ def attention_statistics(calls: Calls, parts: Parts, keys: int) -> AttentionStat
 def _mean_score(
     call: StaticCall, operands: Operands, with_values: bool
 ) -> tuple[AttentionState, Any]:
-    """The state of a part whose last value is the score, and its largest scores; `with_values`: after its own values."""
+    """The state of a part with the score as its last value, after its own `with_values`, and the largest scores."""
     one = (call,), (operands,)
     if not is_linear(call, operands):
         if not with_values:
