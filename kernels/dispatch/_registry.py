@@ -197,7 +197,8 @@ def attend(names: tuple[Candidate, ...], settings: Settings, operands: Operands)
         return function_call(EightBits(attend, names, kernels, settings), operands)
     if kernels[0].differentiated_by_jax:
         state = kernels[0].forward(as_read(kernels[0], KernelCall(operands, settings)))
-        return with_checkpoint_names(state)
+        # `jax.experimental.jet`, for kernels that are named, knows no checkpoint names
+        return state if differentiated_by_jax(names) else with_checkpoint_names(state)
     return function_call(Attention(kernels, settings), operands)
 
 

@@ -726,7 +726,7 @@ CASES = {
 WITHOUT = {
     "of types, which differentiate nothing": """kernels.Operands kernels.Settings kernels.KernelCall
     Result VocabularyParallel prefix_tree.PrefixTree prefix_tree.Accepted models.LlamaConfig
-    models.ModelDrafter models.PromptLookup""",
+    models.ModelDrafter models.PromptLookup models.Images""",
     "of solvers, masks and costs, which have no floating arrays": """solvers. kernels.masks.
     distributed.cost. distributed.plan. distributed.methods.""",
     "of text, pictures, files, processes and programs": """citation plot. kernels.implementations

@@ -85,6 +85,7 @@ def seen_causally(
 ) -> dict[str, Any]:
     """The options of attention in a layer with this window, causal but inside images."""
     if images is None:
-        return {"is_causal": True, "local_window_size": window}
+        # without a window none is passed, so that `attend=` may have one of its own
+        return {"is_causal": True} | ({} if window is None else {"local_window_size": window})
     before = None if window is None else (window[0], None)  # images end after a query
     return {"mask": Causal() | images.spans, "local_window_size": before}

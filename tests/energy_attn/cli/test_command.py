@@ -57,7 +57,7 @@ def test_a_bare_checkout():
     assert demo.startswith("0 of --help")
     assert info.startswith("2 of demo")
     assert "wanted 8 devices, real or simulated, got 3" in done.stderr
-    assert "3 × cpu" in info and "decode, blockwise, reference" in info and "declines" in info
+    assert "3 × cpu" in info and "decode, blockwise" in info and "declines" in info
     assert done.stdout.endswith("status 0 of info\n")
 
 

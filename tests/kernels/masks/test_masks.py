@@ -303,7 +303,6 @@ def closing(length):
         (lambda: masks.Segments(a(4)), TypeError, "query_ids", "float32[4]", "integer"),
         (lambda: masks.Spans(LENGTHS[0]), TypeError, "ids", "int32", "array"),
         (lambda: masks.Spans(a(4)), TypeError, "ids", "float32[4]", "integer"),
-        (lambda: masks.Spans(IDS[None]), ValueError, "ids", "int32[1,2,16]", "(L)"),
         (lambda: masks.Function(3), TypeError, "function", "int 3", "function"),
         (lambda: masks.Function(len, a(2)), TypeError, "parameters", "float32[2]", "no derivative"),
         (lambda: masks.Function(len, 1, batched=True), ValueError, "parameters", "scalar", "batch"),

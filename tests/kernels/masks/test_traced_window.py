@@ -11,8 +11,7 @@ import energy_attn as ea
 from energy_attn import masks
 from energy_attn.distributed import KVCache, SequenceParallel, collectives
 from energy_attn.kernels.internal import explain, tried
-from energy_attn.kernels.xla._blocks import BlockedOperands
-from energy_attn.kernels.xla._grid import Index
+from energy_attn.kernels.xla._blocks import BlockedOperands, Index
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
 from tests.support.problems import call_of
@@ -155,7 +154,8 @@ def test_a_bound_hides_what_is_outside():
 
 def test_the_registry_says_who_takes_it():
     """A kernel of a vendor that ignores the window."""
-    call = call_of(*arrays("bfloat16"), mask=masks.TracedWindow(3, 0))
+    x = jnp.ones((2, 96, 2, 16), jnp.bfloat16)
+    call = call_of(x, x, x, mask=masks.TracedWindow(3, 0))
     for platform, chosen in (("cpu", "blockwise"), ("tpu", "pallas_tpu"), ("cuda", "pallas_gpu")):
         found = explain(tried(), call.settings, call.operands, platform)
         assert found.name == chosen, found
