@@ -85,7 +85,7 @@ SHARED = [
     ({**ONE, "key": a(S, K, H + 1)}, ValueError, "float32[7,2,6]", "(S, K, 5)"),
     # several batch axes
     ({**TWO, "value": a(2, 3, S, K, V)}, ValueError, "float32[2,3,7,2,6]", "(2, 2, 7, 2, Hv)"),
-    ({**TWO, "bias": a(2, N, T, S)[None, None]}, ValueError, "[1,1,2,4,3,7]", "to (2, 2, 4, 3, 7)"),
+    ({**TWO, "bias": a(1, 1, 2, N, T, S)}, ValueError, "[1,1,2,4,3,7]", "to (2, 2, 4, 3, 7)"),
     ({**TWO, "mask": a(3, N, T, S, dtype="bool")}, ValueError, "[3,4,3,7]", "to (2, 2, 4, 3, 7)"),
     ({**TWO, "key_positions": a(2, S, dtype="int32")}, ValueError, "int32[2,7]", "(2, 2, 7)"),
     ({**TWO, "query_seq_lengths": a(4, dtype="int32")}, ValueError, "int32[4]", "(2, 2)"),
