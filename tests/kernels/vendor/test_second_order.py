@@ -2,17 +2,21 @@
 
 import functools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.pallas.ops.gpu import attention as gpu
 from jax.experimental.pallas.ops.tpu import flash_attention as flash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 
 import energy_attn as ea
 from tests.support.flags import ROOT
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of JAX 0.12, which names tokamax
+    from jax.experimental.pallas.ops.gpu import attention as gpu
 
 COLUMNS = ["grad", "jvp", "rev∘rev", "fwd∘rev", "rev∘fwd", "fwd∘fwd"]
 TABLE = re.compile(r"^\|  \| grad \| jvp .*?\n\n", re.M | re.S)
