@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import energy_attn as ea
 from energy_attn import attention, masks
 from energy_attn.kernels import (
     AbstractKernel,
@@ -256,6 +257,22 @@ def test_few_queries_and_keys():
         query, key = (jnp.zeros((2, n, 4, 8), jnp.float32) for n in (query_len, key_len))
         call = call_of(query, key, key)
         assert explain(tried(), call.settings, call.operands, "cpu").name == name
+
+
+def test_a_row_without_keys():
+    """Few queries: a NaN of a fully masked row, or of its cotangent, which reaches keys and values as 0 · NaN."""
+    query, key, value, d_out = np.random.default_rng(0).standard_normal((4, 2, 5, 2, 3))
+    shown = np.ones((1, 1, 5, 5), bool)
+    shown[..., 1, :] = False
+
+    def gradients(fill):
+        x, cotangent = query.copy(), d_out.copy()
+        x[:, 1], cotangent[:, 1] = fill, fill
+        attend = functools.partial(ea.attention, mask=jnp.asarray(shown))
+        return jax.vjp(attend, *map(jnp.asarray, (x, key, value)))[1](jnp.asarray(cotangent))
+
+    for found, wanted in zip(gradients(np.nan), gradients(0.0), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_one_cached_program_for_each_shape(kernels):
