@@ -320,6 +320,8 @@ class _MaximumOverDevices(autodiff.AbstractFunction):
         return lax.pmax(args, self.axes)
 
     def jvp(self, primals: Array, tangents: Array) -> tuple[Array, Array]:
+        # a barrier: XLA may round a number that it computes twice in two ways, and no device would hold the largest
+        primals = lax.optimization_barrier(primals)
         maximum: Array = autodiff.function_call(self, primals)
         largest = (primals == maximum).astype(primals.dtype)
         change, count = lax.psum((largest * tangents, largest), self.axes)

@@ -136,7 +136,7 @@ def support_at(calls: Calls, parts: Parts, direction: Array) -> Array:
 def score_maximum_at(calls: Calls, parts: Parts, source: Source = None) -> Array:
     r"""$\max_a s_a$ over the keys that a row sees; minus infinity in a fully masked row."""
     find = HashablePartial(reductions.score_maximum)
-    return _over_parts(lambda _: find, "maxima", jnp.maximum, calls, source, parts)
+    return _over_parts(lambda _: find, "maxima", reductions.larger, calls, source, parts)
 
 
 def state_and_maximum_at(
@@ -161,7 +161,7 @@ def largest_scores(calls: Calls, parts: Parts) -> Array:
             return score_maximum_at((call,), (operands,))
         return state_and_maximum_at(call, operands, unrounded=len(calls) > 1)[1]
 
-    return functools.reduce(jnp.maximum, map(of_part, calls, parts))
+    return functools.reduce(reductions.larger, map(of_part, calls, parts))
 
 
 class HashablePartial(NamedTuple):

@@ -95,7 +95,7 @@ def attention_statistics(calls: Calls, parts: Parts, keys: int) -> AttentionStat
     """The statistics of parts: the first `keys` parts hold keys, and the others sinks."""
     found = [_mean_score(*x, True) for x in zip(calls, parts, strict=True)]
     out, lse = both_computed(*_merged([state for state, _ in found]))
-    mean, largest = out[..., -1], functools.reduce(jnp.maximum, (x for _, x in found[:keys]))
+    mean, largest = out[..., -1], functools.reduce(reductions.larger, (x for _, x in found[:keys]))
     return AttentionStatistics(out[..., :-1], lse, entropy_of(mean, lse), mean, largest)
 
 

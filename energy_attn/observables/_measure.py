@@ -285,8 +285,8 @@ class AbstractMeasure(AbstractWeights):
         meshes do. For QK-clip (MuonClip), which scales the weights of a head down where its scores grow:
         `F.score_max().max((0, 1))` is the largest of each head.
 
-        The derivative is a subgradient, by one walk: the gradient of the largest score, or a convex combination of the
-        gradients of equal ones.
+        The derivative is a subgradient, by one walk: the gradient of one of the largest scores, or on a mesh the mean
+        of one for each device that holds a largest score.
 
         Returns:
             `[B, T, N]` in nats; minus infinity for a fully masked row.

@@ -223,7 +223,7 @@ class AttentionAndMaximum(AbstractFunction):
 
 @dataclasses.dataclass(frozen=True)
 class _MaximumTangent(AbstractLinearMap):
-    """The derivative of the largest score: of the score that is the largest, or a convex combination of equal ones."""
+    """The derivative of the largest score: of one of the scores that are largest."""
 
     settings: Settings
 

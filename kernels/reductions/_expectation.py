@@ -28,6 +28,7 @@ from ..xla._blocks import (
     reduced_of_nothing,
     score_sums,
 )
+from ..xla._blocks import larger as larger
 from ..xla._blocks import score_maximum as score_maximum
 from ..xla._grid import Index
 

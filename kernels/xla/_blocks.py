@@ -378,14 +378,23 @@ def score_sums(
     return reduce_blocks(terms, join, start, (width,), blocks, query_len, rows, values)[0]
 
 
+def larger(x: Array, y: Array) -> Array:
+    """The larger of two numbers, NaN if one is, with the derivative of one of them; see `score_maximum`."""
+    return jnp.where((x >= y) | jnp.isnan(x), x, y)
+
+
 def score_maximum(settings: Settings, operands: Operands) -> Float[Array, "B T N"]:
     r"""The largest score of each row, $\max_a s_a$; minus infinity for a fully masked row.
 
-    Differentiable: where several scores are largest, it moves as their mean or another convex combination.
+    The derivative is that of one of the largest scores.
     """
+    # By its number: JAX's derivative of a maximum looks for entries that equal it, and XLA may round a score that it
+    # computes twice in two ways.
 
     def largest(scores: Array, value: Array) -> Array:
         del value
-        return scores.max(-1, keepdims=True)
+        chosen = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+        chosen = chosen == lax.argmax(scores, scores.ndim - 1, jnp.int32)[..., None]
+        return jnp.where(chosen, scores, 0.0).sum(-1, keepdims=True)
 
-    return score_sums(largest, 1, settings, operands, join=jnp.maximum, start=-jnp.inf)[..., 0]
+    return score_sums(largest, 1, settings, operands, join=larger, start=-jnp.inf)[..., 0]

@@ -101,7 +101,7 @@ def blocks_computed(order, i, j):
     query, key = (jnp.zeros((1, len(order[0]), heads, 1)) for heads in (8, 2))
     operands = Operands(query, key, key, tokens=Tokens(queries, keys))
     blocks = BlockedOperands(operands, Settings(1.0, window_structure(right=0)))
-    return int(blocks.visibility._meet.sum()) * blocks.grid.rows * blocks.grid.keys
+    return int(blocks._meet.sum()) * blocks.grid.rows * blocks.grid.keys
 
 
 @pytest.mark.full

@@ -92,6 +92,20 @@ def test_measures(question):
     close(run(energy_of), run(as_bias), tolerance=tolerance)
 
 
+def test_the_largest_score():
+    """A derivative of zero or NaN, where XLA computes the largest score twice and rounds it in two ways."""
+
+    def change(largest):
+        return jax.jacrev(largest, (0, 1))(ARRAYS, PARAMETERS)
+
+    def written_out(arrays, parameters):
+        seen = jnp.tril(jnp.ones((T, T), bool))
+        return jnp.where(seen, scores_of(arrays, parameters), -jnp.inf).max(-1).swapaxes(1, 2)
+
+    # the reference operation by operation: in one program it has NaN
+    close(change(jax.jit(lambda *x: energy_of(*x).score_max())), change(written_out))
+
+
 def test_layers():
     """A layer whose energy has a score that it forgets; numbers in it that are taken for parameters."""
     energy = ea.FreeEnergy(score=scores.SoftCap(0.5))
