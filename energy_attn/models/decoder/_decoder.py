@@ -17,7 +17,7 @@ from ...prefix_tree import PrefixTree
 from ...prefix_tree._tree import check_tree
 from ._cache import DecoderCache, DecoderOutput, TreeOutput, check_cache
 from ._config import AbstractModel, AbstractModelConfig
-from ._images import Images, check_images
+from ._images import Images, check_images, check_one_chunk
 from ._loss import AbstractLanguageModel
 from ._read import (
     check_tokens,
@@ -180,11 +180,7 @@ class AbstractDecoder(AbstractLanguageModel):
         if time < 1:
             raise ValueError(f"tokens: wanted at least one token, got {checks.received(tokens)}")
         check_images(images, tokens, cache)
-        if images is not None and chunk_size < time:
-            # keys of an image that are in a later chunk would be hidden
-            raise ValueError(
-                f"chunk_size: wanted at least the {time} tokens of a prompt with images, got {chunk_size}"
-            )
+        check_one_chunk(images, time, chunk_size)
         counts, wrong = fitting(self, tokens, cache, lengths, chunk_size=chunk_size)
         x, cache = read_chunks(
             self, tokens, cache, counts, chunk_size, policy, attend, images=images

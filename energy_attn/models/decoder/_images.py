@@ -80,6 +80,15 @@ def check_images(images: Images | None, tokens: Array, cache: DecoderCache | Non
         cache.unforked("images")
 
 
+def check_one_chunk(images: Images | None, time: int, chunk_size: int) -> None:
+    """Raises `ValueError` for a prompt with images in several chunks."""
+    # keys of an image that are in a later chunk would be hidden
+    if images is not None and chunk_size < time:
+        raise ValueError(
+            f"chunk_size: wanted at least the {time} tokens of a prompt with images, got {chunk_size}"
+        )
+
+
 def seen_causally(
     images: Images | None, window: tuple[int | None, int | None] | None
 ) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from energy_attn.kernels.internal import call_policy, checks
 
 from ...functional._by_rows import rows_of
 from ._cache import log_probabilities
+from ._images import Images, check_images
 from ._read import AbstractLayers, read_alone
 
 
@@ -52,6 +53,7 @@ class AbstractLanguageModel(AbstractLayers):
         parallel: SequenceParallel | None = None,
         reproducible: bool = False,
         attend: Callable[..., Any] = attention,
+        images: Images | None = None,
     ) -> Categorical:
         """The distribution of the token after each of `tokens`, without logits.
 
@@ -59,7 +61,7 @@ class AbstractLanguageModel(AbstractLayers):
         mesh tokens are sharded as in a call, and the vocabulary over the axes `heads` of `parallel`.
 
         Args:
-            tokens, positions, parallel, attend: as in a call.
+            tokens, positions, parallel, attend, images: as in a call.
             reproducible: as in a call, and in [`Categorical`][energy_attn.Categorical].
 
         Returns:
@@ -79,8 +81,9 @@ class AbstractLanguageModel(AbstractLayers):
             >>> p.kl_divergence(q).shape
             (1, 6)
         """
+        check_images(images, tokens, None)
         policy = call_policy(None, reproducible)
-        x, _ = read_alone(self, tokens, positions, parallel, policy, attend)
+        x, _ = read_alone(self, tokens, positions, parallel, policy, attend, images)
         over = _vocabulary_parallel(self.config.vocab_size, x, parallel)
         found = self.output(x, over, reproducible)
         if found is None:
@@ -97,6 +100,7 @@ class AbstractLanguageModel(AbstractLayers):
         parallel: SequenceParallel | None = None,
         reproducible: bool = False,
         attend: Callable[..., Any] = attention,
+        images: Images | None = None,
     ) -> Float[Array, "batch time-1"]:
         r"""$\log P(x_{t+1} \mid x_0 \dots x_t)$ of each token but the first, in nats.
 
@@ -121,8 +125,9 @@ class AbstractLanguageModel(AbstractLayers):
             >>> bool((model.log_probs(text, **exact)[:, 2:] == said.logprobs).all())
             True
         """
+        check_images(images, tokens, None)
         policy = call_policy(None, reproducible)
-        x, _ = read_alone(self, tokens, positions, parallel, policy, attend)
+        x, _ = read_alone(self, tokens, positions, parallel, policy, attend, images)
         layer = (
             None
             if reproducible
@@ -147,6 +152,7 @@ class AbstractLanguageModel(AbstractLayers):
         parallel: SequenceParallel | None = None,
         reproducible: bool = False,
         attend: Callable[..., Any] = attention,
+        images: Images | None = None,
         **options: Unpack[LossOptions],
     ) -> Float[Array, ""]:
         r"""The mean cross-entropy of each token but the first with its predecessors, in nats.
@@ -156,8 +162,9 @@ class AbstractLanguageModel(AbstractLayers):
         the vocabulary over the axes `heads` of `parallel`, as [`shard`][energy_attn.models.shard] places it.
 
         Args:
-            tokens, positions, parallel, reproducible, attend: as in `distribution`.
-            weights: of the tokens but the first, broadcastable to `[batch, time - 1]`; None: all are 1.
+            tokens, positions, parallel, reproducible, attend, images: as in `distribution`.
+            weights: of the tokens but the first, broadcastable to `[batch, time - 1]`; None: all are 1. Tokens of an
+                image are usually given 0.
             **options: `label_smoothing` and `z_loss`, as in `softmax_cross_entropy`.
 
         Returns:
@@ -179,7 +186,7 @@ class AbstractLanguageModel(AbstractLayers):
             True
         """
         options_of: Any = {"parallel": parallel, "reproducible": reproducible, "attend": attend}
-        p = self.distribution(tokens, positions, **options_of)
+        p = self.distribution(tokens, positions, images=images, **options_of)
         labels = jnp.roll(checks.as_int32(tokens), -1, 1)
         counts = jnp.ones((1, labels.shape[1] - 1)) if weights is None else weights
         counts = jnp.pad(counts, ((0, 0), (0, 1)))  # the last token has no label

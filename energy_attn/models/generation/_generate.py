@@ -21,6 +21,7 @@ from .._tokenizer import Tokenizer, special_ids
 from .._vocabulary import TextStream, stop_strings
 from ..decoder._config import check_type
 from ..decoder._decoder import AbstractDecoder
+from ..decoder._images import Images, check_images, check_one_chunk
 from ._drafters import AbstractDrafter
 from ._loop import Decoding, begin, run, serve
 from ._prompts import Prompts, check_padding, encoded, prompts
@@ -69,6 +70,7 @@ def generate(
     stream: Callable[[Any], Any] | None = None,
     progress: bool | Progress | None = False,
     chunk_size: int = 1024,
+    images: Images | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Generation:
     r"""Continues prompts.
@@ -116,6 +118,8 @@ def generate(
             a function: called instead with the fraction read and a note.
         chunk_size: tokens of the prompts read at a time; where the cache is sharded over devices, each
             reads its share of them.
+        images: the [`Images`][energy_attn.models.Images] in the prompts, which are then one chunk, and no queue. The
+            model of a drafter does not see them.
         **sampling: the keys of `SamplingOptions`, which says what each does: `temperature`, `top_k`,
             `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `logit_bias`, and the `key` of
             the draws.
@@ -182,6 +186,12 @@ def generate(
         ends = jnp.append(ends, jnp.asarray(special_ids(tokenizer, stops), jnp.int32))
     rows = len(tokens) if batch_size is None else checks.check_integer("batch_size", batch_size, 1)
     is_queue = rows < len(tokens)
+    check_images(images, tokens, None)
+    check_one_chunk(images, tokens.shape[1], chunk_size)
+    if images is not None and is_queue:
+        raise ValueError(
+            f"batch_size: wanted None with images, whose rows are no queue, got {rows}"
+        )
     if is_queue:
         _check_queue(rows, (model, drafter, chosen, ends, lengths.sum()), parallel)
     texts = None
@@ -197,7 +207,8 @@ def generate(
             cache = model.empty_cache(
                 len(tokens), slots, parallel=parallel, reproducible=reproducible
             )
-            loop = run(by, begin(by, tokens, lengths, cache, max_new_tokens, chunk_size))
+            sizes = max_new_tokens, chunk_size
+            loop = run(by, begin(by, tokens, lengths, cache, *sizes, images=images))
     parts = loop.text, loop.start, loop.lengths, loop.counts, loop.logprobs
     generation = _generation(*parts, max_new_tokens)
     if tokenizer is None:

@@ -22,6 +22,7 @@ from ...prefix_tree._accept import longest_chosen_path
 from ...prefix_tree._tree import check_tree, gather_slots
 from ..decoder._cache import DecoderCache, log_probabilities
 from ..decoder._decoder import AbstractDecoder
+from ..decoder._images import Images
 from ..decoder._read import read_chunks, read_on
 from ._drafters import AbstractDrafter, last_of
 from ._sampling import Sampling, SeenTokens, choose, seen_in, with_new
@@ -73,6 +74,7 @@ def begin(
     most: int,
     chunk_size: int,
     numbers: Array | None = None,
+    images: Images | None = None,
 ) -> Loop:
     """Reads the prompts, and chooses the first of at most `most` tokens of each row.
 
@@ -86,9 +88,8 @@ def begin(
     lengths = jnp.clip(lengths, 1, time)
     tell = functools.partial(tell_read, by.watch)
     is_ragged = numbers is not None
-    x, cache = read_chunks(
-        by.model, tokens, cache, lengths, chunk_size, by.policy, tell=tell, is_ragged=is_ragged
-    )
+    options: Any = {"tell": tell, "is_ragged": is_ragged, "images": images}
+    x, cache = read_chunks(by.model, tokens, cache, lengths, chunk_size, by.policy, **options)
     seen = seen_in(by.sampling, tokens, exists & ~out_of_vocabulary, by.model.config.vocab_size)
     logits = by.rows(by.model.logits, x)
     first = choose(by.sampling, by.rows, logits, seen, numbers, lengths - 1, None)

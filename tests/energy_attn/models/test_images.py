@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 from energy_attn.distributed import SequenceParallel
-from energy_attn.models import Images, load
+from energy_attn.models import Images, generate, load
 from tests.support.complaints import complains
 from tests.support.meshes import mesh_of
 
@@ -107,6 +108,46 @@ def test_through_a_cache(pair, wanted, mesh):
         np.testing.assert_allclose(x, y, atol=2e-4 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_losses_and_texts(pair, wanted, exact):
+    """A loss, log-probabilities or a generated text that takes images for text."""
+    _, _, ours, embeddings, _ = pair
+    images, tokens = Images(jnp.asarray(IDS), jnp.asarray(embeddings)), jnp.asarray(TOKENS)
+    options = {"images": images, "reproducible": exact}
+    logits = np.float64(wanted)
+    probabilities = scipy.special.log_softmax(logits, -1)
+    chosen = np.take_along_axis(probabilities[:, :-1], TOKENS[:, 1:, None], -1)[..., 0]
+    tolerance = 1e-3 * np.abs(wanted).max()
+    np.testing.assert_allclose(ours.log_probs(tokens, **options), chosen, atol=tolerance)
+    is_text = np.float32(IDS[:, 1:] == 0)
+    loss = ours.loss(tokens, weights=jnp.asarray(is_text), **options)
+    np.testing.assert_allclose(loss, -np.sum(chosen * is_text) / is_text.sum(), atol=tolerance)
+    said = generate(ours, tokens, 3, return_logprobs=True, eos_token_id=(), **options)
+    longer = jnp.concatenate([tokens, said.tokens], 1)
+    more = Images(jnp.asarray(IDS), jnp.pad(images.embeddings, ((0, 0), (0, 3), (0, 0))))
+    again = ours.log_probs(longer, images=more, reproducible=exact)[:, -3:]
+    np.testing.assert_allclose(said.logprobs, again, atol=0 if exact else tolerance)
+    assert (np.asarray(said.tokens[:, 0]) == wanted[:, -1].argmax(-1)).all()
+
+
+def test_gradients_of_embeddings(pair):
+    """A vision tower that is trained with a wrong gradient, or with none."""
+    _, _, ours, embeddings, _ = pair
+    ours = jax.tree.map(lambda x: x.astype(jnp.float64), ours)
+
+    @jax.jit
+    def loss(embeddings):
+        return ours.loss(jnp.asarray(TOKENS), images=Images(jnp.asarray(IDS), embeddings))
+
+    x = jnp.asarray(embeddings, jnp.float64)
+    along = jnp.asarray(np.random.default_rng(2).standard_normal(x.shape))
+    gradient = jax.grad(loss)(x)
+    assert not gradient[IDS == 0].any() and (jnp.abs(gradient[IDS > 0]).max(-1) > 0).all()
+    step = 1e-5
+    slope = (loss(x + step * along) - loss(x - step * along)) / (2 * step)
+    np.testing.assert_allclose(jnp.vdot(gradient, along), slope, rtol=1e-6)
+
+
 def test_names_of_transformers_5(pair, tmp_path):
     """Tensors `model.language_model...` that are not found, or a vision tower that is read."""
     from safetensors.numpy import load_file, save_file
@@ -136,6 +177,11 @@ def test_wrong_calls(pair, unchecked, tmp_path):
         lambda: ours(tokens, cache=forked, images=images), TypeError, "cache", "Forked", "no fork"
     )
     complains(lambda: ours(tokens, images=IDS), TypeError, "images", "int", "an Images")
+    queue = lambda: generate(ours, tokens, 1, batch_size=1, images=images)  # noqa: E731
+    complains(queue, ValueError, "batch_size", "1", "None with images")
+    in_chunks = lambda: generate(ours, tokens, 1, chunk_size=8, images=images)  # noqa: E731
+    complains(in_chunks, ValueError, "chunk_size", "8", "20 tokens")
+    complains(lambda: ours.loss(tokens, images=IDS), TypeError, "images", "int", "an Images")
     few = Images(jnp.asarray(IDS), jnp.asarray(embeddings[:, :3]))
     complains(
         lambda: ours(tokens, images=few), ValueError, "images.embeddings", "[2,3,32]", "(2, 20"
