@@ -12,6 +12,7 @@ from energy_attn.distributed import SequenceParallel
 from energy_attn.kernels.internal import jaxprs
 from tests.support.compare import close
 from tests.support.meshes import mesh_of
+from tests.support.programs import instructions
 
 KEPT = jax.checkpoint_policies.save_only_these_names(*ea.CHECKPOINT_NAMES)
 FORWARDS = "_forward", "_with_rest"
@@ -82,6 +83,23 @@ def test_no_second_merge():
         policies = jax.checkpoint_policies
         found = maxima(KEPT)
         assert found == maxima(policies.everything_saveable) < maxima(policies.nothing_saveable)
+
+
+def test_few_keys():
+    """The product of weights and values computed again, where JAX differentiates the kernel."""
+
+    def products(policy):
+        def layer(*x):
+            return jnp.sin(ea.attention(*map(jnp.tanh, x))).sum()
+
+        both = jax.value_and_grad(jax.checkpoint(layer, policy=policy), (0, 1, 2))
+        args = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8)))
+        found = instructions(jax.jit(both).lower(*args).compile())
+        return sum(count for (_, name), count in found.items() if name == "dot")
+
+    # of scores and of the output, once more of scores, and four of the backward
+    assert products(KEPT) == 7
+    assert products(jax.checkpoint_policies.nothing_saveable) == 8
 
 
 def test_memory():
