@@ -14,7 +14,7 @@ from .runner import sizes_of
 
 RESULTS = Path(__file__).parents[1] / "docs" / "benchmarks"
 # How the names of other libraries begin; all other names are ways to do the same with this one.
-LIBRARIES = ("cuDNN", "flash-attn-jax", "jax.", "optax", "PyTorch", "transformers")
+LIBRARIES = ("cuDNN", "eqx.", "flash-attn-jax", "jax.", "optax", "PyTorch", "transformers")
 
 
 def compared(suite: str) -> Iterator[tuple[float, str, dict[str, Any]]]:

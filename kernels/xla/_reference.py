@@ -1,11 +1,14 @@
 """Attention whose scores are all in memory at once: the softmax, scores of a whole call, and the reference."""
 
+import functools
+import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from ..call._kernel import AbstractJAXKernel
 from ..call._operands import (
@@ -108,19 +111,23 @@ class Reference(AbstractJAXKernel):
         if operands.mask is not None:  # derivatives multiply rows without keys by zeros
             shown = _rows_with_keys(operands, settings)
             operands = operands._replace(query=jnp.where(shown, operands.query, 0))
+        plain = full and settings.score is None and settings.scored_width is None
         # scores that are multiples of products, by at most 1, are as finite as these
-        if full and settings.score is None and 0 < settings.scale <= 1:
-            products = _scores_by_head(settings._replace(scale=1.0), operands)
-            weights, lse = _simple_softmax(products, settings.scale)
+        if plain and 0 < settings.scale <= 1:
+            one = functools.partial(_of_one_sequence, settings.scale, _shown(operands, settings))
+            # without the axis of a batch of one, so that `jax.vmap` makes the only one
+            if operands.query.shape[0] == 1:
+                out, lse = (x[None] for x in one(*(x[0] for x in operands.qkv)))
+            else:
+                out, lse = jax.vmap(one)(*operands.qkv)
         else:
             weights, total, lse = softmax(_scores_by_head(settings, operands))
-            weights = weights / total
-        # in 16 bits: weights below 1, whose cotangents do not underflow where many keys share a row
-        weights = weights.astype(operands.value.dtype)
-        out = _by_head(weights, operands.value, 1, operands.query.dtype).transpose(0, 2, 1, 3)
-        lse = lse.transpose(0, 2, 1)
-        if not full:  # a fully masked row passes no cotangent to the values
-            out = jnp.where(holds_keys(lse)[..., None], out, 0)
+            # in 16 bits: weights below 1, whose cotangents do not underflow where many keys share a row
+            weights = (weights / total).astype(operands.value.dtype)
+            out = _by_head(weights, operands.value, 0, operands.query.dtype).transpose(0, 2, 1, 3)
+            lse = lse.transpose(0, 2, 1)
+            if not full:  # a fully masked row passes no cotangent to the values
+                out = jnp.where(holds_keys(lse)[..., None], out, 0)
         return AttentionState(out.astype(out_dtype(operands, settings)), lse)
 
 
@@ -137,38 +144,55 @@ def _scores_by_head(settings: Settings, operands: Operands) -> Float[Array, "B N
     query, key, _ = operands.qkv
     query, inner, added = query.transpose(0, 2, 1, 3), settings.scored_width, None
     if inner is not None:
-        added = _by_head(query[..., inner:], key[..., inner:], 3, query.dtype)
+        added = _by_head(query[..., inner:], key[..., inner:], 2, query.dtype)
         query, key = query[..., :inner], key[..., :inner]
-    return masked(_by_head(query, key, 3, operands.query.dtype), operands, settings, added)
+    return masked(_by_head(query, key, 2, operands.query.dtype), operands, settings, added)
 
 
-def _simple_softmax(
-    products: Float[Array, "B N T S"], scale: float
-) -> tuple[Float[Array, "B N T S"], Float[Array, "B N T"]]:
-    """The weights and free energies of scores that are multiples of products, where each row has a key."""
+def _shown(operands: Operands, settings: Settings) -> Bool[Array, "T S"] | None:
+    """Whether each query sees each key, where positions count from 0; None: all do."""
+    queries, keys = operands.tokens.query_positions, operands.tokens.key_positions
+    if queries is None or keys is None:
+        return None
+    return visible(bound(settings, operands), queries[:, :, None], keys[:, None, :])[0]
+
+
+def _of_one_sequence(
+    scale: float, shown: Array | None, query: Float[Array, "T N H"], key: Array, value: Array
+) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+    """Attention and energies where scores are multiples of products and each row has a key."""
+    # queries are fewer than scores; other scales, or 16 bits, would round them
+    exact = math.frexp(scale)[0] == 0.5 and query.dtype.itemsize > 2
+    before, after = (scale, 1.0) if exact else (1.0, scale)
+    products = _by_head(query.swapaxes(0, 1) * before, key, 2, query.dtype)
+    if shown is not None:
+        products = jnp.where(shown, products, -jnp.inf)
     maximum = lax.stop_gradient(products.max(-1, keepdims=True, initial=-jnp.inf))
     # subtracted first: exactly 0 where the score is the maximum
-    weights = jnp.exp((products - maximum) * scale)
+    weights = jnp.exp((products - maximum) * after)
     total = weights.sum(-1, keepdims=True)
-    return weights / total, (maximum * scale + jnp.log(total))[..., 0]
+    out = _by_head((weights / total).astype(value.dtype), value, 0, query.dtype)
+    lse = (maximum * after + jnp.log(total))[..., 0]
+    return out.swapaxes(0, 1), lse.swapaxes(0, 1)
 
 
 def _by_head(
-    rows: Float[Array, "B N T X"], keys: Array, axis: int, dtype: DTypeLike
-) -> Float[Array, "B N T Y"]:
-    """Products of rows with the keys or values `[B, S, K, W]` of their heads, over this axis of theirs."""
-    batch, heads, length, size = rows.shape
+    rows: Float[Array, "*B N T X"], keys: Array, axis: int, dtype: DTypeLike
+) -> Float[Array, "*B N T Y"]:
+    """Products of rows with the keys or values `[*B, S, K, W]` of their heads, over this axis of `[S, K, W]`."""
+    *batch, heads, length, size = rows.shape
     # XLA:CPU transposes factors of gradients with axes of heads and rows apart, and multiplies small ones faster
-    kv_heads = keys.shape[2]
-    grouped = rows.reshape(batch, kv_heads, heads // kv_heads, length, size)
+    kv_heads, lead = keys.shape[-2], len(batch)
+    grouped = rows.reshape(*batch, kv_heads, heads // kv_heads, length, size)
+    batches = tuple(range(lead))
     result = lax.dot_general(
         grouped,
         keys,
-        (((4,), (axis,)), ((0, 1), (0, 2))),
+        (((lead + 3,), (lead + axis,)), ((*batches, lead), (*batches, lead + 1))),
         precision=precision(dtype),
         preferred_element_type=lse_dtype(dtype, keys.dtype),
     )
-    return result.reshape(batch, heads, length, result.shape[-1])
+    return result.reshape(*batch, heads, length, result.shape[-1])
 
 
 def dense_state(settings: Settings, operands: Operands) -> AttentionState:
