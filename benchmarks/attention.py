@@ -98,7 +98,7 @@ def _gradient_of_energy(q: Array, k: Array, v: Array) -> Array:
     return jax.grad(total)(np.zeros(q.shape, q.dtype))
 
 
-def _compilation(causal: bool, layers: int, dtype: str, **shape: int) -> Sides:
+def compilation(causal: bool, layers: int, dtype: str, **shape: int) -> Sides:
     """Compiles the gradient of `layers` attentions in a row, with JAX's in-memory caches empty; and its memory."""
 
     def compiled(attend: Job) -> Output:
@@ -155,7 +155,7 @@ CPU = (
             "compilation, forward + backward",
             "float32",
             _sizes(length, length, 8, 8),
-            _compilation,
+            compilation,
             {"causal": causal, "layers": layers},
         )
         # the last for its temporary memory

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Key
 
 import energy_attn
 
-from .attention import Job, arrays, gradient
+from .attention import Job, arrays, compilation, gradient
 from .runner import JAX_NN, OURS, Case, Run, Sides
 
 EQUINOX = "eqx.nn"
@@ -154,6 +154,16 @@ CASES = (
         Case(f"{name}, {STEPS} steps", "float32", _shape(16, T, 4, 8), _layers, {"train": train})
         for name, train in (("MultiheadAttention", False), ("MultiheadAttention, training", True))
         for T in (12, 16, 64)
+    ),
+    *(
+        Case(
+            "compilation, forward + backward",
+            "float32",
+            {"B": 2, "T": T, "S": T, "N": 4, "K": 4, "H": 32},
+            compilation,
+            {"causal": False, "layers": 1},
+        )
+        for T in (16, 64, 128, 256)
     ),
     *(
         Case(
