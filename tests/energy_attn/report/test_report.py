@@ -254,7 +254,7 @@ Q = np.ones((3, 2, 4), np.float32)
 
 def report_of(values):
     """A report of these figures."""
-    shapes = jax.eval_shape(lambda: ea.energy_report(measure(Q, Q, Q)))
+    shapes = jax.eval_shape(lambda: ea.energy_report(measure(*map(jnp.asarray, (Q, Q, Q)))))
     figures = zip(FIELDS, map(jnp.asarray, values), strict=True)
     return dataclasses.replace(shapes, **dict(figures))
 
