@@ -1,10 +1,8 @@
 """Attention whose scores are all in memory at once: the softmax, scores of a whole call, and the reference."""
 
-import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -114,12 +112,13 @@ class Reference(AbstractJAXKernel):
         plain = full and settings.score is None and settings.scored_width is None
         # scores that are multiples of products, by at most 1, are as finite as these
         if plain and 0 < settings.scale <= 1:
-            one = functools.partial(_of_one_sequence, settings.scale, _shown(operands, settings))
+            shown, qkv = _shown(operands, settings), operands.qkv
             # without the axis of a batch of one, so that `jax.vmap` makes the only one
             if operands.query.shape[0] == 1:
-                out, lse = (x[None] for x in one(*(x[0] for x in operands.qkv)))
+                query, key, value = (x[0] for x in qkv)
+                out, lse = (x[None] for x in _of_products(settings.scale, shown, query, key, value))
             else:
-                out, lse = jax.vmap(one)(*operands.qkv)
+                out, lse = _of_products(settings.scale, shown, *qkv)
         else:
             weights, total, lse = softmax(_scores_by_head(settings, operands))
             # in 16 bits: weights below 1, whose cotangents do not underflow where many keys share a row
@@ -157,14 +156,18 @@ def _shown(operands: Operands, settings: Settings) -> Bool[Array, "T S"] | None:
     return visible(bound(settings, operands), queries[:, :, None], keys[:, None, :])[0]
 
 
-def _of_one_sequence(
-    scale: float, shown: Array | None, query: Float[Array, "T N H"], key: Array, value: Array
-) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+def _of_products(
+    scale: float,
+    shown: Bool[Array, "T S"] | None,
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Attention and energies where scores are multiples of products and each row has a key."""
     # queries are fewer than scores; other scales, or 16 bits, would round them
     exact = math.frexp(scale)[0] == 0.5 and query.dtype.itemsize > 2
     before, after = (scale, 1.0) if exact else (1.0, scale)
-    products = _by_head(query.swapaxes(0, 1) * before, key, 2, query.dtype)
+    products = _by_head(query.swapaxes(-3, -2) * before, key, 2, query.dtype)
     if shown is not None:
         products = jnp.where(shown, products, -jnp.inf)
     maximum = lax.stop_gradient(products.max(-1, keepdims=True, initial=-jnp.inf))
@@ -173,7 +176,7 @@ def _of_one_sequence(
     total = weights.sum(-1, keepdims=True)
     out = _by_head((weights / total).astype(value.dtype), value, 0, query.dtype)
     lse = (maximum * after + jnp.log(total))[..., 0]
-    return out.swapaxes(0, 1), lse.swapaxes(0, 1)
+    return out.swapaxes(-3, -2), lse.swapaxes(-2, -1)
 
 
 def _by_head(

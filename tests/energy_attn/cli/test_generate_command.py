@@ -51,7 +51,16 @@ def command(folder, *more, prompt=True):
     return main(arguments(folder, *more, prompt=prompt))
 
 
+@pytest.fixture
+def interruptible():
+    """Children that Ctrl-C reaches, also where a shell runs the tests in the background and ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("moment", few(["importing", "compiling", "writing"], "importing"))
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt(moment):
     """A traceback, or a crash of XLA, in place of one line and the status of a program that Ctrl-C ends."""
     logs = {"importing": ["-X", "importtime"]}.get(moment, [])
